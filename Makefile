@@ -1,0 +1,72 @@
+# Every target builds the environment it needs. `make demo` and `make test` work as the first
+# command typed on a fresh clone; the first one takes a minute to install, later ones start at once.
+#
+#   make PYTHON=python3.12 test        another Python (the environment is built once: `make clean`)
+#   make PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' test
+#                                      the CPU build of torch, where the package index has only
+#                                      the larger build for GPUs
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# Exists only where the whole installation went well, and is as old as what it was made from.
+STAMP := $(VENV)/installed
+
+# Two processes of a test would otherwise start a thread per core each.
+export OMP_NUM_THREADS = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint style types contracts check format bench clean
+
+help:
+	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3, convert, generate'
+	@echo 'make test       the tests and the examples in docstrings (a few minutes)'
+	@echo 'make check      what CI runs: ruff, mypy, import contracts, then make test'
+	@echo 'make lint       make check without the tests'
+	@echo 'make format     put imports, layout and fixable findings right'
+	@echo 'make test-slow  the tests that make test leaves out'
+	@echo 'make bench      save, load, reshard and convert beside other libraries'
+	@echo 'make clean      remove the environment and every cache'
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo 'Building $(VENV) with $(PYTHON), once: about a minute.'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: style types contracts
+
+style: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports
+
+check: lint test
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

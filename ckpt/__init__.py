@@ -1,0 +1,100 @@
+"""Checkpoints of PyTorch training: save on N ranks, go on on M, convert to what others read.
+
+    import ckpt
+
+    ckpt.save("runs/step-100", {"model": model, "optim": optim, "step": step})
+    state = ckpt.load("runs/step-100", {"model": model, "optim": optim, "step": 0})
+    weights = ckpt.open("runs/step-100")["model.embed.weight"][0:16]
+
+Names are imported when they are first used: `ckpt inspect`, `verify` and `ls` never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ckpt._neighbours import check_neighbours
+from ckpt.version import __version__
+
+check_neighbours()
+
+if TYPE_CHECKING:
+    from ckpt.convert import convert
+    from ckpt.diff import diff
+    from ckpt.errors import (
+        CkptError,
+        DamagedLoadError,
+        ExistsError,
+        MismatchError,
+        NotACheckpointError,
+        PartialLoadError,
+        RankError,
+        StateError,
+    )
+    from ckpt.lazy import Checkpoint, TensorHandle, open, read
+    from ckpt.load import load
+    from ckpt.save import save
+    from ckpt.verify import verify
+    from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+
+_WHERE = {
+    "save": "ckpt.save",
+    "load": "ckpt.load",
+    "open": "ckpt.lazy",
+    "read": "ckpt.lazy",
+    "Checkpoint": "ckpt.lazy",
+    "TensorHandle": "ckpt.lazy",
+    "convert": "ckpt.convert",
+    "diff": "ckpt.diff",
+    "verify": "ckpt.verify",
+    "CkptError": "ckpt.errors",
+    "StateError": "ckpt.errors",
+    "ExistsError": "ckpt.errors",
+    "NotACheckpointError": "ckpt.errors",
+    "MismatchError": "ckpt.errors",
+    "PartialLoadError": "ckpt.errors",
+    "DamagedLoadError": "ckpt.errors",
+    "RankError": "ckpt.errors",
+    "FormatError": "formats.errors",
+    "CorruptError": "formats.errors",
+    "HostileError": "formats.errors",
+    "UnsupportedError": "formats.errors",
+}
+
+__all__ = [
+    "Checkpoint",
+    "CkptError",
+    "CorruptError",
+    "DamagedLoadError",
+    "ExistsError",
+    "FormatError",
+    "HostileError",
+    "MismatchError",
+    "NotACheckpointError",
+    "PartialLoadError",
+    "RankError",
+    "StateError",
+    "TensorHandle",
+    "UnsupportedError",
+    "__version__",
+    "convert",
+    "diff",
+    "load",
+    "open",
+    "read",
+    "save",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

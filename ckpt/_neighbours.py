@@ -1,0 +1,60 @@
+"""Notices when a user's own folder stands in for one of our packages.
+
+`formats`, `sharding` and `tools` are plain words: a folder of that name beside somebody's train.py
+comes first on Python's path. The first two would break every call and are refused; `tools` serves
+only the `ckpt` command, so a library user is told and may go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from warnings import warn
+
+HOME = Path(__file__).resolve().parent.parent
+"""The folder all four packages are installed in."""
+
+
+def check_neighbours() -> None:
+    """Raise ImportError, or warn, in one sentence when another folder shadows a package of ours.
+
+    In the `ckpt` command's own process ours are put first instead: nobody else's code runs there.
+    """
+    if _is_command():
+        sys.path.insert(0, str(HOME))
+    for name in ("formats", "sharding"):
+        other = shadowing(name)
+        if other is not None:
+            raise ImportError(
+                f"{other} shadows the package {name!r} that ckpt is built on: rename it, or start "
+                "Python where it is not on sys.path"
+            )
+    other = shadowing("tools")
+    if other is not None:
+        warn(
+            f"{other} shadows the package 'tools' of ckpt: the library works, and so does the ckpt "
+            "command, but `import tools` gives yours",
+            stacklevel=3,
+        )
+
+
+def shadowing(name: str) -> Path | None:
+    """The folder or file that `import name` would find instead of our package."""
+    loaded = sys.modules.get(name)
+    spec = loaded.__spec__ if loaded is not None else PathFinder.find_spec(name)
+    place = _place(spec)
+    return None if place is None or place == HOME / name else place
+
+
+def _place(spec: ModuleSpec | None) -> Path | None:
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return Path(spec.origin).resolve() if spec.origin else None
+
+
+def _is_command() -> bool:
+    """True in the process of the installed `ckpt` script or of `python -m ckpt`."""
+    return sys.argv[:1] == ["-m"] or Path(sys.argv[0] if sys.argv else "").stem == "ckpt"

@@ -1,0 +1,111 @@
+"""What can go wrong in saving and loading, grouped by what a caller would do about it.
+
+Every class has a stable `kind`. Errors about bytes are `formats.errors`', about layouts
+`sharding`'s; both are ValueErrors, as are those here that speak of a bad argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from formats.errors import CorruptError
+
+
+class CkptError(Exception):
+    """Anything `ckpt` itself refuses or fails at."""
+
+    kind = "ckpt"
+
+
+class StateError(CkptError, ValueError):
+    """The state holds something that cannot be stored, or two names that are the same."""
+
+    kind = "state"
+
+
+class ExistsError(CkptError, FileExistsError):
+    """A committed checkpoint or file is in the way; nothing was written over it."""
+
+    kind = "exists"
+
+
+class NotACheckpointError(CkptError, FileNotFoundError):
+    """There is no committed checkpoint of a known format at this place."""
+
+    kind = "not_a_checkpoint"
+
+
+class StoreError(CkptError, OSError):
+    """The disk or object store failed; what was committed before is untouched."""
+
+    kind = "store"
+
+
+class MismatchError(CkptError, ValueError):
+    """Checkpoint and target do not fit together; the target was not touched.
+
+    All differences are listed, not only the first.
+    """
+
+    kind = "mismatch"
+
+    def __init__(self, url: str, differences: Sequence[Difference]) -> None:
+        self.url = url
+        self.differences = tuple(differences)
+        shown = [f"  {difference}" for difference in self.differences[:SHOWN_DIFFERENCES]]
+        if len(self.differences) > SHOWN_DIFFERENCES:
+            shown.append(f"  ... and {len(self.differences) - SHOWN_DIFFERENCES} more")
+        super().__init__(
+            f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown)
+        )
+
+
+SHOWN_DIFFERENCES = 20
+"""How many differences a message lists; the exception's `differences` has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One way in which a checkpoint and a target do not fit."""
+
+    name: str
+    problem: str
+    """`missing`, `unexpected`, `shape`, `dtype` or `structure`."""
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
+
+
+class PartialLoadError(CkptError):
+    """Reading failed half-way: the tensors in `touched` may hold a mix of old and new bytes."""
+
+    kind = "partial_load"
+
+    def __init__(self, message: str, touched: Sequence[str]) -> None:
+        self.touched = tuple(touched)
+        names = ", ".join(self.touched[:SHOWN_DIFFERENCES])
+        more = len(self.touched) - SHOWN_DIFFERENCES
+        super().__init__(
+            f"{message}. The target may hold a mix of old and new bytes in: {names}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+
+
+class DamagedLoadError(PartialLoadError, CorruptError):
+    """Reading met changed or missing bytes half-way."""
+
+    kind = "corrupt"
+
+
+class RankError(CkptError):
+    """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
+
+    kind = "rank"
+
+    def __init__(self, stage: str, rank: int, error: str, message: str) -> None:
+        self.rank = rank
+        self.error = error
+        self.message = message
+        super().__init__(f"{stage} failed on rank {rank} with {error}: {message}")

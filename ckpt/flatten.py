@@ -1,0 +1,161 @@
+"""A state as names: every tensor with its layout, and the plain values in their nest.
+
+Communicates nothing. What cannot be stored is an error that names its key path, before anything
+else happens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from formats.catalog import TensorRef, Tree
+from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
+from formats.errors import UnsupportedError
+from sharding.dtensor import describe
+from sharding.layout import Layout
+
+from ckpt.errors import StateError
+from ckpt.saved import join
+from ckpt.stateful import (
+    ParameterNames,
+    Stateful,
+    identity,
+    module_entries,
+    optimizer_entries,
+    parameter_names,
+)
+
+MAX_DEPTH = 100
+"""How deep a state may nest; deeper is taken for one that holds itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a state on this rank."""
+
+    name: str
+    dtype: DType
+    local: torch.Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A whole state on this rank."""
+
+    leaves: dict[str, Leaf]
+    """By name, in the state's order; tied tensors once, under their first name."""
+    aliases: dict[str, str]
+    tree: Tree
+
+
+def flatten(state: object, world_size: int) -> FlatState:
+    """The names, tensors, layouts and values of a state.
+
+    Raises StateError naming the key path of what cannot be stored, and of two entries whose names
+    are the same.
+    """
+    return _Flattener(world_size, parameter_names(state)).run(state)
+
+
+class _Flattener:
+    def __init__(self, world_size: int, names: ParameterNames) -> None:
+        self._world_size = world_size
+        self._parameters = names
+        self._leaves: dict[str, Leaf] = {}
+        self._aliases: dict[str, str] = {}
+        self._paths: dict[str, tuple[object, ...]] = {}
+        self._seen: dict[object, str] = {}
+        self._keep: list[object] = []
+
+    def run(self, state: object) -> FlatState:
+        tree = self._walk(state, ())
+        return FlatState(self._leaves, self._aliases, tree)
+
+    def _walk(self, node: object, path: tuple[object, ...]) -> Tree:
+        if len(path) > MAX_DEPTH:
+            raise StateError(f"{_shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
+        if isinstance(node, torch.Tensor):
+            return self._tensor(node, path)
+        if node is None or type(node) in (bool, int, float, str, bytes, complex):
+            return node  # type: ignore[return-value]
+        if isinstance(node, nn.Module):
+            return self._walk(module_entries(node), path)
+        if isinstance(node, Optimizer):
+            names, where = self._parameters.of(node), _shown(path)
+            return self._walk(optimizer_entries(node, names, where), path)
+        if type(node) in (dict, OrderedDict, defaultdict) and isinstance(node, Mapping):
+            return {self._key(key, path): self._walk(item, (*path, key)) for key, item in node.items()}
+        if type(node) is list:
+            return [self._walk(item, (*path, index)) for index, item in enumerate(node)]
+        if type(node) in (tuple, torch.Size) and isinstance(node, tuple):
+            return tuple(self._walk(item, (*path, index)) for index, item in enumerate(node))
+        if isinstance(node, np.ndarray):
+            return self._tensor(self._from_numpy(node, path), path)
+        if isinstance(node, np.generic):
+            return self._walk(node.item(), path)
+        if isinstance(node, torch.dtype):
+            return dtype_of_torch(str(node), _shown(path))
+        if isinstance(node, Stateful) and not isinstance(node, type):
+            entries = node.state_dict()
+            self._keep.append(entries)  # its tensors' addresses are ours until the end
+            return self._walk(entries, path)
+        raise StateError(
+            f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be stored; "
+            "a state holds tensors, numbers, strings, bytes, None, dicts, lists, tuples, and objects "
+            "with state_dict() and load_state_dict()"
+        )
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> TensorRef:
+        name = ".".join(map(str, path)) or "tensor"
+        self._claim(name, path)
+        if tensor.is_sparse or tensor.is_quantized or tensor.layout != torch.strided:
+            raise StateError(f"{_shown(path)}: a {tensor.layout} tensor cannot be stored: densify it")
+        try:
+            dtype = dtype_of_torch(str(tensor.dtype), _shown(path))
+        except UnsupportedError as error:
+            raise StateError(str(error)) from error
+        local, layout = describe(tensor, name, self._world_size)
+        if local.is_meta:
+            raise StateError(f"{_shown(path)}: a tensor on the meta device has no data to store")
+        first = self._seen.setdefault(identity(tensor), name)
+        if first != name:
+            self._aliases[name] = first
+            return TensorRef(first)
+        self._keep.append(tensor)
+        self._leaves[name] = Leaf(name, dtype, local.detach(), layout)
+        return TensorRef(name)
+
+    def _claim(self, name: str, path: tuple[object, ...]) -> None:
+        other = self._paths.setdefault(name, path)
+        if other != path:
+            raise StateError(
+                f"the entries at {_shown(other)} and {_shown(path)} both have the name {name!r}; "
+                "rename a key"
+            )
+
+    def _key(self, key: object, path: tuple[object, ...]) -> str | int | float | bool | None:
+        if key is None or isinstance(key, str | int | float | bool):
+            return key
+        raise StateError(
+            f"{_shown(path)}: a key of type {type(key).__qualname__} cannot be stored; keys are "
+            "strings, numbers or None"
+        )
+
+    def _from_numpy(self, array: np.ndarray, path: tuple[object, ...]) -> torch.Tensor:
+        if str(array.dtype) not in BY_TORCH_NAME:
+            raise StateError(f"{_shown(path)}: a numpy array of dtype {array.dtype} cannot be stored")
+        self._keep.append(array)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _shown(path: tuple[object, ...]) -> str:
+    """A key path the way a user would write it: `state["optim"][0]`."""
+    return "state" + "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,258 @@
+"""A checkpoint as something to look into: names at once, tensors and slices when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from operator import index as as_int
+from types import EllipsisType
+
+import torch
+
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
+from sharding.layout import Box, Layout, Piece
+
+from ckpt.errors import CkptError
+from ckpt.match import Selection
+from ckpt.memory import array_over, torch_dtype
+from ckpt.saved import join
+from ckpt.sources import Source, open_source
+from ckpt.transfer import requests_for, transfer
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+
+def open(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:  # noqa: A001
+    """The checkpoint at a path or URL, with nothing read but its description.
+
+    Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
+    read out to whole chunks of 256 KiB; False reads the exact bytes. No process group is involved.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ckpt.save(folder, {"w": torch.arange(6).reshape(3, 2)})
+    ...     with ckpt.open(folder) as checkpoint:
+    ...         list(checkpoint), checkpoint["w"].shape, checkpoint["w"][1:, 0]
+    (['w'], (3, 2), tensor([2, 4]))
+    """
+    return Checkpoint(url, verify)
+
+
+def read(
+    url: str | os.PathLike[str],
+    *,
+    include: str | list[str] | None = None,
+    exclude: str | list[str] | None = None,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+) -> object:
+    """The saved state as a plain nest: whole tensors on the CPU, and the values around them.
+
+    `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
+    dict, and is None in a list. `dtype` casts floating-point tensors. Tied tensors come back as one.
+    """
+    with Checkpoint(url, verify) as checkpoint:
+        return checkpoint.state(Selection.of(include, exclude), dtype)
+
+
+class TensorHandle:
+    """One tensor of an open checkpoint: indexing it reads."""
+
+    def __init__(self, checkpoint: Checkpoint, record: TensorRecord) -> None:
+        self._checkpoint = checkpoint
+        self.record = record
+
+    @property
+    def name(self) -> str:
+        """The name it is stored under."""
+        return self.record.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.record.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return torch_dtype(self.record.dtype.torch_name)
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the ranks that saved it divided it, where the format knows."""
+        return self.record.layout
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """The elements at these indices, as indexing a tensor would give them.
+
+        Integers and slices with a positive step; a step above 1 reads the range and drops what it
+        skips. Raises IndexError for an integer out of range, or more indices than dimensions.
+        """
+        box, steps, dropped = _resolve(index, self.shape, self.name)
+        tensor = self._checkpoint.box(self.record, box)
+        if any(step != 1 for step in steps):
+            tensor = tensor[tuple(slice(None, None, step) for step in steps)].clone()
+        kept = [size for dim, size in enumerate(tensor.shape) if dim not in dropped]
+        return tensor.reshape(kept)
+
+    def __repr__(self) -> str:
+        return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.record.dtype})"
+
+
+class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"]):
+    """An open checkpoint: a mapping from tensor names, tied names included, to handles.
+
+    Close it, or use it in a `with`.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], verify: bool) -> None:
+        self._context = open_source(url)
+        self._source: Source | None = self._context.__enter__()
+        self._verify = verify
+        self.catalog: Catalog = self._source.catalog
+
+    @property
+    def url(self) -> str:
+        """Where it was opened."""
+        return self._opened().url
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the writer said of itself."""
+        return self.catalog.metadata
+
+    def values(self) -> Tree:  # type: ignore[override]
+        """The saved nest with a `TensorRef` in the place of every tensor."""
+        return self.catalog.tree
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        record = self.catalog.tensors.get(self.catalog.aliases.get(name, name))
+        if record is None:
+            raise KeyError(f"{name!r} is not in {self.url}; `list(checkpoint)` has the names")
+        return TensorHandle(self, record)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.catalog.tensors
+        yield from self.catalog.aliases
+
+    def __len__(self) -> int:
+        return len(self.catalog.tensors) + len(self.catalog.aliases)
+
+    def box(self, record: TensorRecord, box: Box) -> torch.Tensor:
+        """A region of a tensor, read into memory of its own."""
+        tensor = torch.empty(box.shape, dtype=torch_dtype(record.dtype.torch_name))
+        requests = list(requests_for(record, [Piece.packed(box)], array_over(tensor)))
+        transfer(self._opened().store, requests, self._verify)
+        return tensor
+
+    def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
+        """The saved nest with its tensors read (see `read`)."""
+        tensors: dict[str, torch.Tensor] = {}
+        requests = []
+
+        def fill(tree: Tree, path: str) -> object:
+            if isinstance(tree, TensorRef):
+                if tree.name not in tensors:
+                    record = self.catalog.tensors[tree.name]
+                    tensor = torch.empty(
+                        record.shape, dtype=torch_dtype(record.dtype.torch_name)
+                    )
+                    pieces = [Piece.packed(Box.whole(record.shape))]
+                    requests.extend(requests_for(record, pieces, array_over(tensor)))
+                    tensors[tree.name] = tensor
+                return tree
+            if isinstance(tree, dict):
+                return {
+                    key: fill(item, join(path, key))
+                    for key, item in tree.items()
+                    if _selected(item, join(path, key), selection)
+                }
+            if isinstance(tree, list | tuple):
+                items = [
+                    fill(item, join(path, i)) if _selected(item, join(path, i), selection) else None
+                    for i, item in enumerate(tree)
+                ]
+                return items if isinstance(tree, list) else tuple(items)
+            return torch_dtype(tree.torch_name) if isinstance(tree, DType) else tree
+
+        nest = fill(self.catalog.tree, "")
+        transfer(self._opened().store, requests, self._verify)
+        if dtype is not None:
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point():
+                    tensors[name] = tensor.to(dtype)
+        return _put(nest, tensors)
+
+    def close(self) -> None:
+        """Let go of the files; handles stay, but can no longer read."""
+        if self._source is not None:
+            self._source = None
+            self._context.__exit__(None, None, None)
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _opened(self) -> Source:
+        if self._source is None:
+            raise CkptError("the checkpoint was closed; open it again to read")
+        return self._source
+
+
+def _put(nest: object, tensors: Mapping[str, torch.Tensor]) -> object:
+    if isinstance(nest, TensorRef):
+        return tensors[nest.name]
+    if isinstance(nest, dict):
+        return {key: _put(item, tensors) for key, item in nest.items()}
+    if isinstance(nest, list):
+        return [_put(item, tensors) for item in nest]
+    if isinstance(nest, tuple):
+        return tuple(_put(item, tensors) for item in nest)
+    return nest
+
+
+def _selected(tree: Tree, path: str, selection: Selection) -> bool:
+    """True when a leaf, or anything below a container, is selected."""
+    if selection.is_all:
+        return True
+    if isinstance(tree, dict) and tree:
+        return any(_selected(item, join(path, key), selection) for key, item in tree.items())
+    if isinstance(tree, list | tuple) and tree:
+        return path in selection or any(
+            _selected(item, join(path, i), selection) for i, item in enumerate(tree)
+        )
+    return path in selection
+
+
+def _resolve(
+    index: Index, shape: tuple[int, ...], name: str
+) -> tuple[Box, tuple[int, ...], frozenset[int]]:
+    """The box an index covers, the step in each dimension, and the dimensions that vanish."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if parts.count(Ellipsis) > 1:
+        raise IndexError(f"{name}: an index has one ellipsis at most")
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    if len(parts) > len(shape):
+        raise IndexError(f"{name}: {len(parts)} indices for shape {shape}")
+    parts += [slice(None)] * (len(shape) - len(parts))
+    lo, hi, steps, dropped = [], [], [], set()
+    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 1:
+                raise IndexError(f"{name}: the step of a slice is positive, not {step}")
+            lo.append(start)
+            hi.append(max(start, stop))
+            steps.append(step)
+        else:
+            at = as_int(part)  # type: ignore[arg-type]
+            if not -size <= at < size:
+                raise IndexError(f"{name}: index {at} is out of range in dimension {dim} of {shape}")
+            lo.append(at % size)
+            hi.append(at % size + 1)
+            steps.append(1)
+            dropped.add(dim)
+    return Box(tuple(lo), tuple(hi)), tuple(steps), frozenset(dropped)

@@ -1,0 +1,221 @@
+"""Loading: match, plan, agree, read, install.
+
+Nothing in the target changes before every rank has matched all names, opened the files it needs and
+agreed with the others. Then tensors are read into the memory they have; optimizers and other
+objects get their state last, by their own `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+from warnings import warn
+
+import torch
+import xxhash
+
+from formats.errors import CorruptError
+from formats.native.shard import Progress
+from sharding.dtensor import describe
+
+from ckpt.errors import Difference, DamagedLoadError, MismatchError, PartialLoadError
+from ckpt.match import Match, Selection, Want, match
+from ckpt.memory import array_over, is_plain, torch_dtype
+from ckpt.ranks import HASH_BITS, Ranks, attempt
+from ckpt.saved import Rename, Saved
+from ckpt.sources import Source, open_source
+from ckpt.transfer import Request, requests_for, transfer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+S = TypeVar("S")
+
+STAGE_BYTES = 256 << 20
+"""Bytes read at a time into temporary memory, for targets that cannot be read into as they lie."""
+
+Patterns = str | Sequence[str]
+
+
+def load(
+    url: str | os.PathLike[str],
+    state: S,
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    dtype: str | None = None,
+    verify: bool = True,
+    group: ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> S:
+    """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
+
+    To be called by all ranks of `group` (by default of the default process group; one process
+    needs none). Tensors, modules and optimizers are filled in place, each rank reading what its
+    shards need and nothing else; an optimizer may be fresh. Dicts and lists are updated in place
+    and hold the loaded plain values. None or an empty dict takes whatever was saved in its place,
+    tensors whole and on the CPU.
+
+    Args:
+        strict: False ignores names that only one side has and tensors of another shape, with a
+            warning.
+        rename: from the checkpoint's names to the target's: a function, or a mapping of names or
+            dotted prefixes. `{"": "model"}` puts `model.` before every name.
+        include: patterns (`*`, `?`) of the target's names to load; the others stay as they are.
+        exclude: patterns of the target's names not to load.
+        dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
+        verify: check every chunk that is read against its checksum.
+        progress: called with numbers of bytes as this rank has read them.
+
+    Raises:
+        MismatchError: names are missing or unexpected, shapes or dtypes differ; all are listed.
+            The target was not touched.
+        CorruptError: bytes are missing or changed. Found before anything was touched, or a
+            DamagedLoadError that names the tensors touched so far.
+        PartialLoadError: reading failed half-way for another reason; it names the tensors too.
+        NotACheckpointError: there is none at `url`.
+        RankError: another rank failed; its number and error are named.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ckpt.save(folder, {"w": torch.ones(2), "step": 1})
+    ...     ckpt.load(folder, {"w": torch.zeros(2), "step": 0})
+    {'w': tensor([1., 1.]), 'step': 1}
+    """
+    if dtype not in (None, "target"):
+        raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+    ranks = Ranks(group)
+    selection = Selection.of(include, exclude)
+    opened, error = attempt(lambda: _Opened(url))
+    try:
+        matched = None
+        if opened is not None:
+            source = opened.source
+            matched, error = attempt(
+                lambda: match(Saved(source.catalog, rename), state, selection, dtype == "target")
+            )
+        differences = _unexpected(ranks, matched, error)
+        assert opened is not None and matched is not None
+        differences = [*matched.differences, *differences]
+        plan, error = attempt(
+            lambda: _plan(opened.source, matched, differences, strict, ranks)
+        )
+        ranks.agree("planning to load", error)
+        assert plan is not None
+        _, error = attempt(lambda: _read(opened.source, plan, verify, progress))
+        ranks.agree("loading", error)
+        result, error = attempt(matched.install)
+        ranks.agree("installing the loaded state", error)
+    finally:
+        if opened is not None:
+            opened.close()
+    return result  # type: ignore[return-value]
+
+
+class _Opened:
+    """A source that stays open over several steps, each of which may fail on some rank."""
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self._context = open_source(url)
+        self.source: Source = self._context.__enter__()
+
+    def close(self) -> None:
+        self._context.__exit__(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """One tensor to read: the requests that fill `into`, which is then copied to `target`."""
+
+    name: str
+    requests: tuple[Request, ...]
+    target: torch.Tensor
+    into: torch.Tensor
+
+    @property
+    def staged_bytes(self) -> int:
+        return 0 if self.into is self.target else self.into.nbytes
+
+
+def _unexpected(
+    ranks: Ranks, matched: Match | None, error: Exception | None
+) -> list[Difference]:
+    """The checkpoint's names that no rank's target has. All ranks return the same."""
+    names = matched.unexpected if matched is not None else []
+    mark = xxhash.xxh3_64_intdigest("\n".join(names).encode()) >> (64 - HASH_BITS)
+    agreed = ranks.agree("matching the checkpoint with the target", error, (mark,))
+    assert matched is not None
+    if not agreed.same[0]:
+        here = set(names)
+        flags = bytes(name in here for name in matched.saved_names)
+        common = ranks.common(flags)
+        names = [name for name, flag in zip(matched.saved_names, common, strict=True) if flag]
+    return [
+        Difference(name, "unexpected", "is in the checkpoint and not in the target") for name in names
+    ]
+
+
+def _plan(
+    source: Source,
+    matched: Match,
+    differences: list[Difference],
+    strict: bool,
+    ranks: Ranks,
+) -> list[_Fill]:
+    """What to read where. Opens every file that is needed and touches nothing."""
+    if not strict:
+        skipped = [d for d in differences if d.problem in ("missing", "unexpected", "shape")]
+        differences = [d for d in differences if d not in skipped]
+        if skipped and ranks.rank == 0:
+            shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
+            warn(f"{source.url}: strict=False skips {len(skipped)}: {shown}", stacklevel=5)
+    if differences:
+        raise MismatchError(source.url, differences)
+    return [_fill(want, ranks) for want in matched.wants]
+
+
+def _fill(want: Want, ranks: Ranks) -> _Fill:
+    local, layout = describe(want.tensor, want.name, ranks.world_size)
+    into = local
+    if want.record.dtype.torch_name != str(local.dtype).removeprefix("torch."):
+        into = torch.empty(local.shape, dtype=torch_dtype(want.record.dtype.torch_name))
+    elif not is_plain(local):
+        into = torch.empty(local.shape, dtype=local.dtype)
+    array = array_over(into)
+    pieces = layout.pieces(ranks.rank)
+    record = replace(want.record, name=want.name)
+    return _Fill(want.name, tuple(requests_for(record, pieces, array)), local, into)
+
+
+def _read(source: Source, fills: list[_Fill], verify: bool, progress: Progress | None) -> None:
+    touched: list[str] = []
+    try:
+        for batch in _batches(fills):
+            touched += [fill.name for fill in batch]
+            requests = [request for fill in batch for request in fill.requests]
+            transfer(source.store, requests, verify, progress)
+            for fill in batch:
+                if fill.into is not fill.target:
+                    fill.target.copy_(fill.into)
+    except CorruptError as error:
+        raise DamagedLoadError(str(error), touched) from error
+    except Exception as error:
+        raise PartialLoadError(f"{type(error).__name__}: {error}", touched) from error
+
+
+def _batches(fills: list[_Fill]) -> Iterator[list[_Fill]]:
+    """Fills together as long as their temporary memory stays within STAGE_BYTES."""
+    batch: list[_Fill] = []
+    staged = 0
+    for fill in fills:
+        if batch and staged + fill.staged_bytes > STAGE_BYTES:
+            yield batch
+            batch, staged = [], 0
+        batch.append(fill)
+        staged += fill.staged_bytes
+    if batch:
+        yield batch

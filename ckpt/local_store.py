@@ -1,0 +1,218 @@
+"""A folder on a disk of this machine, through the operating system's own calls.
+
+Rules:
+
+1. A file appears under its name only when it is complete and flushed to the disk: it is written as
+   `.<name>.<random>.part` and renamed.
+2. `commit` is atomic: readers see the old content or the new, and without `replace` exactly one of
+   several writers wins.
+3. Reads are `pread`s of exact ranges into the caller's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from formats.errors import CorruptError
+from formats.storage import Buffer
+
+from ckpt.errors import ExistsError
+
+OPEN_FILES = 64
+"""How many files a store keeps open for reading."""
+IO_VECTORS = 512
+"""Buffers per writev call; the kernel's limit is 1,024."""
+PART_SUFFIX = ".part"
+
+
+class LocalStore:
+    """The store for a local folder, which need not exist until something is written."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(folder)
+        self._folder = Path(folder)
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[str]:
+        """The files directly in the folder, sorted; none when there is no such folder."""
+        try:
+            with os.scandir(self._folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def folders(self) -> list[str]:
+        """The folders directly in the folder, sorted."""
+        try:
+            with os.scandir(self._folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, name: str) -> bool:
+        """True when the folder has this file."""
+        return (self._folder / name).is_file()
+
+    def size(self, name: str) -> int:
+        """Bytes in a file."""
+        return (self._folder / name).stat().st_size
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes of a file."""
+        with self._reading(name) as descriptor:
+            data = os.pread(descriptor, length, offset)
+            if len(data) == length:
+                return data
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill the buffer from `offset` on."""
+        view = target.cast("B") if target.format != "B" or target.ndim != 1 else target
+        with self._reading(name) as descriptor:
+            done = 0
+            while done < len(view):
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise CorruptError(
+                        f"{self._folder / name}: bytes {offset}:{offset + len(view)} are wanted, "
+                        f"the file ends at {offset + done}: it was truncated"
+                    )
+                done += count
+
+    @contextmanager
+    def create(self, name: str, rewritable: bool = False) -> Iterator[LocalFileWriter]:
+        """A new file (rule 1). `rewritable` costs nothing here: a local file always is."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            try:
+                yield LocalFileWriter(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._forget(name)
+            os.replace(part, self._folder / name)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                part.unlink()
+            raise
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Write a small file atomically and flush the folder (rule 2).
+
+        Raises ExistsError, without `replace`, when the file is there already.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        target = self._folder / name
+        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            try:
+                LocalFileWriter(descriptor).write([data])
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self.flush()  # the files this one speaks of must be durable before it is
+            self._forget(name)
+            if replace:
+                os.replace(part, target)
+            else:
+                try:
+                    os.link(part, target)
+                except FileExistsError as error:
+                    raise ExistsError(f"{target} exists already") from error
+        finally:
+            with suppress(FileNotFoundError):
+                part.unlink()
+        self.flush()
+
+    def delete(self, name: str) -> None:
+        """Remove a file; no error when it is gone already."""
+        self._forget(name)
+        with suppress(FileNotFoundError):
+            (self._folder / name).unlink()
+
+    def flush(self) -> None:
+        """Make the folder's entries durable."""
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close the files kept open for reading."""
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> LocalStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        """A descriptor taken out of the cache for the time of one read, so nobody closes it."""
+        with self._lock:
+            descriptor = self._open.pop(name, None)
+        if descriptor is None:
+            descriptor = os.open(self._folder / name, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                stale = self._open.pop(name, None)
+                self._open[name] = descriptor
+                if stale is None and len(self._open) > OPEN_FILES:
+                    stale = self._open.popitem(last=False)[1]
+            if stale is not None:
+                os.close(stale)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            descriptor = self._open.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class LocalFileWriter:
+    """Appends to one open file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Append the buffers, many in one call."""
+        waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        for first in range(0, len(waiting), IO_VECTORS):
+            _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Replace the first bytes of the file."""
+        view, done = memoryview(data).cast("B"), 0
+        while done < len(view):
+            done += os.pwrite(self._descriptor, view[done:], done)
+
+
+def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        count = os.writev(descriptor, buffers)
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]

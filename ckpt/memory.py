@@ -1,0 +1,39 @@
+"""The memory of torch tensors, as arrays that bytes are placed into."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ckpt.transfer import Array
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def array_over(tensor: torch.Tensor) -> Array:
+    """The elements of a contiguous CPU tensor as a one-dimensional array over its own memory.
+
+    The array's type is only as wide as an element, it does not interpret it.
+    """
+    if tensor.numel() == 0:
+        return np.empty(0, dtype=_UNSIGNED[tensor.element_size()])
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().view(_UNSIGNED[tensor.element_size()])
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True when `array_over` can give the tensor's own memory."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type with this name."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch {torch.__version__} has no dtype {name}; install a newer one")
+    return found

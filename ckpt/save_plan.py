@@ -1,0 +1,142 @@
+"""Who writes what: pure functions from layouts to stored layouts, the same on every rank.
+
+Rules:
+
+1. Each element is stored once. A tensor's stored layout is its layout with `Split` or `Only` in the
+   place of every `Replicate`.
+2. A replicated tensor of at least `SPLIT_BYTES` a replica is divided evenly among its replicas. The
+   smaller ones go to one replica each: those of one kind of layout are laid end to end in the
+   state's order, and that line is cut into as many equal parts as there are replicas. So every rank
+   writes about as much, and neighbours (a norm's mean and variance) come from one rank.
+3. Nothing here communicates or depends on the rank that asks; the work does not grow with the
+   number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from formats.catalog import Tree
+from formats.dtypes import DType
+from formats.native.manifest import StoredTensor
+from sharding.layout import Layout, Mesh, Only, Placement, Replicate, Split
+
+from ckpt.errors import StateError
+
+SPLIT_BYTES = 256 << 10
+"""A replicated tensor of this many bytes or more is written by all of its replicas together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state without its bytes: what one rank, or all ranks together, hold."""
+
+    tensors: Mapping[str, StoredTensor]
+    aliases: Mapping[str, str]
+    tree: Tree
+
+
+def stored_layouts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Every tensor with the layout it is stored in (rules 1 and 2)."""
+    small: dict[tuple[Mesh, tuple[int, ...]], list[str]] = {}
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        layout = tensor.layout
+        axes = tuple(
+            axis
+            for axis, placement in enumerate(layout.placements)
+            if isinstance(placement, Replicate) and layout.mesh.sizes[axis] > 1
+        )
+        if not axes:
+            stored[name] = tensor
+        elif _bytes_per_replica(tensor) >= SPLIT_BYTES:
+            stored[name] = _placed(tensor, dict.fromkeys(axes, Split()))
+        else:
+            stored[name] = tensor  # keeps the state's order; replaced below
+            small.setdefault((layout.mesh, axes), []).append(name)
+    for (mesh, axes), names in small.items():
+        sizes = [mesh.sizes[axis] for axis in axes]
+        total = sum(_bytes_per_replica(tensors[name]) for name in names)
+        before = 0
+        for name in names:
+            owner = before * prod(sizes) // total if total else 0
+            before += _bytes_per_replica(tensors[name])
+            chosen: dict[int, Placement] = {}
+            for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+                chosen[axis] = Only(owner % size)
+                owner //= size
+            stored[name] = _placed(tensors[name], chosen)
+    return stored
+
+
+def _bytes_per_replica(tensor: StoredTensor) -> int:
+    """Bytes that one replica of a tensor is spread over: all ranks see the same number."""
+    return tensor.dtype.nbytes(tensor.shape) * tensor.layout.replicas // tensor.layout.mesh.size
+
+
+def _placed(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTensor:
+    layout = tensor.layout
+    placements = tuple(chosen.get(axis, p) for axis, p in enumerate(layout.placements))
+    return StoredTensor(tensor.shape, tensor.dtype, Layout(layout.shape, layout.mesh, placements))
+
+
+def merged(summaries: Sequence[tuple[Sequence[int], Described]], world_size: int) -> Described:
+    """The whole state of ranks that hold different parts of it, as pipeline stages do.
+
+    `summaries` has, for each different description, the ranks that gave it. A plain tensor is a
+    replica on every rank that has its name; plain values are those of the lowest rank that has
+    them. Raises StateError naming the ranks whose descriptions contradict each other.
+    """
+    holders: dict[str, list[int]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    for ranks, described in summaries:
+        for name, tensor in described.tensors.items():
+            other = tensors.setdefault(name, tensor)
+            if (other.shape, other.dtype, other.layout) != (tensor.shape, tensor.dtype, tensor.layout):
+                raise StateError(
+                    f"{name}: rank {holders[name][0]} has {_shown(other)}, rank {ranks[0]} has "
+                    f"{_shown(tensor)}; give what differs between ranks a name of its own"
+                )
+            holders.setdefault(name, []).extend(ranks)
+        for name, target in described.aliases.items():
+            if aliases.setdefault(name, target) != target:
+                raise StateError(
+                    f"{name}: tied to {aliases[name]} on one rank and to {target} on rank {ranks[0]}"
+                )
+    for name in aliases:
+        if name in tensors:
+            raise StateError(f"{name}: tied to {aliases[name]} on some ranks only")
+    everywhere = Layout.replicated((), world_size)
+    for name, ranks in holders.items():
+        layout = tensors[name].layout
+        if (layout.mesh, layout.placements) == (everywhere.mesh, everywhere.placements):
+            mesh = Mesh.of_ranks(("world",), (len(ranks),), sorted(ranks))
+            tensors[name] = StoredTensor(
+                tensors[name].shape, tensors[name].dtype, Layout(layout.shape, mesh, layout.placements)
+            )
+    tree: Tree = summaries[0][1].tree
+    for _, described in summaries[1:]:
+        tree = merged_trees(tree, described.tree)
+    return Described(tensors, aliases, tree)
+
+
+def merged_trees(first: Tree, second: Tree) -> Tree:
+    """Two nests in one: dicts are united, lists matched by position; elsewhere the first counts."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        united = dict(first)
+        for key, item in second.items():
+            united[key] = merged_trees(united[key], item) if key in united else item
+        return united
+    if type(first) is type(second) and isinstance(first, list | tuple):
+        assert isinstance(second, list | tuple)
+        items = [merged_trees(a, b) for a, b in zip(first, second, strict=False)]
+        items += [*first[len(items) :], *second[len(items) :]]
+        return items if isinstance(first, list) else tuple(items)
+    return first
+
+
+def _shown(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} ({tensor.layout})"

@@ -1,0 +1,118 @@
+"""The leaves of a saved state under the names a target knows them by."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+
+from formats.catalog import Catalog, TensorRef, Tree
+
+from ckpt.errors import StateError
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""From the checkpoint's name to the target's: a function, or a mapping of names or dotted prefixes."""
+
+
+class Missing:
+    """Stands for what is not in a checkpoint."""
+
+
+MISSING = Missing()
+
+
+def join(path: str, key: object) -> str:
+    """The name of what lies under `key` at `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+    """Every leaf with its name. Empty containers and lists without tensors are leaves."""
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            yield from leaves(item, join(path, key))
+    elif isinstance(tree, list | tuple) and holds_tensor(tree):
+        for index, item in enumerate(tree):
+            yield from leaves(item, join(path, index))
+    else:
+        yield path, tree
+
+
+def holds_tensor(tree: Tree) -> bool:
+    """True when there is a tensor somewhere in the tree."""
+    if isinstance(tree, dict):
+        return any(holds_tensor(item) for item in tree.values())
+    if isinstance(tree, list | tuple):
+        return any(holds_tensor(item) for item in tree)
+    return isinstance(tree, TensorRef)
+
+
+def renamer(rename: Rename | None) -> Callable[[str], str]:
+    """A function from a checkpoint's name to the target's.
+
+    Of a mapping's keys the longest that is the name, or a dotted prefix of it, counts; the empty
+    key puts a prefix before every other name.
+
+    >>> renamer({"old": "new", "": "model"})("old.w"), renamer({"": "model"})("w")
+    ('new.w', 'model.w')
+    """
+    if rename is None:
+        return str
+    if not isinstance(rename, Mapping):
+        return rename
+    table = {key.rstrip("."): value.rstrip(".") for key, value in rename.items()}
+
+    def apply(name: str) -> str:
+        prefix = name
+        while prefix not in table:
+            if not prefix:
+                return name
+            prefix = prefix.rpartition(".")[0]
+        rest = name[len(prefix) :].lstrip(".")
+        return ".".join(part for part in (table[prefix], rest) if part)
+
+    return apply
+
+
+class Saved:
+    """A checkpoint's state, looked up by the target's names."""
+
+    def __init__(self, catalog: Catalog, rename: Rename | None = None) -> None:
+        self.catalog = catalog
+        self.rename = renamer(rename)
+        self.leaves: dict[str, Tree] = {}
+        self._nodes: dict[str, Tree] = {}
+        for name, leaf in leaves(catalog.tree):
+            renamed = self.rename(name)
+            if renamed in self.leaves:
+                raise StateError(f"two entries of the checkpoint get the name {renamed!r}")
+            self.leaves[renamed] = leaf
+        if rename is None:
+            self._index(catalog.tree, "")
+        self._sorted = sorted(self.leaves)
+
+    def _index(self, tree: Tree, path: str) -> None:
+        self._nodes[path] = tree
+        if isinstance(tree, dict):
+            for key, item in tree.items():
+                self._index(item, join(path, key))
+
+    def node(self, path: str) -> Tree | Missing:
+        """What was saved at a name, in its nest; under a renamed prefix, a flat dict."""
+        if path in self._nodes:
+            return self._nodes[path]
+        if path in self.leaves:
+            return self.leaves[path]
+        under = {name[len(path) + 1 :] if path else name: self.leaves[name] for name in self.under(path)}
+        return dict(under) if under else MISSING
+
+    def under(self, path: str) -> list[str]:
+        """The names of the leaves at or below a name, sorted."""
+        if not path:
+            return self._sorted
+        found = [path] if path in self.leaves else []
+        prefix = path + "."
+        at = bisect_left(self._sorted, prefix)
+        while at < len(self._sorted) and self._sorted[at].startswith(prefix):
+            found.append(self._sorted[at])
+            at += 1
+        return found

@@ -1,0 +1,99 @@
+"""Any checkpoint as a catalog: the format is seen from what is there, not from the name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from formats.catalog import Catalog
+from formats.native.manifest import MANIFEST
+
+from ckpt.errors import NotACheckpointError
+from ckpt.store import Store, is_file, open_store, split_url
+
+ZIP_MAGIC = b"PK\x03\x04"
+DCP_METADATA = ".metadata"
+SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint."""
+
+    url: str
+    store: Store
+    catalog: Catalog
+
+
+@contextmanager
+def open_source(url: str | os.PathLike[str]) -> Iterator[Source]:
+    """The checkpoint at a path or URL, whatever its format; closed with the block.
+
+    Raises NotACheckpointError, saying what is there, when no known format is.
+    """
+    text = os.fspath(url)
+    if is_file(text):
+        folder, name = split_url(text)
+        with open_store(folder) as store:
+            yield Source(text, store, _read_file(store, name))
+    else:
+        with open_store(text) as store:
+            yield Source(text, store, _read_folder(store))
+
+
+def _read_file(store: Store, name: str) -> Catalog:
+    if name == MANIFEST:
+        from formats.native import reader
+
+        return reader.read(store)
+    if store.read(name, 0, min(4, store.size(name))) == ZIP_MAGIC:
+        from formats import torch_save
+
+        return torch_save.read(store, name)
+    if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl")):
+        raise NotACheckpointError(
+            f"{store.url}/{name}: not a zip file: torch before 1.6 wrote it, or it is damaged; load "
+            "it with torch.load and save it again"
+        )
+    from formats import safetensors_file
+
+    return safetensors_file.read(store, name)
+
+
+def _read_folder(store: Store) -> Catalog:
+    names = store.names()
+    if MANIFEST in names:
+        from formats.native import reader
+
+        return reader.read(store)
+    if DCP_METADATA in names:
+        from formats import dcp_read
+
+        return dcp_read.read(store)
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        if any(name.endswith(".safetensors") and _is_shard(name) for name in names):
+            raise NotACheckpointError(
+                f"{store.url}: shards without a {MANIFEST}: a save that was not finished; there is "
+                "no checkpoint here"
+            )
+        from formats import huggingface
+
+        return huggingface.read(store)
+    raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(store, names)})")
+
+
+def _is_shard(name: str) -> bool:
+    """True for the names of native shards: 16 hex digits, the rank."""
+    attempt, _, rank = name.removesuffix(".safetensors").partition("-")
+    return len(attempt) == 16 and rank.isdecimal() and not set(attempt) - set("0123456789abcdef")
+
+
+def _shown(store: Store, names: list[str]) -> str:
+    folders = store.folders()
+    if not names and not folders:
+        return "nothing is there"
+    found = names + [f"{folder}/" for folder in folders]
+    more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
+    return "there are " + ", ".join(found[:SHOWN_NAMES]) + more

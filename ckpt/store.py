@@ -1,0 +1,247 @@
+"""Where checkpoints live: the one file that knows fsspec.
+
+`open_store(url)` gives a folder to read ranges from and stream files into. A path, or a `file://`
+URL, is a local folder and goes through the operating system (`ckpt.local_store`); any other URL
+goes through the fsspec driver of its protocol.
+
+What the commit protocol needs of a store is `commit`: a small file written atomically, and without
+`replace` only when it is absent. Local disks promise it by `link`; drivers that offer no exclusive
+create get a check before the write, which two jobs saving to one path at the same instant could
+slip through.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from formats.errors import CorruptError
+from formats.storage import Buffer, FileWriter, Reader
+
+from ckpt.errors import ExistsError, NotACheckpointError
+from ckpt.local_store import LocalStore
+
+
+class Store(Reader, Protocol):
+    """A folder on a disk or in a bucket. Close it, or use it in a `with`."""
+
+    def folders(self) -> list[str]:
+        """The folders directly in the folder, sorted."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """True when the folder has this file."""
+        ...
+
+    def create(self, name: str, rewritable: bool = False) -> AbstractContextManager[FileWriter]:
+        """A new file: complete and durable when the block ends well, absent otherwise.
+
+        `rewrite_start` works only with `rewritable`.
+        """
+        ...
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Write a small file atomically; raises ExistsError when it exists, unless `replace`."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file; no error when it is gone already."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        ...
+
+    def __enter__(self) -> Store: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The folder at a path or URL. It need not exist; nothing is created until a file is."""
+    text = os.fspath(url)
+    if "://" not in text and "::" not in text:
+        return LocalStore(text)
+    if text.startswith("file://"):
+        return LocalStore(text.removeprefix("file://"))
+    return FsspecStore(text)
+
+
+def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder and the name of the last part of a path or URL.
+
+    >>> split_url("s3://bucket/run/model.safetensors")
+    ('s3://bucket/run', 'model.safetensors')
+    >>> split_url("model.safetensors")
+    ('.', 'model.safetensors')
+    """
+    text = os.fspath(url).rstrip("/")
+    folder, _, name = text.rpartition("/")
+    if not folder:
+        folder = "/" if text.startswith("/") else "."
+    return folder, name
+
+
+def is_file(url: str | os.PathLike[str]) -> bool:
+    """True when the path or URL is one file, not a folder."""
+    text = os.fspath(url)
+    if "://" not in text or text.startswith("file://"):
+        return Path(text.removeprefix("file://")).is_file()
+    folder, name = split_url(text)
+    with open_store(folder) as store:
+        return store.exists(name)
+
+
+class FsspecStore:
+    """A folder in anything fsspec has a driver for."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            protocol = self.url.partition("://")[0]
+            raise NotACheckpointError(
+                f"{url}: {error}; install the fsspec driver for {protocol}://"
+            ) from error
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[str]:
+        """The files directly in the folder, sorted; none when there is no such folder."""
+        return self._listing("file")
+
+    def folders(self) -> list[str]:
+        """The folders directly in the folder, sorted."""
+        return self._listing("directory")
+
+    def exists(self, name: str) -> bool:
+        """True when the folder has this file."""
+        return bool(self._fs.isfile(self._path(name)))
+
+    def size(self, name: str) -> int:
+        """Bytes in a file."""
+        return int(self._fs.size(self._path(name)))
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes of a file."""
+        if length == 0:
+            return b""
+        data = bytes(self._fs.cat_file(self._path(name), start=offset, end=offset + length))
+        if len(data) != length:
+            raise CorruptError(
+                f"{self.url}/{name}: bytes {offset}:{offset + length} are wanted, "
+                f"the file ends at {offset + len(data)}: it was truncated"
+            )
+        return data
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill the buffer from `offset` on."""
+        view = target.cast("B")
+        view[:] = self.read(name, offset, len(view))
+
+    @contextmanager
+    def create(self, name: str, rewritable: bool = False) -> Iterator[FileWriter]:
+        """A new file. A rewritable one is first written to a temporary local file."""
+        if rewritable:
+            with tempfile.TemporaryFile() as local:
+                yield RewritableUpload(local)
+                local.seek(0)
+                with self._uploading(name) as remote:
+                    shutil.copyfileobj(local, remote, 8 << 20)
+        else:
+            with self._uploading(name) as remote:
+                yield Upload(remote)
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Write a small file in one request, on condition of its absence unless `replace`."""
+        path = self._path(name)
+        self._fs.makedirs(self._root, exist_ok=True)
+        if replace:
+            self._fs.pipe_file(path, data)
+            return
+        if self._fs.isfile(path):
+            raise ExistsError(f"{self.url}/{name} exists already")
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError as error:
+            raise ExistsError(f"{self.url}/{name} exists already") from error
+
+    def delete(self, name: str) -> None:
+        """Remove a file; no error when it is gone already."""
+        if self.exists(name):
+            self._fs.rm_file(self._path(name))
+
+    def close(self) -> None:
+        """Nothing is kept open: drivers pool their own connections."""
+
+    def __enter__(self) -> FsspecStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _uploading(self, name: str) -> Iterator[IO[bytes]]:
+        self._fs.makedirs(self._root, exist_ok=True)
+        remote = self._fs.open(self._path(name), "wb")
+        try:
+            yield remote
+        except BaseException:
+            # Closing would publish the truncated file; drivers that can, forget it instead.
+            discard = getattr(remote, "discard", None)
+            if discard is not None:
+                discard()
+                with suppress(AttributeError):  # or its finaliser would close it after all
+                    setattr(remote, "closed", True)  # noqa: B010
+            raise
+        remote.close()
+
+    def _listing(self, kind: str) -> list[str]:
+        try:
+            entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            for entry in entries
+            if entry["type"] == kind and entry["name"].rstrip("/") != self._root.rstrip("/")
+        )
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+
+class Upload:
+    """Streams to an fsspec file."""
+
+    def __init__(self, remote: IO[bytes]) -> None:
+        self._remote = remote
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Append the buffers; the driver copies what it does not send at once."""
+        for buffer in buffers:
+            self._remote.write(buffer)
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Refused: what was sent is sent. Create the file with `rewritable=True`."""
+        raise OSError("a streamed upload cannot change its first bytes; create it rewritable")
+
+
+class RewritableUpload(Upload):
+    """Collects a file locally before it is uploaded."""
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Replace the first bytes of the file."""
+        end = self._remote.tell()
+        self._remote.seek(0)
+        self._remote.write(data)
+        self._remote.seek(end)

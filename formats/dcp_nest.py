@@ -1,0 +1,109 @@
+"""DCP's rule for a nested state: which values are items of their own, and how a nest comes back.
+
+Dicts are taken apart, lists only where they hold a tensor or a dict, tuples never
+(torch/distributed/checkpoint/_traverse.py). An item is named by its key path joined by dots, and
+`planner_data` keeps the key path, in which text is a dict key and an integer a list index; that is
+all a nest is rebuilt from (_nested_dict.py). So keys become text, and an empty dict is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from formats.catalog import TensorRef, Tree
+from formats.errors import FormatError, UnsupportedError
+from formats.torch_tree import MAX_DEPTH, KeyPath, shown
+
+METADATA = ".metadata"
+"""The file that makes a folder a checkpoint of DCP."""
+
+MAX_LIST_HOLES = 1_000_000
+"""Lists whose indices leave out more than this are refused."""
+
+
+def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
+    """The items of a state, each with its key path, by torch's rule.
+
+    >>> list(flattened({"a": {1: None}, "b": [1, 2], "c": [{"d": 3}]}))
+    [(('a', '1'), None), (('b',), [1, 2]), (('c', 0, 'd'), 3)]
+    """
+    if not isinstance(tree, dict):
+        raise UnsupportedError(f"a checkpoint of DCP is a dict, not a {type(tree).__name__}")
+    for key, value in tree.items():
+        yield from _below((str(key),), value)
+
+
+def _below(path: KeyPath, node: Tree) -> Iterator[tuple[KeyPath, Tree]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _below((*path, str(key)), value)
+    elif isinstance(node, list) and _is_taken_apart(node):
+        for index, value in enumerate(node):
+            yield from _below((*path, index), value)
+    else:
+        yield path, node
+
+
+def _is_taken_apart(node: Tree) -> bool:
+    if isinstance(node, list):
+        return any(isinstance(each, TensorRef) or _is_taken_apart(each) for each in node)
+    return isinstance(node, dict)  # Also an empty one.
+
+
+def key_path(name: str, paths: Mapping[str, object]) -> KeyPath:
+    """The key path of an item by `planner_data`; its name alone where that has none."""
+    if name not in paths:
+        return (name,)
+    path = paths[name]
+    if not isinstance(path, tuple | list) or not 0 < len(path) <= MAX_DEPTH:
+        raise FormatError(f"{METADATA}: planner_data has no key path for {name}")
+    for key in path:
+        if type(key) is not str and (type(key) is not int or key < 0):
+            raise FormatError(
+                f"{METADATA}: the key path of {name} has a {type(key).__name__} in it"
+            )
+    if ".".join(map(str, path)) != name:
+        raise FormatError(f"{METADATA}: the key path of {name} is {shown(tuple(path))}")
+    return tuple(path)
+
+
+def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
+    """The nest with these leaves: texts in a key path are dict keys, integers list indices.
+
+    >>> nested({("a", "x"): 1, ("a", "y", 0): 2, ("a", "y", 1): 3})
+    {'a': {'x': 1, 'y': [2, 3]}}
+    """
+    root: dict[object, object] = {}
+    for path, leaf in leaves.items():
+        branch = root
+        for key in path[:-1]:
+            inner = branch.setdefault(key, _Branch())
+            if not isinstance(inner, _Branch):
+                raise FormatError(f"{METADATA}: {shown(path)} lies inside of a value")
+            branch = inner
+        if path[-1] in branch:
+            raise FormatError(f"{METADATA}: two values lie at {shown(path)}, or one in the other")
+        branch[path[-1]] = leaf
+    if any(type(key) is not str for key in root):
+        raise FormatError(f"{METADATA}: the outermost keys are no texts")
+    holes = 0
+
+    def finished(branch: dict[object, object]) -> dict[object, object] | list[object]:
+        nonlocal holes
+        items = {
+            key: finished(each) if isinstance(each, _Branch) else each
+            for key, each in branch.items()
+        }
+        indices = [key for key in items if isinstance(key, int)]
+        if not indices:
+            return items
+        holes += max(indices) + 1 - len(items)
+        if len(indices) != len(items) or holes > MAX_LIST_HOLES:
+            raise FormatError(f"{METADATA}: the items {list(items)[:5]} make no list")
+        return [items.get(index) for index in range(max(indices) + 1)]
+
+    return finished(root)  # type: ignore[return-value]  # leaves are trees, and so is their nest
+
+
+class _Branch(dict[object, object]):
+    """A dict of the nest being built, in difference to a leaf that is a dict."""

@@ -1,0 +1,131 @@
+"""Reads the folders of torch.distributed.checkpoint (DCP) without torch and without unpickling.
+
+`.metadata` is a pickle that says of each tensor its shape, dtype and chunks (boxes), and for each
+chunk the file and byte range of its item. An item is itself a small torch.save zip with one tensor;
+a value that is no tensor is an item of its own. Rules:
+
+1. Opening reads `.metadata` and the items of values; of tensors it reads nothing
+   (`formats.dcp_items` says when it does).
+2. The chunks of a tensor tile it, or the checkpoint is refused.
+3. Names are DCP's own: the key path joined by dots. `planner_data` has the key paths, from which
+   the nest is rebuilt (`formats.dcp_nest`); without it the tree is flat.
+"""
+
+from __future__ import annotations
+
+from formats.catalog import Catalog, Extent, FileRecord, PieceTable, StoredPiece, TensorRecord, Tree
+from formats.dcp_items import ItemPieces, Items, ReadAhead
+from formats.dcp_nest import METADATA, key_path, nested
+from formats.dtypes import DType
+from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.pickle_reader import MAX_PICKLE_BYTES, load
+from formats.pickle_records import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from formats.storage import Reader
+from formats.tiling import check_tiling
+from formats.torch_tree import Nest
+from formats.zip_records import PICKLE, Archive
+from sharding.layout import Box, Piece
+
+
+def read(reader: Reader) -> Catalog:
+    """The catalog of a DCP folder (rule 1).
+
+    Raises:
+        FileNotFoundError: the folder has no `.metadata`.
+        HostileError: a pickle asks for something that no checkpoint needs. Nothing was executed.
+        UnsupportedError: items went through a transform, or hold what is not read.
+        CorruptError: a file is missing or too short.
+        FormatError: chunks overlap or leave holes, or the metadata are unsound in another way.
+    """
+    metadata = _metadata(reader)
+    items = Items(reader, metadata.storage_data)
+    entries = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
+    known_paths = _mapping(metadata.planner_data or {}, "planner_data")
+    paths = {name: key_path(name, known_paths) for name in entries}
+    nest = Nest(METADATA)
+    leaves: dict[str, Tree] = {}
+    values: dict[str, Extent] = {}
+    for name, entry in entries.items():
+        leaves[name] = None  # Keeps the place: values are read in the order of their bytes.
+        if isinstance(entry, TensorStorageMetadata):
+            record, view = _tensor(reader, nest.claim(paths[name]), entry, items)
+            leaves[name] = nest.place(view, record)
+        elif isinstance(entry, BytesStorageMetadata):
+            values[name] = items.find(name, None)
+        else:
+            raise FormatError(f"{METADATA}: {name} is a {type(entry).__name__}")
+    ahead = ReadAhead(reader)
+    for name, item in sorted(values.items(), key=lambda each: (each[1].file, each[1].offset)):
+        archive = Archive(ahead, item.file, item.offset, item.nbytes)
+        leaves[name] = nest.tree(load(archive.read(PICKLE), archive.where), paths[name], archive)
+    sizes = {METADATA: reader.size(METADATA), **items.sizes}
+    return Catalog(
+        format="dcp",
+        tensors=nest.tensors,
+        tree=nested({paths[name]: leaf for name, leaf in leaves.items()}),
+        files=tuple(FileRecord(name, size) for name, size in sorted(sizes.items())),
+        aliases=nest.aliases,
+        metadata={"version": metadata.version} if isinstance(metadata.version, str) else {},
+    )
+
+
+def _metadata(reader: Reader) -> Metadata:
+    try:
+        size = reader.size(METADATA)
+    except FileNotFoundError:
+        if "__0" + METADATA in reader.names():
+            raise UnsupportedError(
+                f"{reader.url}: each rank saved a checkpoint of its own (__0.metadata, ...); save "
+                "with a process group or with no_dist=True"
+            ) from None
+        raise
+    if size > MAX_PICKLE_BYTES:
+        raise HostileError(f"{METADATA}: {size} bytes are refused, the limit is {MAX_PICKLE_BYTES}")
+    loaded = load(reader.read(METADATA, 0, size), METADATA)
+    if not isinstance(loaded, Metadata):
+        raise FormatError(
+            f"{METADATA}: it holds a {type(loaded).__name__}, not the metadata of DCP"
+        )
+    return loaded
+
+
+def _tensor(
+    reader: Reader, name: str, entry: TensorStorageMetadata, items: Items
+) -> tuple[TensorRecord, object]:
+    """The record of a tensor, and what is equal only for tensors whose items are the same."""
+    properties, shape, chunks = entry.properties, _shape(name, entry.size), entry.chunks
+    dtype = properties.dtype if isinstance(properties, TensorProperties) else None
+    if not isinstance(dtype, DType) or not isinstance(chunks, list):
+        raise FormatError(f"{METADATA}: {name} has no dtype and chunks")
+    pieces = []
+    for chunk in chunks:
+        if not isinstance(chunk, ChunkStorageMetadata):
+            raise FormatError(f"{METADATA}: a chunk of {name} is a {type(chunk).__name__}")
+        lo, sizes = _shape(name, chunk.offsets), _shape(name, chunk.sizes)
+        if len(lo) != len(shape) or len(sizes) != len(shape):
+            raise FormatError(f"{METADATA}: a chunk of {name} has not {len(shape)} dimensions")
+        box = Box(lo, tuple(start + size for start, size in zip(lo, sizes, strict=True)))
+        if box:  # Ranks beyond the last row have empty chunks.
+            pieces.append(StoredPiece(Piece.packed(box), items.find(name, lo)))
+    check_tiling(f"{METADATA}: {name}", shape, [stored.piece.box for stored in pieces])
+    view = (dtype, shape, tuple(pieces)) if pieces else name
+    table = ItemPieces(reader, name, dtype, PieceTable(pieces))
+    return TensorRecord(name, shape, dtype, table), view
+
+
+def _shape(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value):
+        return value
+    raise FormatError(f"{METADATA}: a shape of {name} is no tuple of whole numbers from 0 up")
+
+
+def _mapping(value: object, what: str) -> dict[str, object]:
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return value
+    raise FormatError(f"{METADATA}: {what} is no table of names")

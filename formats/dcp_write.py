@@ -1,0 +1,130 @@
+"""Writes folders that torch.distributed.checkpoint (DCP) loads. torch is not needed.
+
+One file of items, streamed, then `.metadata`, which makes the folder a checkpoint. The state is
+flattened by torch's own rule (`formats.dcp_nest`), so that `dcp.load` finds each name of the same
+nested state. So it has torch's limits too: keys become text, and an empty dict is lost (stored as a
+value, it would make `dcp.load` take the checkpoint for one of before torch 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from formats.catalog import TensorRef
+from formats.dcp_nest import METADATA, flattened
+from formats.errors import UnsupportedError
+from formats.outgoing import Outgoing, OutgoingTensor
+from formats.pickle_records import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from formats.pickle_writer import Call, dump
+from formats.storage import FileWriter, Writer
+from formats.torch_save import CountingFile, check_all_placed, pack, write_archive
+from formats.torch_tree import KeyPath, shown
+
+ITEMS = "__0_0.distcp"
+"""The file with the items, named as rank 0 names its first."""
+
+VERSION = "1.0.0"
+"""The version of the format that torch 2.6 to 2.13 write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One entry of the flattened state."""
+
+    name: str
+    path: KeyPath
+    pickled: bytes
+    tensors: tuple[OutgoingTensor, ...]
+    """The storages of its zip, in order."""
+    whole: OutgoingTensor | None
+    """The tensor, where the item is one and not a value."""
+    first: str
+    """The item that holds its bytes: itself, or of tied names the first."""
+
+
+def write(writer: Writer, state: Outgoing) -> None:
+    """Stream a whole checkpoint into a folder; `.metadata` is written last.
+
+    Tied names share an item. Raises before a byte is written where the state cannot be held.
+
+    Raises:
+        UnsupportedError: the state is no dict, or two key paths have one name.
+        ValueError: the tree has no place for a tensor, or a value cannot be pickled.
+    """
+    items = list(_items(state))
+    check_all_placed(METADATA, state, {tensor.name for item in items for tensor in item.tensors})
+    places: dict[str, StorageInfo] = {}
+    at = 0
+    with writer.create(ITEMS) as file:
+        for item in items:
+            if item.first == item.name:
+                nbytes = _write_item(file, item)
+                places[item.name] = StorageInfo(ITEMS, at, nbytes)
+                at += nbytes
+    with writer.create(METADATA) as file:
+        file.write([_metadata(items, places)])
+
+
+def _items(state: Outgoing) -> Iterator[Item]:
+    paths: dict[str, KeyPath] = {}
+    holders: dict[str, Item] = {}
+    for path, node in flattened(state.tree):
+        name = ".".join(map(str, path))
+        if name in paths:
+            raise UnsupportedError(
+                f"{shown(paths[name])} and {shown(path)} would both be named {name!r}, which DCP "
+                "cannot hold; rename a key"
+            )
+        paths[name] = path
+        pickled, tensors = pack(node, state.tensors, state.aliases)
+        whole = tensors[0] if isinstance(node, TensorRef) else None
+        held = [holders[tensor.name] for tensor in tensors if tensor.name in holders]
+        if held and (whole is None or held[0].whole is None):
+            raise UnsupportedError(
+                f"{shown(path)} shares a tensor with {shown(held[0].path)}, and one of them is in "
+                "a tuple, which DCP stores as one value; make it a list"
+            )
+        item = Item(name, path, pickled, tuple(tensors), whole, held[0].name if held else name)
+        for tensor in tensors:
+            holders.setdefault(tensor.name, item)
+        yield item
+
+
+def _write_item(file: FileWriter, item: Item) -> int:
+    """Append the item's zip; returns its length."""
+    counting = CountingFile(file)
+    write_archive(counting, item.pickled, item.tensors)
+    return counting.tell()
+
+
+def _metadata(items: Sequence[Item], places: Mapping[str, StorageInfo]) -> bytes:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
+    for item in items:
+        if item.whole is None:
+            entries[item.name] = BytesStorageMetadata()
+            index = MetadataIndex(item.name)
+        else:
+            zeros = Call("torch.Size", ((0,) * len(item.whole.shape),))
+            size = Call("torch.Size", (item.whole.shape,))
+            chunk = ChunkStorageMetadata(zeros, size)
+            entries[item.name] = TensorStorageMetadata(_properties(item.whole), size, [chunk])
+            index = MetadataIndex(item.name, zeros, 0)
+        storage[index] = places[item.first]
+    paths = {item.name: item.path for item in items}
+    return dump(Metadata(entries, paths, storage, None, VERSION))
+
+
+def _properties(tensor: OutgoingTensor) -> TensorProperties:
+    strided = Call("torch.serialization._get_layout", ("torch.strided",))
+    contiguous = Call("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", (0,))
+    return TensorProperties(tensor.dtype, strided, False, contiguous, False)

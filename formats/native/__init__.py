@@ -1,0 +1,1 @@
+"""The native format: safetensors shards that verify themselves, and one JSON manifest."""

@@ -1,0 +1,335 @@
+"""The manifest: the one file whose presence makes a checkpoint exist.
+
+Rules (docs/format.md is normative):
+
+1. The file is one JSON object whose first key is `digest`: 32 hex digits, the xxh3_128 of the same
+   object without that key, exactly as it stands in the file. Any changed bit is found.
+2. Its size is O(tensors + files): layouts are symbolic and shared, offsets stand in the files'
+   own headers.
+3. Names in it never leave the folder: a file name has no separators and does not begin with a dot.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import xxhash
+
+from formats.catalog import TensorRef, Tree
+from formats.dtypes import DType, dtype_named
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.native.tree import Json, TensorNode, decode, encode
+from sharding.layout import (
+    FlatShard,
+    Layout,
+    Mesh,
+    Only,
+    Placement,
+    Replicate,
+    Shard,
+    Split,
+    StridedShard,
+)
+
+MANIFEST = "manifest.json"
+VERSION = 1
+MAX_MANIFEST_BYTES = 1 << 30
+"""A manifest larger than this is refused unread."""
+MAX_DIMENSIONS = 64
+MAX_AXES = 16
+MAX_RANKS = 1 << 24
+"""No mesh has more ranks, and no strided shard more splits."""
+MAX_SIZE = 1 << 62
+"""No dimension, rank, offset or byte count in a manifest is larger."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_PLACEMENT = re.compile(r"(R|split)|(S|SS|F|only)\((\d{1,19})(?:,(\d{1,19}))?\)")
+_PREFIX = b'{"digest":"'
+_HEX = re.compile(rb"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file of one rank."""
+
+    name: str
+    rank: int
+    """The rank of the layouts' meshes whose local storage the file holds."""
+    size: int
+    """Bytes in the file."""
+    header_bytes: int
+    """Bytes before the tensor data: the length prefix and the JSON header."""
+    table_bytes: int
+    """Bytes of the chunk table, which ends the file."""
+    digest: str
+    """xxh3_128, in hex, of the header bytes followed by the chunk table."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as the manifest knows it."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    layout: Layout
+    """Which rank's file holds which piece: no element twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a reader needs before it opens a shard file."""
+
+    tensors: Mapping[str, StoredTensor]
+    aliases: Mapping[str, str]
+    tree: Tree
+    files: Sequence[ShardFile]
+    writer: Mapping[str, str] = field(default_factory=dict)
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`. The same manifest always gives the same bytes."""
+    meshes: dict[Mesh, int] = {}
+    layouts: dict[tuple[int, tuple[Placement, ...]], int] = {}
+
+    def tensor(name: str, ref: TensorRef) -> Json:
+        if name != ref.name:
+            return {"$alias": ref.name}
+        stored = manifest.tensors[name]
+        mesh = meshes.setdefault(stored.layout.mesh, len(meshes))
+        layout = layouts.setdefault((mesh, stored.layout.placements), len(layouts))
+        return {"$tensor": [stored.dtype.name, list(stored.shape), layout]}
+
+    state = encode(manifest.tree, tensor)
+    body = _compact(
+        {
+            "format": "ckpt",
+            "version": VERSION,
+            "writer": dict(manifest.writer),
+            "meshes": [_mesh_json(mesh) for mesh in meshes],
+            "layouts": [[mesh, [str(p) for p in placements]] for mesh, placements in layouts],
+            "files": [
+                [f.name, f.rank, f.size, f.header_bytes, f.table_bytes, f.digest]
+                for f in manifest.files
+            ],
+            "state": state,
+        }
+    )
+    digest = xxhash.xxh3_128_hexdigest(body).encode("ascii")
+    return _PREFIX + digest + b'",' + body[1:]
+
+
+def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
+    """The manifest these bytes are. `file` is what messages call it.
+
+    `stored` is False only for the summaries that ranks exchange, whose layouts have replicas.
+
+    Raises CorruptError when a bit changed, UnsupportedError for a later version, HostileError or
+    FormatError when it says what no writer writes.
+    """
+    start = len(_PREFIX) + 32
+    digest = data[len(_PREFIX) : start]
+    if data[: len(_PREFIX)] != _PREFIX or not _HEX.fullmatch(digest) or data[start : start + 2] != b'",':
+        raise CorruptError(f"{file}: does not begin with its digest: not a manifest, or damaged")
+    body = b"{" + data[start + 2 :]
+    if xxhash.xxh3_128_hexdigest(body).encode("ascii") != digest:
+        raise CorruptError(
+            f"{file}: its {len(data)} bytes do not have the digest {digest.decode()} they claim: "
+            "it was changed after it was written; restore it from another copy"
+        )
+    try:
+        content = json.loads(body, object_pairs_hook=_no_duplicates)
+    except RecursionError as error:
+        raise HostileError(f"{file}: nests too deep") from error
+    except ValueError as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{file}: not JSON: {error}") from error
+    return _Loader(file, content, stored).manifest()
+
+
+def check_file_name(name: object, file: str) -> str:
+    """A file name from a manifest, or HostileError when it could leave the folder."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise HostileError(f"{file}: {str(name)[:80]!r} is not a plain file name")
+    return name
+
+
+def _compact(value: Json) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def _mesh_json(mesh: Mesh) -> Json:
+    entry: dict[str, Json] = {
+        "names": list(mesh.names),
+        "sizes": list(mesh.sizes),
+        "offset": mesh.offset,
+        "strides": list(mesh.strides),
+    }
+    if mesh.table:
+        entry["table"] = list(mesh.table)
+    return entry
+
+
+def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise HostileError(f"manifest: the key {twice[:80]!r} stands twice in one object")
+    return found
+
+
+class _Loader:
+    """Checks every part of a manifest's JSON on the way in."""
+
+    def __init__(self, file: str, content: Json, stored: bool) -> None:
+        self._file = file
+        self._stored = stored
+        self._content = self._dict(content, "the manifest")
+
+    def manifest(self) -> Manifest:
+        if self._content.get("format") != "ckpt":
+            raise FormatError(f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'")
+        version = self._integer(self._content.get("version"), "version")
+        if version != VERSION:
+            raise UnsupportedError(
+                f"{self._file}: written in version {version} of the format; this ckpt reads "
+                f"version {VERSION}: install a newer ckpt"
+            )
+        meshes = [self._mesh(mesh) for mesh in self._list(self._content.get("meshes"), "meshes")]
+        layouts = [
+            self._placements(entry, meshes)
+            for entry in self._list(self._content.get("layouts"), "layouts")
+        ]
+        tensors: dict[str, StoredTensor] = {}
+        aliases: dict[str, str] = {}
+
+        def found(node: TensorNode) -> TensorRef:
+            if node.name in tensors or node.name in aliases:
+                raise HostileError(f"{self._file}: two entries have the name {node.name!r}")
+            entry = self._dict(node.node, node.name)
+            if "$alias" in entry:
+                target = entry["$alias"]
+                if not isinstance(target, str):
+                    raise FormatError(f"{self._file}: {node.name}: an alias names another tensor")
+                aliases[node.name] = target
+                return TensorRef(target)
+            tensors[node.name] = self._tensor(node.name, entry["$tensor"], layouts)
+            return TensorRef(node.name)
+
+        tree = decode(self._content.get("state"), found)
+        for name, target in aliases.items():
+            if target not in tensors:
+                raise FormatError(f"{self._file}: {name} is an alias of {target!r}, which is missing")
+        writer = self._dict(self._content.get("writer"), "writer")
+        files = [self._shard_file(f) for f in self._list(self._content.get("files"), "files")]
+        for what, values in (("file", [f.name for f in files]), ("rank", [f.rank for f in files])):
+            if len(set(values)) != len(values):
+                raise HostileError(f"{self._file}: a {what} stands twice in the list of files")
+        return Manifest(tensors, aliases, tree, files, {k: str(v) for k, v in writer.items()})
+
+    def _tensor(
+        self, name: str, value: Json, layouts: list[tuple[Mesh, tuple[Placement, ...]]]
+    ) -> StoredTensor:
+        entry = self._list(value, name)
+        if len(entry) != 3:
+            raise FormatError(f"{self._file}: {name}: a $tensor is [dtype, shape, layout]")
+        dtype = dtype_named(str(entry[0]), f"{self._file}: {name}")
+        shape = self._integers(entry[1], f"the shape of {name}")
+        if len(shape) > MAX_DIMENSIONS or dtype.nbytes(shape) > MAX_SIZE:
+            raise HostileError(f"{self._file}: {name}: no tensor has the shape {shape[:8]}...")
+        index = self._integer(entry[2], f"the layout of {name}")
+        if index >= len(layouts):
+            raise FormatError(f"{self._file}: {name}: there is no layout {index}")
+        mesh, placements = layouts[index]
+        try:
+            return StoredTensor(shape, dtype, Layout(shape, mesh, placements))
+        except ValueError as error:
+            raise FormatError(f"{self._file}: {name}: {error}") from error
+
+    def _mesh(self, value: Json) -> Mesh:
+        entry = self._dict(value, "a mesh")
+        names = tuple(str(name) for name in self._list(entry.get("names"), "a mesh's names"))
+        sizes = self._integers(entry.get("sizes"), "a mesh's sizes")
+        offset = self._integer(entry.get("offset"), "a mesh's offset")
+        strides = self._strides(entry.get("strides"))
+        table = self._integers(entry.get("table", []), "a mesh's table")
+        if len(sizes) > MAX_AXES or prod(sizes) > MAX_RANKS:
+            raise HostileError(f"{self._file}: no mesh has the sizes {sizes[:MAX_AXES]}")
+        try:
+            return Mesh(names, sizes, offset, strides, table)
+        except ValueError as error:
+            raise FormatError(f"{self._file}: {error}") from error
+
+    def _placements(self, value: Json, meshes: list[Mesh]) -> tuple[Mesh, tuple[Placement, ...]]:
+        entry = self._list(value, "a layout")
+        if len(entry) != 2:
+            raise FormatError(f"{self._file}: a layout is [mesh, placements]")
+        index = self._integer(entry[0], "a layout's mesh")
+        if index >= len(meshes):
+            raise FormatError(f"{self._file}: there is no mesh {index}")
+        mesh = meshes[index]
+        placements = tuple(self._placement(p) for p in self._list(entry[1], "placements"))
+        for placement, size in zip(placements, mesh.sizes, strict=False):
+            if self._stored and isinstance(placement, Replicate) and size > 1:
+                raise FormatError(
+                    f"{self._file}: a stored layout replicates over {size} ranks: each element is "
+                    "stored once (split or only)"
+                )
+        return mesh, placements
+
+    def _placement(self, value: Json) -> Placement:
+        match = _PLACEMENT.fullmatch(value) if isinstance(value, str) else None
+        if match is not None:
+            word, kind, first, second = match.groups()
+            if word is not None:
+                return Replicate() if word == "R" else Split()
+            if kind in ("S", "only") and second is None:
+                return Shard(int(first)) if kind == "S" else Only(int(first))
+            if kind in ("SS", "F") and second is not None:
+                a, b = int(first), int(second)
+                if kind == "SS" and b > MAX_RANKS:
+                    raise HostileError(f"{self._file}: no tensor is cut as {value}")
+                return StridedShard(a, b) if kind == "SS" else FlatShard(a, b)
+        raise FormatError(f"{self._file}: {str(value)[:80]!r} is not a placement")
+
+    def _shard_file(self, value: Json) -> ShardFile:
+        entry = self._list(value, "a file")
+        if len(entry) != 6 or not isinstance(entry[5], str):
+            raise FormatError(
+                f"{self._file}: a file is [name, rank, bytes, header bytes, table bytes, digest]"
+            )
+        name = check_file_name(entry[0], self._file)
+        rank, size, header, table = (self._integer(n, f"of {name}") for n in entry[1:5])
+        if header + table > size:
+            raise FormatError(f"{self._file}: {name}: header and table are larger than the file")
+        return ShardFile(name, rank, size, header, table, entry[5])
+
+    def _dict(self, value: Json, what: str) -> dict[str, Json]:
+        if not isinstance(value, dict):
+            raise FormatError(f"{self._file}: {what} is not an object")
+        return value
+
+    def _list(self, value: Json, what: str) -> list[Json]:
+        if not isinstance(value, list):
+            raise FormatError(f"{self._file}: {what} is not an array")
+        return value
+
+    def _integer(self, value: Json, what: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
+            raise FormatError(f"{self._file}: {what} is {str(value)[:80]!r}, not a size")
+        return value
+
+    def _strides(self, value: Json) -> tuple[int, ...]:
+        """Rank steps, which may be negative: a mesh may run backwards."""
+        steps = self._list(value, "a mesh's strides")
+        for step in steps:
+            self._integer(abs(step) if isinstance(step, int) else step, "a mesh's stride")
+        return tuple(step for step in steps if isinstance(step, int))
+
+    def _integers(self, value: Json, what: str) -> tuple[int, ...]:
+        return tuple(self._integer(item, what) for item in self._list(value, what))

@@ -1,0 +1,157 @@
+"""The nested state as JSON: what stands in the manifest under `state`.
+
+Rules (docs/format.md, section "State"):
+
+1. null, booleans, integers, finite floats, strings and arrays stand for themselves; an object
+   stands for a dict with string keys, in order.
+2. An object with exactly one key that begins with `$` is a tagged node: `$tensor`, `$alias`,
+   `$tuple`, `$dict`, `$float`, `$bytes`, `$complex`, `$dtype`. A dict that would look like one is
+   written as `$dict`.
+3. A tensor's name is the keys on the way to it, joined by dots. Names are unique.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from formats.catalog import TensorRef, Tree
+from formats.dtypes import BY_NAME
+from formats.errors import FormatError, HostileError
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+
+MAX_DEPTH = 200
+"""How deep a state may nest."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNode:
+    """A `$tensor` or `$alias` node found on the way through a tree."""
+
+    name: str
+    node: Json
+
+
+def join(path: str, key: object) -> str:
+    """The name of what lies under `key` at `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "") -> Json:
+    """The JSON of a tree; `tensor(name, ref)` gives the node of each tensor.
+
+    `name` is the tensor's own name at that place, `ref.name` the one it is stored under.
+    """
+    if tree is None or isinstance(tree, bool | int | str):
+        return tree
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else {"$float": str(tree)}
+    if isinstance(tree, TensorRef):
+        return tensor(path, tree)
+    if isinstance(tree, list):
+        return [encode(item, tensor, join(path, i)) for i, item in enumerate(tree)]
+    if isinstance(tree, tuple):
+        return {"$tuple": [encode(item, tensor, join(path, i)) for i, item in enumerate(tree)]}
+    if isinstance(tree, dict):
+        if all(isinstance(key, str) for key in tree) and not _looks_tagged(tree):
+            return {str(k): encode(item, tensor, join(path, k)) for k, item in tree.items()}
+        pairs: list[Json] = [
+            [_encode_key(k), encode(item, tensor, join(path, k))] for k, item in tree.items()
+        ]
+        return {"$dict": pairs}
+    if isinstance(tree, bytes):
+        return {"$bytes": base64.b64encode(tree).decode("ascii")}
+    if isinstance(tree, complex):
+        return {"$complex": [_encode_key(tree.real), _encode_key(tree.imag)]}
+    return {"$dtype": tree.name}
+
+
+def _looks_tagged(tree: dict[object, Tree] | dict[str, Tree]) -> bool:
+    return len(tree) == 1 and str(next(iter(tree))).startswith("$")
+
+
+def _encode_key(key: object) -> Json:
+    """A dict key or a part of a complex number: any plain value, without tensors inside."""
+    return encode(key, _no_tensor)  # type: ignore[arg-type]
+
+
+def _no_tensor(name: str, ref: TensorRef) -> Json:
+    raise FormatError(f"{ref.name}: a tensor cannot be a key")
+
+
+def decode(node: Json, tensor: Callable[[TensorNode], TensorRef], path: str = "") -> Tree:
+    """The tree of a JSON node; `tensor` is called for every tensor and alias, in order."""
+    return _decode(node, tensor, path, 0)
+
+
+def _decode(node: Json, tensor: Callable[[TensorNode], TensorRef], path: str, depth: int) -> Tree:
+    if depth > MAX_DEPTH:
+        raise HostileError(f"manifest: {path[:80]}... nests deeper than {MAX_DEPTH}")
+    if isinstance(node, list):
+        return [_decode(item, tensor, join(path, i), depth + 1) for i, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    if len(node) == 1:
+        tag, value = next(iter(node.items()))
+        if tag.startswith("$"):
+            return _decode_tagged(tag, value, tensor, path, depth)
+    return {k: _decode(item, tensor, join(path, k), depth + 1) for k, item in node.items()}
+
+
+def _decode_tagged(
+    tag: str, value: Json, tensor: Callable[[TensorNode], TensorRef], path: str, depth: int
+) -> Tree:
+    if tag in ("$tensor", "$alias"):
+        return tensor(TensorNode(path, {tag: value}))
+    if tag == "$tuple" and isinstance(value, list):
+        items = enumerate(value)
+        return tuple(_decode(item, tensor, join(path, i), depth + 1) for i, item in items)
+    if tag == "$dict" and isinstance(value, list):
+        return dict(_decode_pairs(value, tensor, path, depth))
+    if tag == "$float" and value in ("nan", "inf", "-inf"):
+        return float(str(value))
+    if tag == "$bytes" and isinstance(value, str):
+        try:
+            return base64.b64decode(value, validate=True)
+        except ValueError as error:
+            raise FormatError(f"manifest: {path}: $bytes is not base64: {error}") from error
+    if tag == "$complex" and isinstance(value, list) and len(value) == 2:
+        real, imag = (_decode(part, tensor, path, depth + 1) for part in value)
+        if isinstance(real, int | float) and isinstance(imag, int | float):
+            return complex(real, imag)
+    if tag == "$dtype" and isinstance(value, str) and value in BY_NAME:
+        return BY_NAME[value]
+    raise FormatError(f"manifest: {path}: {tag} with {str(value)[:80]!r} is not a known node")
+
+
+Key = str | int | float | bool | None | tuple[object, ...]
+
+
+def _decode_pairs(
+    pairs: list[Json], tensor: Callable[[TensorNode], TensorRef], path: str, depth: int
+) -> Iterator[tuple[Key, Tree]]:
+    seen: set[Key] = set()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise FormatError(f"manifest: {path}: a $dict is a list of [key, value] pairs")
+        key = _decode(pair[0], _no_tensor_node, path, depth + 1)
+        if not isinstance(key, str | int | float | bool | tuple) and key is not None:
+            raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key")
+        try:
+            duplicate = key in seen
+        except TypeError as error:  # a list inside a tuple
+            raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key") from error
+        if duplicate:
+            raise HostileError(f"manifest: {path}: the key {key!r} stands twice")
+        seen.add(key)
+        yield key, _decode(pair[1], tensor, join(path, key), depth + 1)
+
+
+def _no_tensor_node(node: TensorNode) -> TensorRef:
+    raise FormatError(f"manifest: {node.name}: a tensor cannot be a key")
+
+

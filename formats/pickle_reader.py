@@ -1,0 +1,315 @@
+"""A pickle read as data: no import, no call, no code of the file is ever run.
+
+This is the stack machine of Python's pickle module (protocols 2 to 5), reduced to what checkpoints
+hold. What makes it safe, next to the rules of `formats.pickle_names`:
+
+1. A class or function in the file is looked up in a table of known names, never imported; REDUCE
+   and NEWOBJ accept only a `Name` of that table, BUILD only a record or dict that the file made.
+2. Extension codes, which Python resolves through a registry of the process, are refused.
+3. Nothing is allocated by a number in the file: text and bytes are slices of the file, the memo is
+   a dict, and integers have at most `MAX_INTEGER_BYTES`.
+4. Nothing is hashed or compared before `check_key` has found it harmless.
+5. Whatever else is wrong with the bytes is a FormatError that says at which of them.
+
+The result may contain itself or one part many times: whoever walks it sets bounds.
+The opcodes are described in the standard library's pickletools.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from struct import Struct
+from struct import error as StructError
+
+from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.pickle_names import MAKERS, known, storage
+from formats.pickle_records import FIELDS, RECORDS, Name, Record, check_key, fill
+
+MAX_PICKLE_BYTES = 1 << 30
+"""Longer pickles are refused. The `.metadata` of DCP grows with tensors × ranks: 52 MB at 256."""
+
+MAX_INTEGER_BYTES = 1024
+"""Longer integers are refused; the state of a random generator has 312."""
+
+_UNSOUND = (LookupError, TypeError, ValueError, OverflowError, RecursionError, StructError)
+"""What the machine runs into when the bytes make no sense."""
+
+_U16, _I32, _U32, _U64, _F64 = (Struct(code) for code in ("<H", "<i", "<I", "<Q", ">d"))
+
+
+def load(data: bytes, where: str) -> object:
+    """What the pickle describes, in plain values and the records of `formats.pickle_records`.
+
+    `where` opens every message: the file and, if it has several, the place of this pickle in it.
+
+    Raises:
+        HostileError: it names something that no checkpoint needs, or has an absurd size.
+        UnsupportedError: it is of an older protocol, or holds tensors of a kind that is not read.
+        FormatError: it is no sound pickle.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise HostileError(
+            f"{where}: a pickle of {len(data)} bytes is refused, the limit is {MAX_PICKLE_BYTES}"
+        )
+    machine = _Machine(data)
+    try:
+        return machine.run()
+    except FormatError as error:
+        raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle)") from None
+    except _UNSOUND as error:
+        raise FormatError(
+            f"{where}: no sound pickle at byte {machine.at} of {len(data)} "
+            f"({type(error).__name__}: {error}); restore the file from another copy"
+        ) from None
+
+
+class _Machine:
+    """The stack, the marks on it, the memo, and the place in the bytes."""
+
+    __slots__ = ("at", "data", "marks", "memo", "stack")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+        self.stack: list[object] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, object] = {}
+
+    def run(self) -> object:
+        data, steps = self.data, _STEPS
+        while True:
+            if self.at >= len(data):
+                raise FormatError("the pickle ends before its end mark: the file was truncated")
+            opcode = data[self.at]
+            if opcode == _STOP:
+                if len(self.stack) != 1 or self.at + 1 != len(data):
+                    raise FormatError("the pickle goes on after its end, or ends with values left")
+                return self.stack[0]
+            step = steps[opcode]
+            if step is None:
+                raise UnsupportedError(
+                    f"opcode {data[self.at : self.at + 1]!r} is of a pickle protocol that torch "
+                    "never writes, or no opcode"
+                )
+            self.at += 1
+            step(self)
+
+    # What the steps are made of.
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes of the file; fewer are an error."""
+        end = self.at + nbytes
+        if end > len(self.data):
+            raise FormatError(f"{nbytes} bytes are announced, the pickle ends before")
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def number(self, struct: Struct) -> int:
+        (value,) = struct.unpack_from(self.data, self.at)
+        self.at += struct.size
+        return int(value)
+
+    def byte(self) -> int:
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        text = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return text
+
+    def push(self, value: object) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> object:
+        """The top of the stack, removed."""
+        return self.stack.pop()
+
+    def pop_marked(self) -> list[object]:
+        """Everything above the last mark, which is removed."""
+        mark = self.marks.pop()
+        if mark > len(self.stack):
+            raise FormatError("a mark stands above the stack")
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    # Collections.
+
+    def make_tuple(self, length: int) -> None:
+        if len(self.stack) < length:
+            raise FormatError(f"a tuple of {length} is announced, the stack is shorter")
+        self.stack[-length:] = [tuple(self.stack[-length:])]
+
+    def append(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise FormatError(f"items are appended to a {type(target).__name__}")
+        target.extend(items)
+
+    def set_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise FormatError(
+                f"{len(items)} keys and values are put into a {type(target).__name__}"
+            )
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str:
+                check_key(key)
+            target[key] = value
+
+    def add_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise FormatError(f"members are added to a {type(target).__name__}")
+        for item in items:
+            check_key(item)
+        target.update(items)
+
+    def frozen_set(self) -> None:
+        items = self.pop_marked()
+        for item in items:
+            check_key(item)
+        self.push(set(items))
+
+    # Names, and what an ordinary unpickler would do with them.
+
+    def name_in_stack(self) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise FormatError("something is asked for by a name that is no text")
+        self.push(known(module, name))
+
+    def name_in_lines(self) -> None:
+        module = self.line()
+        self.push(known(module, self.line()))
+
+    def old_instance(self) -> None:
+        self.name_in_lines()
+        raise UnsupportedError("opcode b'i' makes an instance in a way that torch never writes")
+
+    def call(self) -> None:
+        arguments, callee = self.pop(), self.pop()
+        if not isinstance(callee, Name) or type(arguments) is not tuple:
+            raise FormatError(f"a {type(callee).__name__} is called, which cannot be")
+        if callee.full in MAKERS:
+            self.push(MAKERS[callee.full](arguments))
+        elif callee.full in RECORDS and not arguments:
+            self.push(RECORDS[callee.full]())
+        else:
+            raise FormatError(f"{callee.full} is called with {len(arguments)} arguments")
+
+    def call_with_keywords(self) -> None:
+        if self.pop() != {}:
+            raise FormatError("a class is called with keyword arguments, which none here takes")
+        self.call()
+
+    def build(self) -> None:
+        state, target = self.pop(), self.stack[-1]
+        if type(target) is dict:
+            return  # The attributes of an OrderedDict, `_metadata` of a module's state: not kept.
+        if type(target) not in FIELDS:
+            raise FormatError(f"a {type(target).__name__} is given a state, which it cannot have")
+        assert isinstance(target, Record)
+        fill(target, state)
+
+    def extension(self) -> None:
+        raise HostileError(
+            "the pickle asks for an extension code of Python's copyreg registry, which a "
+            "checkpoint never needs; nothing was executed"
+        )
+
+    # The rest.
+
+    def integer(self, length: int) -> None:
+        if not 0 <= length <= MAX_INTEGER_BYTES:
+            raise HostileError(
+                f"an integer of {length} bytes is refused, the limit is {MAX_INTEGER_BYTES}"
+            )
+        self.push(int.from_bytes(self.take(length), "little", signed=True))
+
+    def real(self) -> None:
+        (value,) = _F64.unpack(self.take(8))
+        self.push(value)
+
+    def text(self, length: int) -> None:
+        self.push(self.take(length).decode("utf-8", "surrogatepass"))
+
+    def old_text(self, length: int) -> None:
+        self.push(self.take(length).decode("latin-1"))  # Python 2's str
+
+    def check_protocol(self) -> None:
+        protocol = self.byte()
+        if not 2 <= protocol <= pickle.HIGHEST_PROTOCOL:
+            raise UnsupportedError(f"pickle protocol {protocol} is not read, only 2 to 5")
+
+
+Step = Callable[[_Machine], object]
+
+_STOP = pickle.STOP[0]
+
+_BY_OPCODE: dict[bytes, Step] = {
+    pickle.PROTO: _Machine.check_protocol,
+    pickle.FRAME: lambda m: m.take(8),  # Its length only helps to read ahead.
+    pickle.MARK: lambda m: m.marks.append(len(m.stack)),
+    pickle.POP: lambda m: m.pop(),
+    pickle.POP_MARK: lambda m: m.pop_marked(),
+    pickle.DUP: lambda m: m.push(m.stack[-1]),
+    # Values.
+    pickle.NONE: lambda m: m.push(None),
+    pickle.NEWTRUE: lambda m: m.push(True),
+    pickle.NEWFALSE: lambda m: m.push(False),
+    pickle.BININT: lambda m: m.push(m.number(_I32)),
+    pickle.BININT1: lambda m: m.push(m.byte()),
+    pickle.BININT2: lambda m: m.push(m.number(_U16)),
+    pickle.LONG1: lambda m: m.integer(m.byte()),
+    pickle.LONG4: lambda m: m.integer(m.number(_I32)),
+    pickle.BINFLOAT: _Machine.real,
+    pickle.SHORT_BINSTRING: lambda m: m.old_text(m.byte()),
+    pickle.BINSTRING: lambda m: m.old_text(m.number(_U32)),
+    pickle.SHORT_BINUNICODE: lambda m: m.text(m.byte()),
+    pickle.BINUNICODE: lambda m: m.text(m.number(_U32)),
+    pickle.BINUNICODE8: lambda m: m.text(m.number(_U64)),
+    pickle.SHORT_BINBYTES: lambda m: m.push(m.take(m.byte())),
+    pickle.BINBYTES: lambda m: m.push(m.take(m.number(_U32))),
+    pickle.BINBYTES8: lambda m: m.push(m.take(m.number(_U64))),
+    pickle.BYTEARRAY8: lambda m: m.push(m.take(m.number(_U64))),
+    # Collections.
+    pickle.EMPTY_TUPLE: lambda m: m.push(()),
+    pickle.TUPLE1: lambda m: m.make_tuple(1),
+    pickle.TUPLE2: lambda m: m.make_tuple(2),
+    pickle.TUPLE3: lambda m: m.make_tuple(3),
+    pickle.TUPLE: lambda m: m.push(tuple(m.pop_marked())),
+    pickle.EMPTY_LIST: lambda m: m.push([]),
+    pickle.APPEND: lambda m: m.append([m.pop()]),
+    pickle.APPENDS: lambda m: m.append(m.pop_marked()),
+    pickle.EMPTY_DICT: lambda m: m.push({}),
+    pickle.SETITEM: lambda m: m.set_items([m.pop(), m.pop()][::-1]),
+    pickle.SETITEMS: lambda m: m.set_items(m.pop_marked()),
+    pickle.EMPTY_SET: lambda m: m.push(set()),
+    pickle.ADDITEMS: lambda m: m.add_items(m.pop_marked()),
+    pickle.FROZENSET: _Machine.frozen_set,
+    # The memo.
+    pickle.BINGET: lambda m: m.push(m.memo[m.byte()]),
+    pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(_U32)]),
+    pickle.BINPUT: lambda m: m.memo.__setitem__(m.byte(), m.stack[-1]),
+    pickle.LONG_BINPUT: lambda m: m.memo.__setitem__(m.number(_U32), m.stack[-1]),
+    pickle.MEMOIZE: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+    # Names and calls.
+    pickle.GLOBAL: _Machine.name_in_lines,
+    pickle.STACK_GLOBAL: _Machine.name_in_stack,
+    pickle.INST: _Machine.old_instance,
+    pickle.REDUCE: _Machine.call,
+    pickle.NEWOBJ: _Machine.call,
+    pickle.NEWOBJ_EX: _Machine.call_with_keywords,
+    pickle.BUILD: _Machine.build,
+    pickle.BINPERSID: lambda m: m.push(storage(m.pop())),
+    pickle.EXT1: _Machine.extension,
+    pickle.EXT2: _Machine.extension,
+    pickle.EXT4: _Machine.extension,
+}
+
+_STEPS: list[Step | None] = [_BY_OPCODE.get(bytes([opcode])) for opcode in range(256)]

@@ -1,0 +1,241 @@
+"""What a checkpoint's pickle is made of, as inert records: tensors, storages, the metadata of DCP.
+
+Frozen stand-ins for the classes of torch that occur in checkpoints; torch is not needed. Rules:
+
+1. A record does nothing: it has fields, no behaviour that a file could choose.
+2. A `StoredTensor` is checked when it is made. The records of DCP are not: a file chooses the
+   contents of each field, even after it was set, so whoever uses one checks what it takes from it.
+
+The originals are in metadata.py and filesystem.py of torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from formats.dtypes import DType
+from formats.errors import FormatError, HostileError, UnsupportedError
+
+MAX_DIMENSIONS = 64
+"""The most dimensions torch gives a tensor."""
+
+MAX_ELEMENTS = 2**63
+"""Shapes with this many elements or more are refused; torch counts in signed 64-bit integers."""
+
+MAX_KEY_DEPTH = 8
+"""Tuples nested deeper than this are refused as dict keys: hashing them takes the C stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A known class or function that the file named. It is a word here and cannot be called."""
+
+    full: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """A class of typed storage, `torch.FloatStorage`; untyped ones count bytes."""
+
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage the pickle refers to: its bytes are the record `data/<key>` of the zip."""
+
+    key: str
+    dtype: DType
+    """What `numel` counts."""
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A view of a storage, checked to lie inside it. Offset and strides count elements."""
+
+    storage: Storage
+    dtype: DType
+    at: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """`torch.distributed.checkpoint.metadata.Metadata`: the whole of a `.metadata` file."""
+
+    state_dict_metadata: object = None
+    planner_data: object = None
+    storage_data: object = None
+    storage_meta: object = None
+    version: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStorageMetadata:
+    """One tensor of a DCP checkpoint."""
+
+    properties: object = None
+    size: object = None
+    chunks: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorProperties:
+    """A tensor's dtype, and fields that torch calls deprecated. Pickled as a tuple."""
+
+    dtype: object = None
+    layout: object = None
+    requires_grad: object = None
+    memory_format: object = None
+    pin_memory: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStorageMetadata:
+    """One box of a tensor."""
+
+    offsets: object = None
+    sizes: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class BytesStorageMetadata:
+    """A value of a DCP checkpoint that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataIndex:
+    """Which item: a name and, for a tensor, the offsets of a chunk."""
+
+    fqn: object = None
+    offset: object = None
+    index: object = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageMeta:
+    """What the writer called the checkpoint."""
+
+    checkpoint_id: object = None
+    save_id: object = None
+    load_id: object = None
+    modules: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageInfo:
+    """Where an item lies: `length` bytes from `offset` of a file."""
+
+    relative_path: object = None
+    offset: object = None
+    length: object = None
+    transform_descriptors: object = None
+
+
+Record = (
+    Metadata
+    | TensorStorageMetadata
+    | TensorProperties
+    | ChunkStorageMetadata
+    | BytesStorageMetadata
+    | MetadataIndex
+    | StorageMeta
+    | StorageInfo
+)
+
+_DCP = "torch.distributed.checkpoint.metadata."
+
+RECORDS: dict[str, type[Record]] = {
+    _DCP + "Metadata": Metadata,
+    _DCP + "TensorStorageMetadata": TensorStorageMetadata,
+    _DCP + "TensorProperties": TensorProperties,
+    # Its place before torch 2.3.
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": TensorProperties,
+    _DCP + "ChunkStorageMetadata": ChunkStorageMetadata,
+    _DCP + "BytesStorageMetadata": BytesStorageMetadata,
+    _DCP + "MetadataIndex": MetadataIndex,
+    _DCP + "StorageMeta": StorageMeta,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
+}
+"""The classes that become a record of this file, by the name torch gives them."""
+
+FIELDS = {cls: tuple(each.name for each in fields(cls)) for cls in RECORDS.values()}
+
+
+def fill(record: Record, state: object) -> None:
+    """Set the fields of a record that the file has just made; names that are no fields are dropped.
+
+    A later torch may add fields, so an unknown one is no error.
+    """
+    names = FIELDS[type(record)]
+    if isinstance(record, TensorProperties) and type(state) is tuple:
+        state = dict(zip(names, state, strict=False))
+    if type(state) is not dict:
+        raise FormatError(f"the state of a {type(record).__name__} is a {type(state).__name__}")
+    for name in names:
+        if name in state:
+            object.__setattr__(record, name, state[name])
+
+
+def check_key(key: object, depth: int = 0) -> None:
+    """Raise FormatError unless hashing and comparing `key` is safe and cheap."""
+    if isinstance(key, tuple) and depth < MAX_KEY_DEPTH:
+        for each in key:
+            check_key(each, depth + 1)
+    elif isinstance(key, MetadataIndex):
+        if not isinstance(key.fqn, str) or not (key.offset is None or is_shape(key.offset)):
+            raise FormatError("an item of a DCP checkpoint is indexed by no name and offsets")
+    elif not isinstance(key, str | int | float | complex | bytes | DType | None):
+        raise FormatError(f"a {type(key).__name__} cannot be a key of a dict or a member of a set")
+
+
+def view(
+    storage: Storage, dtype: DType, at: object, shape: object, strides: object, metadata: object
+) -> StoredTensor:
+    """The tensor of this shape in a storage; raises unless all its elements lie inside."""
+    start, sizes, steps = integer_of(at), shape_of(shape), shape_of(strides)
+    if metadata:
+        raise UnsupportedError(
+            "a tensor is stored as the conjugate or negative of its bytes; save "
+            "tensor.resolve_conj().resolve_neg() instead"
+        )
+    if len(sizes) != len(steps) or len(sizes) > MAX_DIMENSIONS:
+        raise FormatError(f"a tensor has the shape {sizes} and the strides {steps}")
+    numel = 1
+    for size in sizes:
+        numel *= size
+        if numel >= MAX_ELEMENTS:
+            raise HostileError(f"a tensor of shape {sizes} has more elements than torch can count")
+    last = start + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    if start < 0 or (numel and (last + 1) * dtype.itemsize > storage.nbytes):
+        raise FormatError(
+            f"a tensor of shape {sizes}, strides {steps} and offset {start} reaches beyond its "
+            f"storage of {storage.nbytes} bytes"
+        )
+    return StoredTensor(storage, dtype, start, sizes, steps)
+
+
+def integer_of(value: object) -> int:
+    """The value, which must be an integer."""
+    if type(value) is int:
+        return value
+    raise FormatError(f"a whole number is expected, not a {type(value).__name__}")
+
+
+def is_shape(value: object) -> bool:
+    """True for a tuple of integers from 0 up."""
+    return type(value) is tuple and all(type(size) is int and size >= 0 for size in value)
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """The value, which must be a tuple of integers from 0 up."""
+    if isinstance(value, tuple) and is_shape(value):
+        return value
+    raise FormatError("a shape or the strides of a tensor are no tuple of whole numbers from 0 up")

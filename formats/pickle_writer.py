@@ -1,0 +1,178 @@
+"""The pickles that torch reads: plain values and the records of `formats.pickle_records`.
+
+They are of protocol 2, torch.save's own, whose opcodes `torch.load(weights_only=True)` knows. Each
+opcode is written by hand, so no torch is needed and nothing else can get into the file.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from struct import pack
+
+from formats.dtypes import DType
+from formats.pickle_names import STORAGE_NAMES
+from formats.pickle_records import (
+    FIELDS,
+    RECORDS,
+    BytesStorageMetadata,
+    Record,
+    Storage,
+    StoredTensor,
+    TensorProperties,
+)
+
+NAMES = {cls: name for name, cls in reversed(RECORDS.items())}
+"""The name torch gives each record's class (today's, where it has had several)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that the reader of the pickle makes: `torch.Size((2, 3))`."""
+
+    name: str
+    """Module and name of the callee."""
+    arguments: tuple[object, ...]
+
+
+def dump(value: object) -> bytes:
+    """The pickle of a nest of values, records and calls.
+
+    A tensor that occurs twice is written once and shared, as are texts and names.
+
+    Raises:
+        ValueError: a value has a type that cannot be written.
+    """
+    writer = _Writer()
+    writer.value(value)
+    return bytes(pickle.PROTO + b"\x02" + writer.data + pickle.STOP)
+
+
+class _Writer:
+    """What is written so far, and the place in the reader's memo of what may come again."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.memo: dict[object, int] = {}
+
+    def value(self, value: object) -> None:
+        match value:
+            case None:
+                self.data += pickle.NONE
+            case bool():
+                self.data += pickle.NEWTRUE if value else pickle.NEWFALSE
+            case int():
+                self.integer(value)
+            case float():
+                self.data += pickle.BINFLOAT + pack(">d", value)
+            case str():
+                self.text(value)
+            case bytes():
+                self.call("_codecs.encode", (value.decode("latin-1"), "latin1"))
+            case complex():
+                self.call("builtins.complex", (value.real, value.imag))
+            case list():
+                self.data += pickle.EMPTY_LIST + pickle.MARK
+                self.values(value)
+                self.data += pickle.APPENDS
+            case tuple():
+                self.data += pickle.MARK
+                self.values(value)
+                self.data += pickle.TUPLE
+            case dict():
+                self.data += pickle.EMPTY_DICT + pickle.MARK
+                self.values([each for pair in value.items() for each in pair])
+                self.data += pickle.SETITEMS
+            case _:
+                self.record(value)
+
+    def values(self, values: list[object] | tuple[object, ...]) -> None:
+        for value in values:
+            self.value(value)
+
+    def record(self, value: object) -> None:
+        match value:
+            case DType(torch_name=name):
+                self.name(f"torch.{name}")
+            case Call(name, arguments):
+                self.call(name, arguments)
+            case Storage():
+                self.storage(value)
+            case StoredTensor():
+                self.tensor(value)
+            case _ if isinstance(value, Record):
+                self.instance(value)
+            case _:
+                raise ValueError(f"a value of type {type(value).__name__} cannot be pickled")
+
+    def integer(self, value: int) -> None:
+        if 0 <= value < 1 << 8:
+            self.data += pickle.BININT1 + pack("<B", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self.data += pickle.BININT + pack("<i", value)
+        else:
+            nbytes = value.bit_length() // 8 + 1
+            if nbytes > 255:
+                raise ValueError(f"an integer of {nbytes} bytes cannot be pickled, at most 255 can")
+            self.data += pickle.LONG1 + pack("<B", nbytes)
+            self.data += value.to_bytes(nbytes, "little", signed=True)
+
+    def text(self, value: str) -> None:
+        if not self.known(value):
+            encoded = value.encode("utf-8", "surrogatepass")
+            self.data += pickle.BINUNICODE + pack("<I", len(encoded)) + encoded
+            self.remember(value)
+
+    def name(self, full: str) -> None:
+        if not self.known(("name", full)):
+            module, _, name = full.rpartition(".")
+            self.data += pickle.GLOBAL + f"{module}\n{name}\n".encode()
+            self.remember(("name", full))
+
+    def call(self, name: str, arguments: tuple[object, ...]) -> None:
+        self.name(name)
+        self.value(arguments)
+        self.data += pickle.REDUCE
+
+    def storage(self, value: Storage) -> None:
+        kind = STORAGE_NAMES.get(value.dtype.torch_name)
+        self.data += pickle.MARK
+        self.text("storage")
+        self.name(f"torch.{kind}" if kind else "torch.storage.UntypedStorage")
+        self.values((value.key, "cpu", value.numel if kind else value.nbytes))
+        self.data += pickle.TUPLE + pickle.BINPERSID
+
+    def tensor(self, value: StoredTensor) -> None:
+        if self.known(("tensor", value)):
+            return
+        hooks = Call("collections.OrderedDict", ())
+        view = (value.storage, value.at, value.shape, value.strides, False, hooks)
+        if value.dtype.torch_name in STORAGE_NAMES:
+            self.call("torch._utils._rebuild_tensor_v2", view)
+        else:
+            self.call("torch._utils._rebuild_tensor_v3", (*view, value.dtype))
+        self.remember(("tensor", value))
+
+    def instance(self, value: Record) -> None:
+        self.name(NAMES[type(value)])
+        self.data += pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        state = {name: getattr(value, name) for name in FIELDS[type(value)]}
+        if isinstance(value, TensorProperties):
+            self.value(tuple(state.values()))
+        elif not isinstance(value, BytesStorageMetadata):
+            self.value({name: each for name, each in state.items() if each is not None})
+        else:
+            return
+        self.data += pickle.BUILD
+
+    def known(self, key: object) -> bool:
+        """Write a reference to what was written before, if it was."""
+        place = self.memo.get(key)
+        if place is None:
+            return False
+        self.data += pickle.LONG_BINGET + pack("<I", place)
+        return True
+
+    def remember(self, key: object) -> None:
+        place = self.memo[key] = len(self.memo)
+        self.data += pickle.LONG_BINPUT + pack("<I", place)

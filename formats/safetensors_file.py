@@ -1,0 +1,253 @@
+"""One safetensors file as a checkpoint: named tensors, each whole, and nothing around them.
+
+The format is flat. What it has no words for is kept where that is possible and reported where not:
+
+1. A tensor is stored under its own name; the nest it stood in is gone. Plain values (a step count,
+   learning rates) cannot be stored: `write` returns their key paths, for the caller to show.
+2. Of tied names one is stored, as transformers does, which ties them again when it loads. The
+   others stand in the metadata under `ckpt.tied`, a JSON object from name to stored name. Files of
+   `safetensors.torch.save_model`, which has a metadata entry for each, are understood as well.
+3. A dtype that safetensors lacks is stored as its carrier (see formats/dtypes.py). The metadata has
+   its true name under `ckpt.dtypes`, a JSON object from tensor to dtype. Other readers see the
+   carrier: complex128 is F64 with a last dimension of 2.
+4. Larger elements come first, so that every tensor is aligned to the size of its elements.
+
+Shards of a Hugging Face folder are such files too: formats/huggingface.py builds on this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from formats.catalog import (
+    Catalog,
+    Extent,
+    FileRecord,
+    PieceTable,
+    StoredPiece,
+    TensorRecord,
+    TensorRef,
+    Tree,
+)
+from formats.dtypes import BY_NAME, DType
+from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.outgoing import Outgoing, OutgoingTensor
+from formats.safetensors_header import Entry, Header, build, read_header
+from formats.storage import FileWriter, Reader, Writer
+from formats.strict_json import decode_object
+from sharding.layout import Box, Piece
+
+TIED_KEY = "ckpt.tied"
+"""Metadata: a JSON object from each tied name that is not stored to the one that is."""
+
+DTYPES_KEY = "ckpt.dtypes"
+"""Metadata: a JSON object from each carried tensor to the name of its true dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileContents:
+    """What one safetensors file says, our own metadata keys already interpreted."""
+
+    tensors: Mapping[str, TensorRecord]
+    aliases: Mapping[str, str]
+    metadata: Mapping[str, str]
+    record: FileRecord
+
+
+def read(reader: Reader, name: str) -> Catalog:
+    """What a safetensors file holds; reads its header only.
+
+    Raises:
+        CorruptError: the file is shorter or longer than its header says.
+        HostileError: a header that no writer writes, see formats/safetensors_header.py.
+        UnsupportedError: a tensor whose elements are smaller than a byte.
+        FormatError: it is not a safetensors file.
+    """
+    contents = read_contents(reader, name)
+    return Catalog(
+        format="safetensors",
+        tensors=contents.tensors,
+        tree=flat_tree(contents.tensors, contents.aliases),
+        files=(contents.record,),
+        aliases=contents.aliases,
+        metadata=contents.metadata,
+    )
+
+
+def read_contents(reader: Reader, name: str) -> FileContents:
+    """What `read` makes a catalog of. Raises as it does."""
+    header, raw = read_header(reader, name)
+    metadata = dict(header.metadata)
+    true_dtypes = _json_object(metadata.pop(DTYPES_KEY, "{}"), DTYPES_KEY, name)
+    tied = metadata.pop(TIED_KEY, None)
+    if tied is None:
+        aliases = _aliases_of_save_model(header)
+        metadata = {key: text for key, text in metadata.items() if key not in aliases}
+    else:
+        aliases = _json_object(tied, TIED_KEY, name)
+        _check_aliases(aliases, header, name)
+    for carried in true_dtypes:
+        if carried not in header.entries:
+            raise FormatError(f"{name}: {DTYPES_KEY} in its metadata names {carried}, not a tensor")
+    tensors = {
+        entry.name: _record(entry, true_dtypes.get(entry.name), name, header.data_offset)
+        for entry in header.entries.values()
+    }
+    size = len(raw) + header.data_bytes
+    return FileContents(tensors, aliases, metadata, FileRecord(name, size))
+
+
+def write(writer: Writer, name: str, state: Outgoing) -> tuple[str, ...]:
+    """Stream a state into one safetensors file; returns the key paths of the values left out.
+
+    The file appears when it is complete. Memory use is the header's and one block's.
+
+    Raises:
+        CorruptError: a tensor's stream gave fewer or more bytes than its shape needs.
+        FormatError: two tensors of one name, or a name that is no text.
+        UnsupportedError: more tensors than a header can hold.
+    """
+    write_tensors(writer, name, list(state.tensors.values()), state.aliases, state.metadata)
+    return left_out(state.tree)
+
+
+def write_tensors(
+    writer: Writer,
+    name: str,
+    tensors: Sequence[OutgoingTensor],
+    aliases: Mapping[str, str],
+    metadata: Mapping[str, str],
+) -> None:
+    """Stream tensors into one safetensors file, with the aliases of those among them.
+
+    Raises as `write` does.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header, _ = build(
+        [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered],
+        _metadata(ordered, aliases, metadata),
+    )
+    with writer.create(name) as file:
+        file.write([header])
+        for tensor in ordered:
+            _stream(file, tensor, name)
+
+
+def left_out(tree: Tree) -> tuple[str, ...]:
+    """The key paths of the plain values in a tree, which a flat format cannot store.
+
+    >>> left_out({"model": {"w": TensorRef("w")}, "groups": [{"lr": 0.1}], "step": 3})
+    ('groups[0].lr', 'step')
+    """
+    return tuple(_values(tree, ""))
+
+
+def flat_tree(tensors: Mapping[str, TensorRecord], aliases: Mapping[str, str]) -> Tree:
+    """The tree of a flat format: every name, tied ones too, with its tensor."""
+    return {
+        **{name: TensorRef(name) for name in tensors},
+        **{alias: TensorRef(name) for alias, name in aliases.items()},
+    }
+
+
+def _record(entry: Entry, true_dtype: str | None, file: str, data_offset: int) -> TensorRecord:
+    dtype = BY_NAME.get(true_dtype or entry.dtype)
+    shape = entry.shape
+    if dtype is None:
+        raise UnsupportedError(
+            f"{file}: {entry.name} has dtype {true_dtype or entry.dtype}, which cannot be read as "
+            f"a tensor; known are {', '.join(BY_NAME)}"
+        )
+    if true_dtype is not None:
+        shape = _true_shape(entry, dtype, file)
+    nbytes = entry.end - entry.begin
+    whole = Piece.packed(Box.whole(shape))
+    stored = StoredPiece(whole, Extent(file, data_offset + entry.begin, nbytes))
+    return TensorRecord(entry.name, shape, dtype, PieceTable([stored]))
+
+
+def _true_shape(entry: Entry, dtype: DType, file: str) -> tuple[int, ...]:
+    """The shape of a carried tensor, from the shape its carrier has."""
+    widened = BY_NAME[dtype.carrier].itemsize != dtype.itemsize
+    shape = entry.shape[:-1] if widened else entry.shape
+    if entry.dtype != dtype.carrier or entry.shape != dtype.carrier_shape(shape):
+        raise FormatError(
+            f"{file}: {entry.name} is {entry.dtype} of shape {list(entry.shape)}; its metadata has "
+            f"it as {dtype.name}, which is carried as {dtype.carrier}"
+        )
+    return shape
+
+
+def _json_object(text: str, key: str, file: str) -> dict[str, str]:
+    """The object from text to text that a metadata entry of ours holds."""
+    found: dict[str, str] = {}
+    for name, value in decode_object(text, f"{file}: {key} in its metadata").items():
+        if not isinstance(value, str):
+            raise FormatError(
+                f"{file}: {key} in its metadata has {value!r:.80} for {name}, no text"
+            )
+        found[name] = value
+    return found
+
+
+def _check_aliases(aliases: Mapping[str, str], header: Header, file: str) -> None:
+    for alias, stored in aliases.items():
+        if stored not in header.entries or alias in header.entries:
+            raise FormatError(
+                f"{file}: {TIED_KEY} in its metadata ties {alias} to {stored}; the first must not "
+                f"be a tensor of the file and the second must"
+            )
+
+
+def _aliases_of_save_model(header: Header) -> dict[str, str]:
+    """The tied names that `safetensors.torch.save_model` left out: metadata from each to its twin.
+
+    `format` is every writer's, and no tensor name even where a tensor is called `pt`.
+    """
+    return {
+        key: text
+        for key, text in header.metadata.items()
+        if key != "format" and text in header.entries and key not in header.entries
+    }
+
+
+def _metadata(
+    tensors: Sequence[OutgoingTensor], aliases: Mapping[str, str], metadata: Mapping[str, str]
+) -> dict[str, str]:
+    """The metadata of a file with these tensors; our own keys are there only when needed."""
+    names = {tensor.name for tensor in tensors}
+    tied = {a: name for a, name in aliases.items() if name in names and a not in names}
+    carried = {t.name: t.dtype.name for t in tensors if t.dtype.carrier != t.dtype.name}
+    found = {"format": "pt", **metadata}
+    for key, value in ((TIED_KEY, tied), (DTYPES_KEY, carried)):
+        found.pop(key, None)
+        if value:
+            found[key] = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return found
+
+
+def _stream(file: FileWriter, tensor: OutgoingTensor, name: str) -> None:
+    written = 0
+    for block in tensor.blocks():
+        written += block.nbytes
+        if written > tensor.nbytes:
+            break
+        file.write([block])
+    if written != tensor.nbytes:
+        raise CorruptError(
+            f"{name}: the stream of {tensor.name} gave {written} bytes, {tensor.dtype} of "
+            f"shape {list(tensor.shape)} has {tensor.nbytes}; the file was not written"
+        )
+
+
+def _values(tree: Tree, path: str) -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, inner in tree.items():
+            yield from _values(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for index, inner in enumerate(tree):
+            yield from _values(inner, f"{path}[{index}]")
+    elif not isinstance(tree, TensorRef):
+        yield path or "the whole state"

@@ -1,0 +1,297 @@
+"""The safetensors header: the one parser and the one writer of it, for every file we read or write.
+
+A file is `length | header | data`: 8 bytes, little-endian, that say how long the header is; a JSON
+object from tensor name to `{"dtype", "shape", "data_offsets": [begin, end]}`; then the data. Rules,
+the format's own (https://huggingface.co/docs/safetensors), each with its reason:
+
+1. The header is at most `MAX_HEADER_BYTES` long: nobody can make a reader allocate without bound.
+2. A key occurs once: two readers can never see two different files.
+3. `end - begin` is exactly what shape and dtype need: a wrong shape is found before data is read.
+4. The tensors cover the data section: no hole, no overlap, nothing behind. No bytes can hide, and
+   a truncated file is known by its size.
+5. Metadata is text: nothing in a header is ever executed.
+
+Blanks may follow the JSON, so the data can begin at any alignment. Entries may come in any order in
+the JSON and may have keys that are not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import attrgetter
+
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.storage import Reader
+from formats.strict_json import decode_object
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header, without its 8-byte length: the limit of the safetensors library."""
+
+PREFIX_BYTES = 8
+"""The length that comes before the header."""
+
+METADATA_KEY = "__metadata__"
+"""The one key of the header that is no tensor."""
+
+MAX_ELEMENTS = 2**63
+"""Shapes with this many elements or more are refused; torch counts in signed 64-bit integers."""
+
+MAX_DIMS = 1_000
+"""Shapes with more dimensions are refused: multiplying them could take hours."""
+
+BITS = {
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
+"""Bits per element of each safetensors dtype. Below 8, a tensor still fills whole bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a header. Its data are the bytes `begin <= byte < end` of the data section."""
+
+    name: str
+    dtype: str
+    """The safetensors name, a key of `BITS`."""
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header that keeps all the rules above."""
+
+    entries: Mapping[str, Entry]
+    """By name, in the order in which their data lies."""
+    metadata: Mapping[str, str]
+    data_offset: int
+    """Where the data section begins in the file: 8 + the length of the header."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Length of the data section."""
+        return max((entry.end for entry in self.entries.values()), default=0)
+
+
+def read_header(reader: Reader, name: str) -> tuple[Header, bytes]:
+    """The header of a file, checked against the file's size, and its bytes with the length before.
+
+    Reads 8 bytes and the header, nothing else. Raises as `parse` does.
+    """
+    size = reader.size(name)
+    prefix = reader.read(name, 0, min(size, PREFIX_BYTES))
+    length = _header_length(prefix, name, size)
+    data = prefix + reader.read(name, PREFIX_BYTES, length)
+    return parse(data, name, size), data
+
+
+def parse(data: bytes, file: str, file_size: int | None = None) -> Header:
+    """The header at the start of `data`, every rule above checked.
+
+    `data` is the 8-byte length and the header; what follows is not looked at. With `file_size` the
+    data section must end where the file does.
+
+    Raises:
+        CorruptError: the file ends too early, or too late.
+        HostileError: an absurd size, a key that occurs twice, bytes of no tensor or of two.
+        UnsupportedError: a dtype that is not known.
+        FormatError: anything else that is not as described above.
+
+    >>> data, _ = build([("w", "F32", (2, 3), 24)], {})
+    >>> parse(data, "model.safetensors", len(data) + 24).entries["w"]
+    Entry(name='w', dtype='F32', shape=(2, 3), begin=0, end=24)
+    """
+    length = _header_length(data[:PREFIX_BYTES], file, file_size)
+    data_offset = PREFIX_BYTES + length
+    if len(data) < data_offset:
+        raise CorruptError(
+            f"{file}: the header is {length} bytes long, {len(data) - PREFIX_BYTES} of them are "
+            f"there: the file was truncated; restore it from another copy"
+        )
+    document = decode_object(data[PREFIX_BYTES:data_offset], f"{file}: the header")
+    metadata = _metadata(document.pop(METADATA_KEY, None), file)
+    found = [_entry(name, described, file) for name, described in document.items()]
+    found.sort(key=attrgetter("begin", "end"))
+    _check_covers(found, file)
+    if file_size is not None:
+        _check_end(found, file_size - data_offset, file)
+    return Header({entry.name: entry for entry in found}, metadata, data_offset)
+
+
+def build(
+    entries: Iterable[tuple[str, str, tuple[int, ...], int]],
+    metadata: Mapping[str, str],
+    align: int = 8,
+    reserve_bytes: int = 0,
+) -> tuple[bytes, Header]:
+    """The 8-byte length and the header of a file, and the same as a `Header`.
+
+    `entries` are name, safetensors dtype, shape and bytes, in the order in which the data will lie.
+    The result is padded with blanks to a multiple of `align` bytes, at least `reserve_bytes`: a
+    later header of up to that size fits in its place. The same input gives the same bytes.
+
+    Raises:
+        FormatError: a name twice, a size that does not fit its shape, metadata that is not text.
+        UnsupportedError: a dtype safetensors does not have, or more than a header can hold.
+    """
+    document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise FormatError(f"metadata holds text only, {key!r} is {type(text).__name__}")
+    placed: dict[str, Entry] = {}
+    at = 0
+    for name, dtype, shape, nbytes in entries:
+        bits = BITS.get(dtype)
+        if bits is None:
+            raise UnsupportedError(f"{name}: safetensors has no dtype {dtype}")
+        if nbytes * 8 != prod(shape) * bits:
+            raise FormatError(f"{name}: {dtype} of shape {shape} does not fill {nbytes} bytes")
+        if name in placed or name == METADATA_KEY:
+            raise FormatError(f"{name}: this name is taken; give the tensor another one")
+        end = at + nbytes
+        document[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}
+        placed[name] = Entry(name, dtype, shape, at, end)
+        at = end
+    try:
+        encoded = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"the name or text {error.object[:80]!r} is not Unicode text") from error
+    data_offset = max(PREFIX_BYTES + len(encoded), reserve_bytes)
+    data_offset += -data_offset % align
+    length = data_offset - PREFIX_BYTES
+    if length > MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            f"a header for {len(placed)} tensors takes {length} bytes, safetensors allows "
+            f"{MAX_HEADER_BYTES}; write several files"
+        )
+    data = length.to_bytes(PREFIX_BYTES, "little") + encoded.ljust(length)
+    return data, Header(placed, dict(metadata), data_offset)
+
+
+def _header_length(prefix: bytes, file: str, file_size: int | None) -> int:
+    if len(prefix) < PREFIX_BYTES:
+        raise CorruptError(
+            f"{file}: the file has {len(prefix)} bytes, a safetensors file at least "
+            f"{PREFIX_BYTES + 2}: it was truncated, or is of another kind"
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise HostileError(
+            f"{file}: its first 8 bytes ask for a header of {length} bytes, the limit is "
+            f"{MAX_HEADER_BYTES}: this is not a safetensors file"
+        )
+    if file_size is not None and PREFIX_BYTES + length > file_size:
+        raise CorruptError(
+            f"{file}: the header ends at byte {PREFIX_BYTES + length}, the file has {file_size}: "
+            f"it was truncated, or is not a safetensors file"
+        )
+    return length
+
+
+def _metadata(found: object, file: str) -> dict[str, str]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise FormatError(f"{file}: {METADATA_KEY} is a {type(found).__name__}, no object")
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise FormatError(f"{file}: {METADATA_KEY}[{key!r}] is {value!r}, no text")
+    return found
+
+
+def _entry(name: str, described: object, file: str) -> Entry:
+    if not isinstance(described, dict):
+        raise FormatError(f"{file}: {name} is described by {described!r:.80}, not by an object")
+    try:
+        dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    except KeyError as error:
+        raise FormatError(f"{file}: {name} has no {error.args[0]} in the header") from None
+    bits = BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise UnsupportedError(
+            f"{file}: {name} has dtype {dtype!r:.80}; known are {', '.join(BITS)}"
+        )
+    if not isinstance(shape, list):
+        raise FormatError(f"{file}: {name} has shape {shape!r:.80}, no list")
+    if len(shape) > MAX_DIMS:
+        raise HostileError(f"{file}: {name} has {len(shape)} dimensions, the limit is {MAX_DIMS}")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise FormatError(f"{file}: {name} has a size of {size!r:.80} in its shape")
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise FormatError(f"{file}: {name} has data_offsets {offsets!r:.80}, not [begin, end]")
+    begin, end = offsets
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise FormatError(f"{file}: {name} has data_offsets {offsets!r:.80}, not 0 <= begin <= end")
+    elements = prod(shape)
+    if elements * bits != (end - begin) * 8:
+        _check_elements(name, shape, file)
+        raise FormatError(
+            f"{file}: {name} is {dtype} of shape {shape!r:.80}, {elements * bits / 8:g} bytes; its "
+            f"data_offsets {offsets} hold {end - begin}"
+        )
+    if elements == 0 or elements >= MAX_ELEMENTS:
+        _check_elements(name, shape, file)
+    return Entry(name, dtype, tuple(shape), begin, end)
+
+
+def _check_elements(name: str, shape: Sequence[int], file: str) -> None:
+    """Raise for a shape whose sizes, zeros apart, multiply to what no machine can count."""
+    if prod(size for size in shape if size) >= MAX_ELEMENTS:
+        raise HostileError(f"{file}: {name} has the absurd shape {shape!r:.80}")
+
+
+def _check_covers(entries: Sequence[Entry], file: str) -> None:
+    """Raise unless the entries, sorted by where they begin, lie end to end from byte 0 on."""
+    at, before = 0, "the start of the data"
+    for entry in entries:
+        if entry.begin > at:
+            raise HostileError(
+                f"{file}: data bytes {at}:{entry.begin}, between {before} and {entry.name}, "
+                f"belong to no tensor"
+            )
+        if entry.begin < at:
+            raise HostileError(
+                f"{file}: {before} and {entry.name} overlap in data bytes {entry.begin}:{at}"
+            )
+        at, before = entry.end, entry.name
+
+
+def _check_end(entries: Sequence[Entry], data_bytes: int, file: str) -> None:
+    """Raise unless the last entry ends where the file does."""
+    end = entries[-1].end if entries else 0
+    if end > data_bytes:
+        cut = next(entry for entry in entries if entry.end > data_bytes)
+        raise CorruptError(
+            f"{file}: the header describes {end} bytes of data, the file has {data_bytes}: it was "
+            f"truncated within {cut.name}; restore it from another copy"
+        )
+    if end < data_bytes:
+        raise CorruptError(
+            f"{file}: {data_bytes - end} bytes follow the last tensor's; they are not part of a "
+            f"safetensors file: restore it from another copy"
+        )

@@ -1,0 +1,59 @@
+"""The two ends a format needs: a folder to read ranges from and a folder to write files into.
+
+`ckpt.store` implements both for local disks and object stores; formats never open anything
+themselves. Paths are relative, with forward slashes. A single-file checkpoint is a folder with one
+file in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Reader(Protocol):
+    """A folder of files, read by exact ranges."""
+
+    url: str
+    """What the user called it, for messages."""
+
+    def names(self) -> list[str]:
+        """The files directly in the folder, sorted."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes in a file. Raises FileNotFoundError naming it."""
+        ...
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes. Raises formats.errors.CorruptError where the file ends before."""
+        ...
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill a writable buffer of bytes from `offset` on; raises as `read` does."""
+        ...
+
+
+class FileWriter(Protocol):
+    """One file being written, invisible or harmless until it is finished."""
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Append the buffers in order. They may be reused as soon as this returns."""
+        ...
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Replace the first `len(data)` bytes, which have been written before."""
+        ...
+
+
+class Writer(Protocol):
+    """A folder that files are streamed into."""
+
+    url: str
+
+    def create(self, name: str) -> AbstractContextManager[FileWriter]:
+        """A new file: durable when the block ends well, removed when it ends with an exception."""
+        ...

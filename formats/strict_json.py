@@ -1,0 +1,47 @@
+"""JSON that no two readers understand differently: UTF-8, no key twice, no NaN, not too deep."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import NoReturn
+
+from formats.errors import FormatError, HostileError
+
+
+def decode_object(data: bytes | str, what: str) -> dict[str, object]:
+    """The object that `data` holds; `what` says what is read, at the start of every message.
+
+    Raises:
+        HostileError: an object has a key twice, or the values nest too deep to be read.
+        FormatError: it is not JSON in UTF-8, or no object.
+
+    >>> decode_object('{"a": {"b": 1, "b": 2}}', "model.safetensors: the header")
+    Traceback (most recent call last):
+    formats.errors.HostileError: model.safetensors: the header has the key 'b' twice
+    """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise HostileError(f"{what} has the key {twice!r:.80} twice")
+        return found
+
+    def refuse(constant: str) -> NoReturn:
+        raise FormatError(f"{what} is not JSON: {constant} is no JSON number")
+
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        found: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except FormatError:
+        raise
+    except RecursionError as error:
+        raise HostileError(f"{what} nests too deep to be read") from error
+    except ValueError as error:
+        raise FormatError(f"{what} is not JSON in UTF-8: {error}") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{what} is JSON, but a {type(found).__name__}, not an object")
+    return found

@@ -1,0 +1,74 @@
+"""Whether boxes tile a tensor: each inside it, no two overlapping, no element left out.
+
+What a format with explicit tables of boxes has to check before anybody trusts them. Cutting tensors
+over ranks gives boxes that straight cuts take apart again, which finds overlaps in O(n log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+
+from formats.errors import FormatError, HostileError
+from sharding.layout import Box
+
+MAX_TANGLED = 4096
+"""More boxes than this that no straight cut takes apart are refused."""
+
+
+def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raise FormatError naming the tensor and the boxes unless the (non-empty) boxes tile it.
+
+    >>> check_tiling("w", (4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (4, 2))])
+    """
+    whole = Box.whole(shape)
+    for box in boxes:
+        if len(box.lo) != len(shape) or box not in whole:
+            raise FormatError(f"{name}: the piece {box} is not inside the tensor {whole}")
+    pair = overlapping(boxes)
+    if pair is not None:
+        raise FormatError(f"{name}: the pieces {pair[0]} and {pair[1]} overlap")
+    held = sum(box.numel for box in boxes)
+    if held != prod(shape):
+        raise FormatError(
+            f"{name}: the pieces hold {held} of the {prod(shape)} elements of {whole}; the "
+            "checkpoint is incomplete"
+        )
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that share an element, or None.
+
+    >>> overlapping([Box((0,), (2,)), Box((4,), (6,)), Box((5,), (7,))])
+    (Box(lo=(4,), hi=(6,)), Box(lo=(5,), hi=(7,)))
+    """
+    groups = [list(boxes)]
+    while groups:
+        group = groups.pop()
+        for dim in range(len(group[0].lo) if group else 0):
+            parts = _cut(group, dim)
+            if len(parts) > 1:
+                groups += parts
+                break
+        else:
+            if len(group) > MAX_TANGLED:
+                raise HostileError(
+                    f"{len(group)} pieces of a tensor are entangled, as no sharding is"
+                )
+            for one, other in combinations(group, 2):
+                if one & other:
+                    return one, other
+    return None
+
+
+def _cut(group: list[Box], dim: int) -> list[list[Box]]:
+    """The group in parts that lie apart along a dimension."""
+    parts: list[list[Box]] = []
+    reach = 0
+    for box in sorted(group, key=lambda box: box.lo[dim]):
+        if not parts or box.lo[dim] >= reach:
+            parts.append([])
+        parts[-1].append(box)
+        reach = max(reach, box.hi[dim])
+    return parts

@@ -1,0 +1,144 @@
+"""From what a checkpoint's pickle describes to tensors by name and a tree of values.
+
+Rules:
+
+1. A tensor's name is its key path joined by dots, through dicts, lists and tuples; a tensor that
+   is all there is has the name `tensor`. Two key paths with one name are an error.
+2. Two places that hold the same view of the same storage are one tensor with two names. Other views
+   of one storage are tensors of their own that share its bytes.
+3. What the tree has no type for becomes the nearest it has: a set becomes a sorted list.
+4. A pickle may hold itself, or one part a million times: depth and size of the walk are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from formats.catalog import StoredPiece, TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
+from formats.errors import CorruptError, HostileError, UnsupportedError
+from formats.pickle_records import StoredTensor
+from formats.zip_records import Archive
+from sharding.layout import Box, Piece
+
+MAX_DEPTH = 200
+"""Deeper nests are refused, among them those that hold themselves."""
+
+MAX_VALUES = 50_000_000
+"""Larger trees are refused. A part that occurs twice counts twice."""
+
+KeyPath = tuple[object, ...]
+"""The keys and indices from the root to a value."""
+
+BARE_TENSOR = "tensor"
+"""The name of a tensor that is the whole checkpoint."""
+
+
+def shown(path: KeyPath) -> str:
+    """A key path for messages: `['model'][0]`."""
+    return "".join(f"[{key!r}]" for key in path) or "the whole file"
+
+
+class RecordPieces:
+    """The one piece of a tensor of a zip; where its record lies is looked up when asked for."""
+
+    def __init__(self, archive: Archive, record: str, piece: Piece) -> None:
+        self._archive, self._record, self._piece = archive, record, piece
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """The piece, when it holds some of `box`."""
+        if self._piece.box & box:
+            yield from self
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        if self._piece.box:
+            yield StoredPiece(self._piece, self._archive.extent(self._record))
+
+
+class Nest:
+    """The tensors met so far, and the bounds of the walk. One for all pickles of a checkpoint."""
+
+    def __init__(self, where: str) -> None:
+        self.tensors: dict[str, TensorRecord] = {}
+        self.aliases: dict[str, str] = {}
+        self._where = where
+        self._paths: dict[str, KeyPath] = {}
+        self._views: dict[object, str] = {}
+        self._values = 0
+
+    def claim(self, path: KeyPath) -> str:
+        """The name of the tensor at a key path, which no other may have."""
+        name = ".".join(map(str, path)) if path else BARE_TENSOR
+        if name in self._paths:
+            raise UnsupportedError(
+                f"{self._where}: the tensors at {shown(self._paths[name])} and {shown(path)} would "
+                f"both be named {name!r}; rename a key and save again"
+            )
+        self._paths[name] = path
+        return name
+
+    def place(self, view: object, record: TensorRecord) -> TensorRef:
+        """Take in a tensor whose name was claimed; tensors of an equal `view` are one."""
+        stored = self._views.setdefault(view, record.name)
+        if stored == record.name:
+            self.tensors[record.name] = record
+        else:
+            self.aliases[record.name] = stored
+        return TensorRef(stored)
+
+    def tree(self, value: object, path: KeyPath, archive: Archive) -> Tree:
+        """The tree of what a pickle of `archive` holds, its tensors taken in.
+
+        Raises:
+            UnsupportedError: a value or key has a type no tree can hold, or a name comes twice.
+            CorruptError: a tensor's storage is missing from the zip or has another size.
+            HostileError: the walk goes too deep or too far.
+        """
+        self._values += 1
+        if len(path) > MAX_DEPTH or self._values > MAX_VALUES:
+            raise HostileError(
+                f"{self._where}: {shown(path[:4])} is nested deeper than {MAX_DEPTH} or holds more "
+                f"than {MAX_VALUES} values"
+            )
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | DType):
+            return value
+        if isinstance(value, StoredTensor):
+            return self._tensor(value, path, archive)
+        if isinstance(value, dict):
+            return {
+                self._key(key, path): self.tree(each, (*path, key), archive)
+                for key, each in value.items()
+            }
+        if isinstance(value, set):
+            value = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
+        if isinstance(value, list | tuple):
+            items = [self.tree(each, (*path, i), archive) for i, each in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
+        raise UnsupportedError(
+            f"{self._where}: {shown(path)} is a {type(value).__name__}, which is neither a tensor "
+            "nor a plain value; leave it out and save again"
+        )
+
+    def _tensor(self, tensor: StoredTensor, path: KeyPath, archive: Archive) -> TensorRef:
+        name, record = self.claim(path), f"data/{tensor.storage.key}"
+        piece = Piece(Box.whole(tensor.shape), tensor.at, tensor.strides)
+        if piece.box and archive.record(record).nbytes != tensor.storage.nbytes:
+            raise CorruptError(
+                f"{archive.where}: the storage of {name} has {tensor.storage.nbytes} bytes by the "
+                f"pickle, {archive.record(record).nbytes} by the zip"
+            )
+        pieces = RecordPieces(archive, record, piece)
+        view = (archive.where, tensor)
+        return self.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
+
+    def _key(
+        self, key: object, path: KeyPath
+    ) -> str | int | float | bool | tuple[object, ...] | None:
+        if key is None or isinstance(key, str | int | float | bool):
+            return key
+        if isinstance(key, tuple):
+            return tuple(self._key(each, path) for each in key)
+        raise UnsupportedError(
+            f"{self._where}: {shown(path)} has a key of type {type(key).__name__}; use text or "
+            "numbers as keys and save again"
+        )

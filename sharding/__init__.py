@@ -1,0 +1,4 @@
+"""Which rank holds which piece of which tensor: `sharding.layout`, the algebra, knows no torch.
+
+`sharding.dtensor` describes torch's tensors in its terms.
+"""

@@ -1,0 +1,158 @@
+"""Torch's tensors in the words of the layout algebra: the local tensor, and who holds what.
+
+Rules that hold here:
+
+1. Nothing communicates. Every rank describes what it has; ranks that run the same program get equal
+   layouts, because a layout follows from the tensor's shape, mesh and placements alone.
+2. What torch says of a DTensor is checked against the local tensor it has: a layout is returned
+   only when the two agree.
+3. `torch.distributed.tensor` is imported only once a DTensor is seen. It takes a second to import,
+   and a torch built without torch.distributed does not have it.
+
+[Note: FSDP over tensor parallelism]
+FSDP2 cuts what tensor parallelism left, so along a dimension that both cut, the axis on the right
+comes first. Torch says so with `_StridedShard(dim, split_factor)` on the left axis. Read from left
+to right, as torch's placements are, it gives every rank the elements that it has, as long as the
+dimension divides evenly. Where it does not, the two can differ: of 9 rows over 4 × 2 ranks, FSDP2
+has the last row at (3, 1) and torch's reading at (3, 0). Such a tensor is described by the
+transposed mesh with plain shards, which is the order in which it was cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+from typing import TYPE_CHECKING, TypeGuard
+from weakref import WeakKeyDictionary
+
+import torch
+
+from sharding.errors import LocalShapeError, PartialError, UnknownPlacementError
+from sharding.layout import Layout, Mesh, Placement, Replicate, Shard, StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+
+
+def describe(tensor: torch.Tensor, name: str, world_size: int) -> tuple[torch.Tensor, Layout]:
+    """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
+
+    A plain tensor is taken for a replica on each of `world_size` ranks. A DTensor's layout spans
+    its own mesh. The layout's pieces count the local tensor's elements in row-major order, whatever
+    its strides. `name` is for messages.
+
+    Raises `PartialError`, `UnknownPlacementError` or `LocalShapeError`.
+
+    >>> local, layout = describe(torch.zeros(2, 3), "bias", world_size=4)
+    >>> tuple(local.shape), str(layout)
+    ((2, 3), 'world:4=R')
+    """
+    if not _is_dtensor(tensor):
+        return tensor.detach(), Layout.replicated(tensor.shape, world_size)
+    layout = _layout(tensor, name)
+    with torch.no_grad():
+        local = tensor.to_local()
+    wait = getattr(local, "wait", None)  # a redistribution that torch has not awaited yet
+    local = (local if wait is None else wait()).detach()
+    rank = tensor.device_mesh.get_rank()
+    said = layout.local_shape(rank)
+    outside = layout.mesh.coordinate(rank) is None
+    if tuple(local.shape) != said and not (outside and local.numel() == 0):
+        raise LocalShapeError(
+            f"{name}: rank {rank} has a local tensor of shape {tuple(local.shape)}, but "
+            f"{tuple(tensor.placements)} over a mesh of {layout.mesh.sizes} give it {said} of "
+            f"{layout.shape}; make it with distribute_tensor, or pass the right shape= to "
+            "DTensor.from_local"
+        )
+    return local, layout
+
+
+def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of `dtype` with the shape, device, strides and (of a DTensor) placements of `param`.
+
+    They ask for no gradient, and nothing is communicated: what optimizer state is loaded into.
+
+    >>> zeros_placed_like(torch.ones(2, 3, dtype=torch.bfloat16), torch.float32).sum()
+    tensor(0.)
+    """
+    return torch.zeros_like(param.detach(), dtype=dtype)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _layout(tensor: DTensor, name: str) -> Layout:
+    """What torch says of a DTensor, in our words."""
+    shape = tuple(tensor.shape)
+    mesh = _mesh(tensor.device_mesh)
+    placements = tuple(_placement(p, shape, name) for p in tensor.placements)
+    last = _cut_last(shape, mesh, placements)
+    if not last:
+        return Layout(shape, mesh, placements)
+    order = [axis for axis in range(len(placements)) if axis not in last] + sorted(last)
+    plain = tuple(last.get(axis, placements[axis]) for axis in order)
+    return Layout(shape, mesh.transposed(order), plain)
+
+
+def _mesh(device_mesh: DeviceMesh) -> Mesh:
+    """The ranks of a DeviceMesh, converted once."""
+    mesh = _meshes.get(device_mesh)
+    if mesh is None:
+        ranks = device_mesh.mesh
+        names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
+        mesh = Mesh.of_ranks(names, tuple(ranks.shape), ranks.flatten().tolist())
+        _meshes[device_mesh] = mesh
+    return mesh
+
+
+def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> Placement:
+    # Here and not above: see rule 3. Whoever holds a DTensor has imported it already.
+    from torch.distributed.tensor import placement_types as torch_placements
+
+    if isinstance(placement, torch_placements.Replicate):
+        return Replicate()
+    if isinstance(placement, torch_placements.Partial):
+        raise PartialError(
+            f"{name}: the ranks hold summands of this DTensor ({placement}), which have no place "
+            "in a checkpoint; store tensor.redistribute(placements=...) with Replicate() or "
+            "Shard(dim) in the place of Partial(), or tensor.full_tensor()"
+        )
+    if isinstance(placement, (torch_placements._StridedShard, torch_placements.Shard)):
+        dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+        if 0 <= dim < len(shape):
+            if isinstance(placement, torch_placements._StridedShard):
+                return StridedShard(dim, int(placement.split_factor))
+            return Shard(dim)
+    raise UnknownPlacementError(
+        f"{name}: no layout describes the placement {placement!r} of this DTensor of shape "
+        f"{shape}; redistribute it to Replicate() or Shard(dim)"
+    )
+
+
+def _cut_last(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
+) -> dict[int, Shard]:
+    """The strided axes whose `split` stands for the shards to their right, where that matters.
+
+    Each with what it is as the last cut. See [Note: FSDP over tensor parallelism].
+    """
+    found: dict[int, Shard] = {}
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, StridedShard):
+            continue
+        right = [
+            (size, other)
+            for size, other in zip(mesh.sizes[axis + 1 :], placements[axis + 1 :], strict=True)
+            if isinstance(other, (Shard, StridedShard)) and other.dim == placement.dim
+        ]
+        parts = prod(size for size, _ in right)
+        uneven = shape[placement.dim] % (parts * mesh.sizes[axis]) != 0
+        if uneven and parts == placement.split and all(isinstance(p, Shard) for _, p in right):
+            found[axis] = Shard(placement.dim)
+    return found

@@ -1,0 +1,36 @@
+"""What can be wrong between a tensor and its layout, grouped by what a caller would do about it.
+
+Each class has a stable `kind`, the word a program may compare. Pure Python: no torch.
+"""
+
+from __future__ import annotations
+
+
+class ShardingError(ValueError):
+    """A tensor, a module or a layout is not what this package can describe."""
+
+    kind = "sharding"
+
+
+class HoleError(ShardingError):
+    """A wanted box is held by no rank. The message names the box."""
+
+    kind = "hole"
+
+
+class PartialError(ShardingError):
+    """Ranks hold summands of a tensor, not parts of it: redistribute it, then describe it."""
+
+    kind = "partial"
+
+
+class UnknownPlacementError(ShardingError):
+    """A tensor is divided in a way that no placement of `sharding.layout` describes."""
+
+    kind = "placement"
+
+
+class LocalShapeError(ShardingError):
+    """A rank's local tensor is not the part that the tensor's own placements give to the rank."""
+
+    kind = "local-shape"

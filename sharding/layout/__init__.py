@@ -1,0 +1,37 @@
+"""The layout algebra: which rank holds which piece of which tensor. Pure integers, no torch."""
+
+from sharding.errors import HoleError
+from sharding.layout.box import Box, Piece, Shape, row_major, span_boxes
+from sharding.layout.copies import Copy, copies, copies_to
+from sharding.layout.layout import Layout
+from sharding.layout.mesh import Mesh
+from sharding.layout.placement import (
+    FlatShard,
+    Only,
+    Placement,
+    Replicate,
+    Shard,
+    Split,
+    StridedShard,
+)
+
+__all__ = [
+    "Box",
+    "Copy",
+    "FlatShard",
+    "HoleError",
+    "Layout",
+    "Mesh",
+    "Only",
+    "Piece",
+    "Placement",
+    "Replicate",
+    "Shape",
+    "Shard",
+    "Split",
+    "StridedShard",
+    "copies",
+    "copies_to",
+    "row_major",
+    "span_boxes",
+]

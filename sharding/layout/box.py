@@ -1,0 +1,160 @@
+"""Regions of a tensor, as half-open integer boxes, and where they lie in flat storage.
+
+Rules that hold here:
+
+1. A `Box` is `lo <= index < hi` in every dimension; the box of a 0-d tensor has no dimensions and
+   holds one element.
+2. A `Piece` places a box in one-dimensional storage: the element at global index `g` lies at
+   `at + sum((g[d] - lo[d]) * strides[d])`, counted in elements.
+3. Nothing here knows ranks, bytes or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+Shape = tuple[int, ...]
+
+
+def row_major(shape: Sequence[int]) -> Shape:
+    """The strides, in elements, of a packed array of this shape whose last index runs fastest.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The half-open region `lo <= index < hi` of one tensor.
+
+    >>> Box((0, 2), (4, 6)) & Box((3, 0), (9, 3))
+    Box(lo=(3, 2), hi=(4, 3))
+    """
+
+    lo: Shape
+    """First index in every dimension."""
+    hi: Shape
+    """One past the last index in every dimension."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> Shape:
+        """The extent in every dimension; never negative."""
+        return tuple(max(0, hi - lo) for lo, hi in zip(self.lo, self.hi, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """How many elements the box holds: 1 for a 0-d box."""
+        return prod(self.shape)
+
+    def __bool__(self) -> bool:
+        """True when the box holds at least one element."""
+        return all(lo < hi for lo, hi in zip(self.lo, self.hi, strict=True))
+
+    def __and__(self, other: Box) -> Box:
+        """The elements in both boxes; an empty box (falsy) when there are none."""
+        lo = tuple(map(max, self.lo, other.lo))
+        return Box(lo, tuple(map(max, lo, map(min, self.hi, other.hi))))
+
+    def __contains__(self, other: Box) -> bool:
+        """True when every element of `other` is in this box."""
+        return not other or (
+            all(a <= b for a, b in zip(self.lo, other.lo, strict=True))
+            and all(a >= b for a, b in zip(self.hi, other.hi, strict=True))
+        )
+
+    def __str__(self) -> str:
+        """The box as a slice, the way an error message shows it: `[0:4, 2:6]`."""
+        return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box and where its elements lie in one-dimensional storage (see rule 2 above)."""
+
+    box: Box
+    at: int
+    """Storage index of the box's first element, in elements."""
+    strides: Shape
+    """Steps in storage per global index, in elements, one a dimension."""
+
+    @classmethod
+    def packed(cls, box: Box, at: int = 0) -> Piece:
+        """The piece whose box is stored row-major without gaps from element `at`."""
+        return cls(box, at, row_major(box.shape))
+
+    def part(self, box: Box) -> Piece:
+        """Where `box`, which must lie inside this piece's box, is stored.
+
+        >>> Piece.packed(Box((0, 0), (4, 6))).part(Box((1, 2), (3, 4)))
+        Piece(box=Box(lo=(1, 2), hi=(3, 4)), at=8, strides=(6, 1))
+        """
+        at = self.at
+        for lo, own, stride in zip(box.lo, self.box.lo, self.strides, strict=True):
+            at += (lo - own) * stride
+        return Piece(box, at, self.strides)
+
+    @property
+    def is_packed(self) -> bool:
+        """True when the elements lie end to end in row-major order; strides of size 1 are free."""
+        expected = 1
+        for size, stride in zip(reversed(self.box.shape), reversed(self.strides), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    @property
+    def hull_elements(self) -> int:
+        """The length of the shortest storage range that holds every element; 0 for an empty box."""
+        if not self.box:
+            return 0
+        sizes = zip(self.box.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in sizes)
+
+
+def span_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
+    """The boxes that make up elements `[lo, hi)` of a row-major array, in storage order.
+
+    At most `2 * ndim - 1` of them. Their storage ranges are consecutive, so the piece of each lies
+    in the array's own strides.
+
+    >>> [str(box) for box in span_boxes((4, 3), 1, 10)]
+    ['[0:1, 1:3]', '[1:3, 0:3]', '[3:4, 0:1]']
+    """
+    if lo >= hi:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = prod(shape[1:])
+    first, last = lo // inner, (hi - 1) // inner
+    rest = tuple(shape[1:])
+    if first == last:
+        yield from _rows(first, first + 1, span_boxes(rest, lo - first * inner, hi - first * inner))
+        return
+    if lo % inner:
+        yield from _rows(first, first + 1, span_boxes(rest, lo - first * inner, inner))
+        first += 1
+    whole = hi // inner
+    if first < whole:
+        yield Box((first, *(0 for _ in rest)), (whole, *rest))
+    if hi % inner:
+        yield from _rows(whole, whole + 1, span_boxes(rest, 0, hi - whole * inner))
+
+
+def _rows(lo: int, hi: int, inner: Iterator[Box]) -> Iterator[Box]:
+    for box in inner:
+        yield Box((lo, *box.lo), (hi, *box.hi))

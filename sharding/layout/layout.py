@@ -1,0 +1,217 @@
+"""Which rank holds which piece of one tensor, symbolically.
+
+`Layout(shape, mesh, placements)` does not grow with the world. `pieces(rank)` costs O(1) in ranks
+and `holders(box)` costs O(answer): a shard axis is inverted by division, never searched.
+
+Words: a rank's *local array* is what the `Shard` and `StridedShard` axes leave it, an n-D array of
+`local_shape(rank)`; its *local storage* is the span of the local array's row-major elements that
+the `FlatShard`, `Split` and `Only` axes leave it. Pieces are placed in the local storage.
+
+A layout that can be built covers its tensor: every element is held `replicas` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from sharding.layout.box import Box, Piece, Shape, row_major, span_boxes
+from sharding.layout.holders import flat_range, holding
+from sharding.layout.mesh import Mesh
+from sharding.layout.placement import (
+    FlatShard,
+    Only,
+    Placement,
+    Replicate,
+    Shard,
+    Split,
+    StridedShard,
+)
+from sharding.layout.segments import Segments, chunk, cut, length, placed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One placement per mesh axis for a tensor of `shape`.
+
+    >>> layout = Layout((5, 4), Mesh.grid(("dp",), (2,)), (Shard(0),))
+    >>> [str(piece.box) for piece in layout.pieces(1)]
+    ['[3:5, 0:4]']
+    >>> layout.holders(Box((2, 0), (3, 4)))
+    (0,)
+    """
+
+    shape: Shape
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.mesh.sizes):
+            raise ValueError(
+                f"{len(self.placements)} placements for a mesh of {len(self.mesh.sizes)} axes: "
+                "give one per axis"
+            )
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"no tensor has the shape {self.shape}")
+        for placement, size in zip(self.placements, self.mesh.sizes, strict=True):
+            _check(placement, size, self.shape)
+        _check_flats_fit(self)
+
+    @classmethod
+    def replicated(cls, shape: Sequence[int], world_size: int) -> Layout:
+        """Every rank of a world holds the whole tensor."""
+        return cls(tuple(shape), Mesh.grid(("world",), (world_size,)), (Replicate(),))
+
+    @classmethod
+    def single(cls, shape: Sequence[int], rank: int = 0) -> Layout:
+        """One rank holds the whole tensor."""
+        return cls(tuple(shape), Mesh.grid((), (), rank), ())
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold each element."""
+        return prod(
+            size
+            for placement, size in zip(self.placements, self.mesh.sizes, strict=True)
+            if isinstance(placement, Replicate)
+        )
+
+    def local_shape(self, rank: int) -> Shape:
+        """The shape of the rank's local array; zeros for a rank outside the mesh.
+
+        Outside the mesh a 0-d tensor has the shape `(0,)`: no 0-d array is empty.
+        """
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return (0,) * max(1, len(self.shape))
+        return tuple(map(length, self._segments(coordinate)))
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The elements `[lo, hi)` of the rank's local array that are its local storage."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return (0, 0)
+        return self._span(coordinate, prod(map(length, self._segments(coordinate))))
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces a rank holds, placed in its local storage; none for a rank outside the mesh.
+
+        Boxes are disjoint. One piece for a tensor cut along dimensions by torch.chunk, at most
+        `2 * ndim - 1` for a flat shard, `split` per strided dimension otherwise.
+        """
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return ()
+        segments = self._segments(coordinate)
+        local = tuple(map(length, segments))
+        numel = prod(local)
+        lo, hi = self._span(coordinate, numel)
+        if lo >= hi:
+            return ()
+        strides = row_major(local)
+        if hi - lo == numel and all(len(dim) == 1 for dim in segments):  # nearly every layout
+            ranges = [dim[0] for dim in segments]
+            box = Box(tuple([lo for lo, _ in ranges]), tuple([hi for _, hi in ranges]))
+            return (Piece(box, 0, strides),)
+        parts = (Box.whole(local),) if hi - lo == numel else span_boxes(local, lo, hi)
+        return tuple(
+            Piece(box, at - lo, strides)
+            for part in parts
+            for box, at in _to_global(part, segments, strides)
+        )
+
+    def holders(self, box: Box, near: int | None = None) -> tuple[int, ...]:
+        """The ranks that hold at least one element of `box`, one per replica group.
+
+        Of replicas, the one that shares the most replica coordinates with rank `near` is named,
+        or the first.
+        """
+        box = box & Box.whole(self.shape)
+        if not box:
+            return ()
+        wish = self.mesh.coordinate(near) if near is not None else None
+        replica = wish or (0,) * len(self.placements)
+        found = holding(self.shape, self.mesh.sizes, self.placements, box, replica)
+        return tuple(map(self.mesh.rank, found))
+
+    def __str__(self) -> str:
+        """Every axis with its size and placement, as `ckpt inspect` shows them: `dp:2=S(0)`."""
+        axes = zip(self.mesh.names, self.mesh.sizes, self.placements, strict=True)
+        return ", ".join(f"{name}:{size}={placement}" for name, size, placement in axes)
+
+    def _segments(self, coordinate: Sequence[int]) -> list[Segments]:
+        """What the cut axes leave of every dimension: the global indices of the local array."""
+        segments: list[Segments] = [((0, size),) for size in self.shape]
+        for placement, size, index in zip(
+            self.placements, self.mesh.sizes, coordinate, strict=True
+        ):
+            if isinstance(placement, (Shard, StridedShard)):
+                dim = placement.dim
+                segments[dim] = cut(segments[dim], size, index, placement.split)
+        return segments
+
+    def _span(self, coordinate: Sequence[int], numel: int) -> tuple[int, int]:
+        """What the other axes leave of a local array of `numel` elements."""
+        lo, hi = 0, numel
+        part, parts = 0, 1
+        for placement, size, index in zip(
+            self.placements, self.mesh.sizes, coordinate, strict=True
+        ):
+            if isinstance(placement, FlatShard):
+                lo, hi = flat_range(placement, index, lo, hi)
+            elif isinstance(placement, Split):
+                part, parts = part * size + index, parts * size
+            elif isinstance(placement, Only) and placement.index != index:
+                return (0, 0)
+        first, last = chunk(hi - lo, parts, part)
+        return (lo + first, lo + last) if first < last else (0, 0)
+
+
+def _check(placement: Placement, size: int, shape: Shape) -> None:
+    """Raise ValueError where one axis' placement cannot divide a tensor of this shape."""
+    if isinstance(placement, (Shard, StridedShard)) and not 0 <= placement.dim < len(shape):
+        raise ValueError(f"{placement} cuts dimension {placement.dim} of a tensor of shape {shape}")
+    if isinstance(placement, StridedShard) and placement.split < 1:
+        raise ValueError(f"{placement}: the split is at least 1")
+    if isinstance(placement, FlatShard) and (placement.stride < 1 or placement.offset < 0):
+        raise ValueError(f"{placement}: the stride is at least 1 and the offset not negative")
+    if isinstance(placement, Only) and not 0 <= placement.index < size:
+        raise ValueError(f"{placement}: the axis has {size} coordinates")
+
+
+def _check_flats_fit(layout: Layout) -> None:
+    """Raise ValueError where flat axes leave some elements to nobody."""
+    # Coordinate 0 of an axis that cuts dimensions has the most: the others need no look.
+    most = prod(map(length, layout._segments((0,) * len(layout.placements))))
+    for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
+        if not isinstance(placement, FlatShard):
+            continue
+        if placement.offset + most > size * placement.stride:
+            raise ValueError(
+                f"{placement}: {most} elements from {placement.offset} do not fit into "
+                f"{size} shards of {placement.stride}"
+            )
+        # Only the first two shards that hold something can be the longest one.
+        first = placement.offset // placement.stride
+        most = max(
+            hi - lo for lo, hi in (flat_range(placement, first + i, 0, most) for i in range(2))
+        )
+
+
+def _to_global(
+    local: Box, segments: Sequence[Segments], strides: Shape
+) -> Iterator[tuple[Box, int]]:
+    """The global boxes of a box of the local array, each with its index in the local array."""
+    per_dim = [
+        placed(dim, lo, hi) for dim, lo, hi in zip(segments, local.lo, local.hi, strict=True)
+    ]
+    for parts in product(*per_dim):
+        box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
+        yield box, sum(part[2] * step for part, step in zip(parts, strides, strict=True))

@@ -1,0 +1,134 @@
+"""Real process groups for tests: one set of processes per world size, started once and reused."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).parent / "rank_worker.py"
+START_SECONDS = 120
+JOB_SECONDS = 120
+GROUP_SECONDS = 60
+"""How long a collective waits for a rank that never comes."""
+
+
+class RankFailed(Exception):
+    """A function raised on some ranks: `errors` has (class name, message, traceback) by rank."""
+
+    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank}: {e[2]}" for rank, e in errors.items()))
+
+
+class RankDied(Exception):
+    """A rank's process ended in the middle of a job; `errors` has what the others raised."""
+
+    def __init__(self, dead: list[int], errors: dict[int, tuple[str, str, str]]) -> None:
+        self.dead, self.errors = dead, errors
+        super().__init__(f"ranks {dead} died; {errors}")
+
+
+class Cluster:
+    """Processes that form one gloo process group and run functions of test files together."""
+
+    def __init__(self, world_size: int, group_seconds: float = GROUP_SECONDS) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
+        address = f"{self._folder.name}/socket"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONWARNINGS": "ignore",
+        }
+        listener = Listener(address, family="AF_UNIX")
+        store = f"{self._folder.name}/store"
+        self.processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, str(WORKER), address, str(rank), str(world_size)),
+                    *(store, str(group_seconds)),
+                ],
+                env=environment,
+            )
+            for rank in range(world_size)
+        ]
+        listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+        connections = [listener.accept() for _ in range(world_size)]
+        self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
+        listener.close()
+
+    @property
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns on each rank. Raises RankFailed, RankDied or TimeoutError."""
+        for connection in self._connections.values():
+            connection.send((function.__code__.co_filename, function.__name__, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[str, str, str]] = {}
+        dead: list[int] = []
+        waiting = dict(self._connections)
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=JOB_SECONDS)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(waiting)} did not answer in {JOB_SECONDS} s")
+            for rank in [rank for rank, c in waiting.items() if c in ready]:
+                try:
+                    succeeded, answer = waiting.pop(rank).recv()
+                except (EOFError, ConnectionResetError):
+                    dead.append(rank)
+                    continue
+                (results if succeeded else errors)[rank] = answer
+        if dead:
+            raise RankDied(dead, errors)
+        if errors:
+            raise RankFailed(errors)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for connection in self._connections.values():
+            connection.close()
+        self._folder.cleanup()
+
+
+@pytest.fixture(scope="session")
+def clusters() -> Iterator[Callable[[int], Cluster]]:
+    """A function from a world size to a running cluster of that size, shared by all tests."""
+    running: dict[int, Cluster] = {}
+
+    def cluster(world_size: int) -> Cluster:
+        if world_size not in running or not running[world_size].alive:
+            if world_size in running:
+                running[world_size].close()
+            running[world_size] = Cluster(world_size)
+        return running[world_size]
+
+    yield cluster
+    for cluster_ in running.values():
+        cluster_.close()
+
+
+@pytest.fixture
+def doomed_cluster() -> Iterator[Callable[[int], Cluster]]:
+    """A function that starts a cluster for one test, to be killed in."""
+    started: list[Cluster] = []
+
+    def cluster(world_size: int) -> Cluster:
+        started.append(Cluster(world_size, group_seconds=20))
+        return started[-1]
+
+    yield cluster
+    for cluster_ in started:
+        cluster_.close()

@@ -1,0 +1,290 @@
+"""Real DTensors, placed by torch on every rank of a world, described without communication."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from sharding.dtensor import describe, zeros_placed_like
+from sharding.errors import LocalShapeError, PartialError, ShardingError, UnknownPlacementError
+from sharding.layout import Layout, Mesh, Shape
+from sharding.layout import Replicate as OurReplicate
+from sharding.layout import Shard as OurShard
+from sharding.layout import StridedShard as OurStridedShard
+
+AsRank = Callable[[int, int], AbstractContextManager[None]]
+
+
+def numbers(shape: Sequence[int]) -> torch.Tensor:
+    """A tensor whose every element is its own number."""
+    return torch.arange(prod(shape), dtype=torch.float64).reshape(tuple(shape))
+
+
+def check(tensor: DTensor, full: torch.Tensor, rank: int) -> Layout:
+    """The layout of a tensor whose local part has to be what the layout's pieces say."""
+    local, layout = describe(tensor, "weight", world_size=8)
+    assert type(local) is torch.Tensor
+    assert not local.requires_grad
+    assert local.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
+    assert layout.shape == tuple(full.shape)
+    elements = local.reshape(-1)
+    seen = 0
+    for piece in layout.pieces(rank):
+        inside = full[tuple(map(slice, piece.box.lo, piece.box.hi))]
+        held = elements.as_strided(
+            piece.box.shape, piece.strides, elements.storage_offset() + piece.at
+        )
+        assert torch.equal(held, inside)
+        seen += piece.box.numel
+    assert seen == local.numel()
+    return layout
+
+
+def test_a_plain_tensor_is_a_replica_on_every_rank() -> None:
+    tensor = torch.nn.Parameter(torch.ones(2, 3))
+    local, layout = describe(tensor, "weight", world_size=16)
+    assert layout == Layout.replicated((2, 3), 16)
+    assert local.data_ptr() == tensor.data_ptr()
+    assert not local.requires_grad
+    assert describe(torch.tensor(1.0), "step", 2)[1].pieces(1)[0].box.shape == ()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (9, 5), (3, 7), (1, 1), (0, 4), (6, 4, 5)])
+@pytest.mark.parametrize(
+    "placements",
+    [
+        (Replicate(), Replicate()),
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(1)),
+        (Shard(0), Shard(0)),
+        (Shard(1), Shard(0)),
+        (Shard(-1), Shard(-2)),
+        (Shard(0), _StridedShard(0, split_factor=3)),
+        (_StridedShard(1, split_factor=2), _StridedShard(0, split_factor=2)),
+    ],
+    ids=str,
+)
+def test_a_distributed_tensor_is_described_as_torch_placed_it(
+    as_rank: AsRank, placements: tuple[Placement, ...], shape: Shape
+) -> None:
+    full = numbers(shape)
+    layouts = set()
+    for rank in range(8):
+        with as_rank(rank, 8):
+            mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+            layouts.add(
+                check(distribute_tensor(full, mesh, placements, src_data_rank=None), full, rank)
+            )
+    (layout,) = layouts
+    assert layout.mesh == Mesh.grid(("dp", "tp"), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(8, 8), (9, 4), (10, 3), (11, 7), (5, 4), (57, 2), (1, 1)]
+)
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4)], ids=str)
+def test_fsdp2_over_tensor_parallelism_is_exact_also_where_it_is_uneven(
+    as_rank: AsRank, sizes: tuple[int, int], rows: int, columns: int
+) -> None:
+    full = numbers((rows, columns))
+    layouts = set()
+    for rank in range(8):
+        with as_rank(rank, 8):
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+            layouts.add(check(fsdp_over_tp(full, mesh, "dp"), full, rank))
+    (layout,) = layouts
+    if rows % 8 == 0:
+        assert layout.placements == (OurStridedShard(0, sizes[1]), OurShard(0))
+    else:
+        assert layout.mesh.names == ("tp", "dp")
+        assert layout.placements == (OurShard(0), OurShard(0))
+
+
+def fsdp_over_tp(full: torch.Tensor, mesh: DeviceMesh, *data_axes: str) -> DTensor:
+    """A weight cut by rows over the `tp` axis, then by FSDP2 over the others."""
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(full.clone())
+
+    def cut(_: str, module: torch.nn.Module, tp: DeviceMesh) -> None:
+        weight = distribute_tensor(module.weight.detach(), tp, [Shard(0)], src_data_rank=None)
+        module.weight = torch.nn.Parameter(weight)
+
+    module = distribute_module(Rows(), mesh["tp"], cut)
+    fully_shard(module, mesh=mesh[data_axes])
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    return weight
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_hybrid_fsdp2_over_tensor_parallelism_has_replicas(as_rank: AsRank, rows: int) -> None:
+    full = numbers((rows, 3))
+    for rank in range(8):
+        with as_rank(rank, 8):
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "shard", "tp"))
+            layout = check(fsdp_over_tp(full, mesh, "replica", "shard"), full, rank)
+        assert layout.replicas == 2
+        assert isinstance(layout.placements[0], OurReplicate)
+
+
+def test_a_mesh_in_any_order_and_with_any_ranks_is_kept(as_rank: AsRank) -> None:
+    full = numbers((7, 5))
+    for ranks, affine in [
+        ([[0, 4], [1, 5], [2, 6]], True),
+        ([[6, 5], [3, 2]], True),
+        ([[0, 7, 3], [5, 1, 2]], False),
+    ]:
+        for rank in range(8):
+            with as_rank(rank, 8):
+                mesh = DeviceMesh("cpu", ranks)
+                tensor = distribute_tensor(full, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+                layout = check(tensor, full, rank)
+            assert layout.mesh.names == ("dim_0", "dim_1")
+            assert list(layout.mesh.ranks()) == [r for row in ranks for r in row]
+            assert (layout.mesh.table == ()) == affine
+
+
+def test_a_submesh_is_described_by_its_own_ranks(as_rank: AsRank) -> None:
+    full = numbers((6, 2))
+    with as_rank(5, 8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        for axis, ranks in (("dp", [1, 3, 5, 7]), ("tp", [4, 5])):
+            tensor = distribute_tensor(full, mesh[axis], [Shard(0)], src_data_rank=None)
+            layout = check(tensor, full, 5)
+            assert layout.mesh.names == (axis,)
+            assert list(layout.mesh.ranks()) == ranks
+            assert layout.mesh.table == ()
+
+
+def test_a_device_mesh_is_converted_once(as_rank: AsRank) -> None:
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = [
+            distribute_tensor(numbers((n,)), mesh, [Shard(0)], src_data_rank=None) for n in (2, 4)
+        ]
+        first, second = (describe(tensor, "weight", 2)[1] for tensor in tensors)
+        assert first.mesh is second.mesh
+
+
+def test_a_partial_tensor_is_an_error_that_names_it_and_the_remedy(as_rank: AsRank) -> None:
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+        with pytest.raises(PartialError) as caught:
+            describe(tensor, "grads.w", 2)
+    assert str(caught.value).startswith("grads.w: ")
+    assert "tensor.redistribute(" in str(caught.value)
+    assert "tensor.full_tensor()" in str(caught.value)
+    assert (caught.value.kind, isinstance(caught.value, ShardingError)) == ("partial", True)
+
+
+def test_a_local_tensor_of_another_shape_is_an_error_that_names_both(as_rank: AsRank) -> None:
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(
+            torch.ones(3, 4),
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size((5, 4)),
+            stride=(4, 1),
+        )
+        with pytest.raises(LocalShapeError) as caught:
+            describe(tensor, "w", 2)
+    message = str(caught.value)
+    assert "w: rank 1 has a local tensor of shape (3, 4)" in message
+    assert "give it (2, 4) of (5, 4)" in message
+
+
+def test_a_placement_of_somebody_else_is_an_error_that_names_it(as_rank: AsRank) -> None:
+    class Spiral(Placement):
+        def __repr__(self) -> str:
+            return "Spiral()"
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Spiral)
+
+        def __hash__(self) -> int:
+            return 1
+
+    with as_rank(0, 2):
+        tensor = distribute_tensor(
+            torch.ones(2), init_device_mesh("cpu", (2,)), [Replicate()], src_data_rank=None
+        )
+        object.__setattr__(tensor._spec, "placements", (Spiral(),))
+        with pytest.raises(UnknownPlacementError, match=r"w: no layout describes .* Spiral\(\)"):
+            describe(tensor, "w", 2)
+
+
+@pytest.mark.parametrize(
+    "placements", [(Shard(0), Shard(1)), (_StridedShard(0, split_factor=2), Shard(0))], ids=str
+)
+def test_zeros_are_placed_like_the_parameter(
+    as_rank: AsRank, placements: tuple[Placement, ...]
+) -> None:
+    with as_rank(5, 8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        tensor = distribute_tensor(numbers((9, 5)).bfloat16(), mesh, placements, src_data_rank=None)
+        zeros = zeros_placed_like(torch.nn.Parameter(tensor), torch.float32)
+        assert isinstance(zeros, DTensor)
+        assert zeros.placements == tensor.placements
+        assert zeros.device_mesh == tensor.device_mesh
+        assert zeros.shape == tensor.shape
+        local = zeros.to_local()
+        assert local.shape == tensor.to_local().shape
+        assert (local.dtype, zeros.requires_grad, local.any().item()) == (
+            torch.float32,
+            False,
+            False,
+        )
+
+
+def test_plain_zeros_keep_shape_and_strides() -> None:
+    param = torch.nn.Parameter(torch.ones(4, 3).t())
+    zeros = zeros_placed_like(param, torch.float64)
+    assert (zeros.shape, zeros.stride(), zeros.dtype) == (
+        param.shape,
+        param.stride(),
+        torch.float64,
+    )
+    assert not zeros.requires_grad
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize(
+    ("statements", "absent"),
+    [
+        ("import sharding, sharding.layout, sharding.errors", "torch"),
+        (
+            "import torch, sharding.dtensor; sharding.dtensor.describe(torch.ones(2), 'w', 2)",
+            "torch.distributed.tensor",
+        ),
+    ],
+)
+def test_nothing_is_imported_before_it_is_needed(statements: str, absent: str) -> None:
+    check_absent = f"{statements}; import sys; sys.exit({absent!r} in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", check_absent], timeout=120, check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()

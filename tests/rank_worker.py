@@ -1,0 +1,62 @@
+"""One rank of a test cluster: joins a gloo process group and runs what it is sent.
+
+Started by tests/conftest.py as `python rank_worker.py SOCKET RANK WORLD_SIZE STORE_FILE TIMEOUT`.
+A job is (file, function name, arguments); the function is loaded from its test file and its result,
+or the traceback, goes back.
+"""
+
+import sys
+
+sys.path.pop(0)  # this folder has a `ckpt` of its own: the tests of it
+
+import importlib.util
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Client
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+_modules: dict[str, ModuleType] = {}
+
+
+def load(file: str) -> ModuleType:
+    """The test module in a file, imported once per worker."""
+    if file not in _modules:
+        spec = importlib.util.spec_from_file_location(f"worker_module_{len(_modules)}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        _modules[file] = module
+    return _modules[file]
+
+
+def main() -> None:
+    address, rank, world_size, store, timeout = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(world_size),
+        timeout=timedelta(seconds=float(timeout)),
+    )
+    with Client(address, family="AF_UNIX") as connection:
+        connection.send(int(rank))
+        while True:
+            job = connection.recv()
+            if job is None:
+                break
+            file, name, arguments = job
+            try:
+                result = getattr(load(file), name)(*arguments)
+                connection.send((True, result))
+            except BaseException as error:
+                connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
