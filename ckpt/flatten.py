@@ -15,14 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from formats.catalog import TensorRef, Tree
-from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
-from formats.errors import UnsupportedError
-from sharding.dtensor import describe
-from sharding.layout import Layout
-
 from ckpt.errors import StateError
-from ckpt.saved import join
 from ckpt.stateful import (
     ParameterNames,
     Stateful,
@@ -31,6 +24,11 @@ from ckpt.stateful import (
     optimizer_entries,
     parameter_names,
 )
+from formats.catalog import TensorRef, Tree
+from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
+from formats.errors import UnsupportedError
+from sharding.dtensor import describe
+from sharding.layout import Layout
 
 MAX_DEPTH = 100
 """How deep a state may nest; deeper is taken for one that holds itself."""
@@ -92,7 +90,9 @@ class _Flattener:
             names, where = self._parameters.of(node), _shown(path)
             return self._walk(optimizer_entries(node, names, where), path)
         if type(node) in (dict, OrderedDict, defaultdict) and isinstance(node, Mapping):
-            return {self._key(key, path): self._walk(item, (*path, key)) for key, item in node.items()}
+            return {
+                self._key(key, path): self._walk(item, (*path, key)) for key, item in node.items()
+            }
         if type(node) is list:
             return [self._walk(item, (*path, index)) for index, item in enumerate(node)]
         if type(node) in (tuple, torch.Size) and isinstance(node, tuple):
@@ -117,7 +117,9 @@ class _Flattener:
         name = ".".join(map(str, path)) or "tensor"
         self._claim(name, path)
         if tensor.is_sparse or tensor.is_quantized or tensor.layout != torch.strided:
-            raise StateError(f"{_shown(path)}: a {tensor.layout} tensor cannot be stored: densify it")
+            raise StateError(
+                f"{_shown(path)}: a {tensor.layout} tensor cannot be stored: densify it"
+            )
         try:
             dtype = dtype_of_torch(str(tensor.dtype), _shown(path))
         except UnsupportedError as error:
@@ -151,7 +153,9 @@ class _Flattener:
 
     def _from_numpy(self, array: np.ndarray, path: tuple[object, ...]) -> torch.Tensor:
         if str(array.dtype) not in BY_TORCH_NAME:
-            raise StateError(f"{_shown(path)}: a numpy array of dtype {array.dtype} cannot be stored")
+            raise StateError(
+                f"{_shown(path)}: a numpy array of dtype {array.dtype} cannot be stored"
+            )
         self._keep.append(array)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 

@@ -1,4 +1,4 @@
-"""A checkpoint as something to look into: names at once, tensors and slices when they are asked for."""
+"""A checkpoint to look into: names at once, tensors and slices when they are asked for."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from types import EllipsisType
 
 import torch
 
+from ckpt.errors import CkptError
+from ckpt.match import Selection
+from ckpt.memory import array_over, torch_dtype
+from ckpt.outgoing import selected
+from ckpt.saved import join
+from ckpt.sources import Source, open_source
+from ckpt.transfer import Request, requests_for, transfer
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.layout import Box, Layout, Piece
 
-from ckpt.errors import CkptError
-from ckpt.match import Selection
-from ckpt.memory import array_over, torch_dtype
-from ckpt.saved import join
-from ckpt.sources import Source, open_source
-from ckpt.transfer import requests_for, transfer
-
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
-def open(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:  # noqa: A001
+def open(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """The checkpoint at a path or URL, with nothing read but its description.
 
     Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
@@ -150,15 +150,13 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
         """The saved nest with its tensors read (see `read`)."""
         tensors: dict[str, torch.Tensor] = {}
-        requests = []
+        requests: list[Request] = []
 
         def fill(tree: Tree, path: str) -> object:
             if isinstance(tree, TensorRef):
                 if tree.name not in tensors:
                     record = self.catalog.tensors[tree.name]
-                    tensor = torch.empty(
-                        record.shape, dtype=torch_dtype(record.dtype.torch_name)
-                    )
+                    tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype.torch_name))
                     pieces = [Piece.packed(Box.whole(record.shape))]
                     requests.extend(requests_for(record, pieces, array_over(tensor)))
                     tensors[tree.name] = tensor
@@ -167,11 +165,11 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
                 return {
                     key: fill(item, join(path, key))
                     for key, item in tree.items()
-                    if _selected(item, join(path, key), selection)
+                    if selected(item, join(path, key), selection)
                 }
             if isinstance(tree, list | tuple):
                 items = [
-                    fill(item, join(path, i)) if _selected(item, join(path, i), selection) else None
+                    fill(item, join(path, i)) if selected(item, join(path, i), selection) else None
                     for i, item in enumerate(tree)
                 ]
                 return items if isinstance(tree, list) else tuple(items)
@@ -212,19 +210,6 @@ def _put(nest: object, tensors: Mapping[str, torch.Tensor]) -> object:
     return nest
 
 
-def _selected(tree: Tree, path: str, selection: Selection) -> bool:
-    """True when a leaf, or anything below a container, is selected."""
-    if selection.is_all:
-        return True
-    if isinstance(tree, dict) and tree:
-        return any(_selected(item, join(path, key), selection) for key, item in tree.items())
-    if isinstance(tree, list | tuple) and tree:
-        return path in selection or any(
-            _selected(item, join(path, i), selection) for i, item in enumerate(tree)
-        )
-    return path in selection
-
-
 def _resolve(
     index: Index, shape: tuple[int, ...], name: str
 ) -> tuple[Box, tuple[int, ...], frozenset[int]]:
@@ -250,7 +235,9 @@ def _resolve(
         else:
             at = as_int(part)  # type: ignore[arg-type]
             if not -size <= at < size:
-                raise IndexError(f"{name}: index {at} is out of range in dimension {dim} of {shape}")
+                raise IndexError(
+                    f"{name}: index {at} is out of range in dimension {dim} of {shape}"
+                )
             lo.append(at % size)
             hi.append(at % size + 1)
             steps.append(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 from warnings import warn
@@ -16,17 +17,16 @@ from warnings import warn
 import torch
 import xxhash
 
-from formats.errors import CorruptError
-from formats.native.shard import Progress
-from sharding.dtensor import describe
-
-from ckpt.errors import Difference, DamagedLoadError, MismatchError, PartialLoadError
+from ckpt.errors import DamagedLoadError, Difference, MismatchError, PartialLoadError
 from ckpt.match import Match, Selection, Want, match
 from ckpt.memory import array_over, is_plain, torch_dtype
-from ckpt.ranks import HASH_BITS, Ranks, attempt
+from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.saved import Rename, Saved
 from ckpt.sources import Source, open_source
 from ckpt.transfer import Request, requests_for, transfer
+from formats.errors import CorruptError
+from formats.native.shard import Progress
+from sharding.dtensor import describe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,41 +90,23 @@ def load(
         raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
     ranks = Ranks(group)
     selection = Selection.of(include, exclude)
-    opened, error = attempt(lambda: _Opened(url))
-    try:
-        matched = None
-        if opened is not None:
-            source = opened.source
-            matched, error = attempt(
-                lambda: match(Saved(source.catalog, rename), state, selection, dtype == "target")
-            )
-        differences = _unexpected(ranks, matched, error)
-        assert opened is not None and matched is not None
-        differences = [*matched.differences, *differences]
-        plan, error = attempt(
-            lambda: _plan(opened.source, matched, differences, strict, ranks)
+    with ExitStack() as stack:
+
+        def matching() -> tuple[Source, Match]:
+            source = stack.enter_context(open_source(url))
+            saved = Saved(source.catalog, rename)
+            return source, match(saved, state, selection, dtype == "target")
+
+        (source, matched), agreed = ranks.compare(
+            "matching the checkpoint with the target", matching, lambda found: (_mark(found[1]),), 1
         )
-        ranks.agree("planning to load", error)
-        assert plan is not None
-        _, error = attempt(lambda: _read(opened.source, plan, verify, progress))
-        ranks.agree("loading", error)
-        result, error = attempt(matched.install)
-        ranks.agree("installing the loaded state", error)
-    finally:
-        if opened is not None:
-            opened.close()
-    return result  # type: ignore[return-value]
-
-
-class _Opened:
-    """A source that stays open over several steps, each of which may fail on some rank."""
-
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        self._context = open_source(url)
-        self.source: Source = self._context.__enter__()
-
-    def close(self) -> None:
-        self._context.__exit__(None, None, None)
+        unexpected = _unexpected(ranks, matched, agreed.same[0])
+        differences = [*matched.differences, *unexpected]
+        fills = ranks.attempt(
+            "planning to load", lambda: _plan(source, matched, differences, strict, ranks)
+        )
+        ranks.attempt("loading", lambda: _read(source, fills, verify, progress))
+        return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +123,22 @@ class _Fill:
         return 0 if self.into is self.target else self.into.nbytes
 
 
-def _unexpected(
-    ranks: Ranks, matched: Match | None, error: Exception | None
-) -> list[Difference]:
-    """The checkpoint's names that no rank's target has. All ranks return the same."""
-    names = matched.unexpected if matched is not None else []
-    mark = xxhash.xxh3_64_intdigest("\n".join(names).encode()) >> (64 - HASH_BITS)
-    agreed = ranks.agree("matching the checkpoint with the target", error, (mark,))
-    assert matched is not None
-    if not agreed.same[0]:
+def _mark(matched: Match) -> int:
+    """A hash of the names this rank's target lacks."""
+    names = "\n".join(matched.unexpected).encode()
+    return xxhash.xxh3_64_intdigest(names) >> (64 - HASH_BITS)
+
+
+def _unexpected(ranks: Ranks, matched: Match, same: bool) -> list[Difference]:
+    """The checkpoint's names that no rank's target has; `same` when all ranks lack the same."""
+    names = matched.unexpected
+    if not same:
         here = set(names)
-        flags = bytes(name in here for name in matched.saved_names)
-        common = ranks.common(flags)
+        common = ranks.common(bytes(name in here for name in matched.saved_names))
         names = [name for name, flag in zip(matched.saved_names, common, strict=True) if flag]
     return [
-        Difference(name, "unexpected", "is in the checkpoint and not in the target") for name in names
+        Difference(name, "unexpected", "is in the checkpoint and not in the target")
+        for name in names
     ]
 
 

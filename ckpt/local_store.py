@@ -19,10 +19,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckpt.errors import ExistsError
 from formats.errors import CorruptError
 from formats.storage import Buffer
-
-from ckpt.errors import ExistsError
 
 OPEN_FILES = 64
 """How many files a store keeps open for reading."""

@@ -15,10 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from formats.catalog import TensorRecord, TensorRef, Tree
-from formats.dtypes import DType
-from sharding.dtensor import zeros_placed_like
-
 from ckpt.errors import Difference
 from ckpt.memory import torch_dtype
 from ckpt.saved import MISSING, Missing, Saved, holds_tensor, join
@@ -32,6 +28,9 @@ from ckpt.stateful import (
     parameter_names,
     unwrapped,
 )
+from formats.catalog import TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
+from sharding.dtensor import zeros_placed_like
 
 Step = Callable[[], object]
 """Installs a part of the target and returns what stands there now."""
@@ -135,7 +134,7 @@ class _Matcher:
         return self._value(node, path)
 
     def forgive_ties(self) -> None:
-        """A name the checkpoint lacks is no difference when its tensor is filled by another name."""
+        """A name the checkpoint lacks does not matter when its tensor is filled by another."""
         for name, key in self._lacking.items():
             if key not in self._filled:
                 self._differ(name, "missing", "is in the target and not in the checkpoint")
@@ -279,7 +278,7 @@ class _Matcher:
         return lambda: tree
 
     def _stateful(self, node: Stateful, path: str) -> Step:
-        """An object that gets whatever was saved for it, in tensors of its own where it has some."""
+        """An object that gets whatever was saved for it, tensors whole."""
         saved = self._saved.node(path)
         if isinstance(saved, Missing):
             self._differ(path, "missing", "is in the target and not in the checkpoint")
@@ -296,7 +295,9 @@ class _Matcher:
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Step:
         names = self._parameters.of(optimizer)
-        if not any(n in self._selection for n in self._saved.under(path)) and self._saved.under(path):
+        if not any(n in self._selection for n in self._saved.under(path)) and self._saved.under(
+            path
+        ):
             return lambda: optimizer
         groups = self._groups(optimizer, names, path)
         held = optimizer_entries(optimizer, names, path)["state"]
@@ -305,10 +306,7 @@ class _Matcher:
             index: self._parameter_state(name, parameter, held, path)
             for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
         }
-        rest = {
-            key: self._value(None, join(path, key))
-            for key in self._other_keys(path)
-        }
+        rest = {key: self._value(None, join(path, key)) for key in self._other_keys(path)}
 
         def install() -> object:
             state = {index: step() for index, step in states.items()}
@@ -327,14 +325,10 @@ class _Matcher:
         if not isinstance(saved, dict):
             return []
         return [
-            str(key)
-            for key in saved
-            if str(key).partition(".")[0] not in ("state", "param_groups")
+            str(key) for key in saved if str(key).partition(".")[0] not in ("state", "param_groups")
         ]
 
-    def _groups(
-        self, optimizer: Optimizer, names: list[str], path: str
-    ) -> list[dict[str, object]]:
+    def _groups(self, optimizer: Optimizer, names: list[str], path: str) -> list[dict[str, object]]:
         """The target's groups with the options that were saved for their parameters."""
         where = join(path, "param_groups")
         saved = self._saved.node(where)
@@ -392,9 +386,7 @@ class _Matcher:
         renamed = self._saved.rename(prefix + name)
         return renamed.removeprefix(prefix)
 
-    def _parameter_state(
-        self, name: str, parameter: torch.Tensor, held: object, path: str
-    ) -> Step:
+    def _parameter_state(self, name: str, parameter: torch.Tensor, held: object, path: str) -> Step:
         where = f"{path}.state.{name}" if path else f"state.{name}"
         mine = held.get(name, {}) if isinstance(held, dict) else {}
         below = self._saved.under(where)
@@ -434,13 +426,21 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _customised(module: nn.Module) -> bool:
-    """True when loading does more than copying: a hook, or an overridden method."""
+    """True when loading does more than copying: somebody's hook, or an overridden method.
+
+    The hooks of torch.distributed put shards where the state dict already found them.
+    """
     return any(
-        part._load_state_dict_pre_hooks
-        or part._load_state_dict_post_hooks
-        or type(part).load_state_dict is not nn.Module.load_state_dict
+        type(part).load_state_dict is not nn.Module.load_state_dict
+        or not all(map(_is_torchs, part._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_torchs, part._load_state_dict_post_hooks.values()))
         for part in unwrapped(module).modules()
     )
+
+
+def _is_torchs(hook: object) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.")
 
 
 def _holds_target(node: object) -> bool:

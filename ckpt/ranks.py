@@ -90,10 +90,21 @@ class Ranks:
 
     def attempt(self, stage: str, action: Callable[[], T]) -> T:
         """Run something that may fail on any rank; returns when it has succeeded on all."""
-        result, error = attempt(action)
-        self.agree(stage, error)
-        assert result is not None or error is None
-        return result  # type: ignore[return-value]
+        return self.compare(stage, action, lambda result: (), 0)[0]
+
+    def compare(
+        self,
+        stage: str,
+        action: Callable[[], T],
+        hashes: Callable[[T], Sequence[int]],
+        count: int,
+        number: int = 0,
+    ) -> tuple[T, Agreement]:
+        """`attempt`, and whether each of `count` hashes of the result is the same on every rank."""
+        results, error = attempt(action)
+        given = hashes(results[0]) if results else [0] * count
+        agreement = self.agree(stage, error, given, number)
+        return results[0], agreement
 
     def common(self, flags: bytes) -> bytes:
         """The bytewise minimum over ranks of equally long byte strings."""
@@ -164,12 +175,12 @@ class Ranks:
         raise other if error is None else error
 
 
-def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What an action returned, or the exception it raised."""
+def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """What an action returned, alone in a list, or an empty one and the exception it raised."""
     try:
-        return action(), None
+        return [action()], None
     except Exception as error:
-        return None, error
+        return [], error
 
 
 def _device(backend: str) -> torch.device:

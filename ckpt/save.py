@@ -20,18 +20,17 @@ from warnings import warn
 import torch
 import xxhash
 
-from formats.dtypes import DType
-from formats.errors import FormatError
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
-from formats.native.shard import Progress, ShardSummary, write_shard
-from formats.outgoing import OutgoingTensor
-
+from ckpt.commit import committed_files
 from ckpt.errors import ExistsError
 from ckpt.flatten import FlatState, Leaf, flatten
 from ckpt.ranks import HASH_BITS, Ranks, attempt
 from ckpt.save_plan import Described, merged, stored_layouts
 from ckpt.store import Store, open_store
 from ckpt.version import __version__
+from formats.dtypes import DType
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
+from formats.native.shard import Progress, ShardSummary, write_shard
+from formats.outgoing import OutgoingTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,51 +94,49 @@ class _Save:
     _progress: Progress | None
 
     def run(self, state: object) -> None:
-        flat, described, attempt_number = self._describe(state)
+        found, agreed = self._ranks.compare(
+            "describing the state",
+            lambda: self._flatten(state),
+            lambda found: (found.structure, found.values),
+            2,
+            secrets.randbits(HASH_BITS),
+        )
+        described = _described(found.flat)
+        same_structure, same_values = agreed.same
+        if not same_structure:
+            described = self._ranks.attempt("merging the ranks' states", self._exchange(found))
+        elif not same_values:
+            self._warn_of_values(found)
         tensors = stored_layouts(described.tensors)
-        prefix = f"{attempt_number:016x}"
-        written, error = attempt(lambda: self._write(flat, tensors, prefix))
-        self._commit(Described(tensors, described.aliases, described.tree), prefix, written, error)
+        prefix = f"{agreed.number:016x}"
+        written, error = attempt(lambda: self._write(found.flat, tensors, prefix))
+        self._commit(
+            Described(tensors, described.aliases, described.tree),
+            prefix,
+            written[0] if written else None,
+            error,
+        )
 
-    def _describe(self, state: object) -> tuple[FlatState, Described, int]:
-        """This rank's tensors, the description of all ranks' and the attempt's number."""
-        found, error = attempt(lambda: self._flatten(state))
-        summary, structure, values = (b"", 0, 0)
-        if found is not None:
-            summary, structure, values = found[1]
-        number = secrets.randbits(HASH_BITS)
-        agreed = self._ranks.agree("describing the state", error, (structure, values), number)
-        assert found is not None
-        flat = found[0]
-        described = _described(flat)
-        if not agreed.same[0]:
-            described = self._ranks.attempt(
-                "merging the ranks' states", self._exchange(structure, summary)
-            )
-        elif not agreed.same[1]:
-            self._warn_of_values(summary)
-        return flat, described, agreed.number
-
-    def _flatten(self, state: object) -> tuple[FlatState, tuple[bytes, int, int]]:
+    def _flatten(self, state: object) -> _Flattened:
         if self._ranks.rank == 0 and not self._overwrite and self._store.exists(MANIFEST):
             raise ExistsError(
                 f"{self._store.url} holds a checkpoint; pass overwrite=True to replace it"
             )
         flat = flatten(state, self._ranks.world_size)
         if self._ranks.alone:
-            return flat, (b"", 0, 0)
-        summary = _summary(_described(flat))
+            return _Flattened(flat, 0, 0)
         hasher = xxhash.xxh3_64(self._compress.to_bytes(1, "little"))
         for leaf in flat.leaves.values():
             hasher.update(repr((leaf.name, leaf.dtype.name, leaf.layout)).encode())
         hasher.update(repr(sorted(flat.aliases.items())).encode())
         structure = hasher.intdigest() >> (64 - HASH_BITS)
-        values = xxhash.xxh3_64_intdigest(summary) >> (64 - HASH_BITS)
-        return flat, (summary, structure, values)
+        values = xxhash.xxh3_64_intdigest(_summary(flat)) >> (64 - HASH_BITS)
+        return _Flattened(flat, structure, values)
 
-    def _exchange(self, structure: int, summary: bytes) -> Callable[[], Described]:
+    def _exchange(self, mine: _Flattened) -> Callable[[], Described]:
         """Collects each different description once; returns what merges them."""
-        hashes = self._ranks.all_hashes(structure)
+        hashes = self._ranks.all_hashes(mine.structure)
+        summary = _summary(mine.flat)
         ranks_of: dict[int, list[int]] = {}
         for rank, value in enumerate(hashes):
             ranks_of.setdefault(value, []).append(rank)
@@ -153,7 +150,8 @@ class _Save:
 
         return merge
 
-    def _warn_of_values(self, summary: bytes) -> None:
+    def _warn_of_values(self, mine: _Flattened) -> None:
+        summary = _summary(mine.flat)
         first = self._ranks.broadcast(summary, 0)
         if first != summary:
             warn(
@@ -209,7 +207,7 @@ class _Save:
                 size, header, table, digest = record.decode().split()
                 summary = ShardSummary(int(size), int(header), int(table), digest)
                 files.append(summary.named(f"{prefix}-{rank:05d}.safetensors", rank))
-        old = self._old_files() if self._overwrite else []
+        old = committed_files(self._store) if self._overwrite else []
         writer = {
             "ckpt": __version__,
             "torch": torch.__version__,
@@ -223,15 +221,16 @@ class _Save:
             with suppress(OSError):  # the new checkpoint is there; left-overs only take space
                 self._store.delete(name)
 
-    def _old_files(self) -> list[str]:
-        """The files of the checkpoint that is about to be replaced."""
-        if not self._store.exists(MANIFEST):
-            return []
-        try:
-            data = self._store.read(MANIFEST, 0, self._store.size(MANIFEST))
-            return [file.name for file in load(data, f"{self._store.url}/{MANIFEST}").files]
-        except FormatError:
-            return []  # damaged or of another version: nothing in it is safe to delete
+
+@dataclass(frozen=True)
+class _Flattened:
+    """This rank's state, and hashes that say whether the other ranks' is the same."""
+
+    flat: FlatState
+    structure: int
+    """Of names, types, layouts and ties."""
+    values: int
+    """Of these and the plain values."""
 
 
 def _described(flat: FlatState) -> Described:
@@ -242,8 +241,9 @@ def _described(flat: FlatState) -> Described:
     return Described(tensors, flat.aliases, flat.tree)
 
 
-def _summary(described: Described) -> bytes:
-    """A description as bytes that another rank can read back."""
+def _summary(flat: FlatState) -> bytes:
+    """What this rank describes, as bytes that another rank can read back."""
+    described = _described(flat)
     return dump(Manifest(described.tensors, described.aliases, described.tree, ()))
 
 
@@ -272,9 +272,7 @@ def outgoing_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OutgoingTensor
     if local.device.type == "cpu" and local.is_contiguous() and not _is_lazy(local):
         data = _bytes_of(local)[lo * leaf.dtype.itemsize : hi * leaf.dtype.itemsize]
         return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: iter((data,)), stable=True)
-    return OutgoingTensor(
-        leaf.name, shape, leaf.dtype, lambda: _staged(local, lo, hi, leaf.dtype)
-    )
+    return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: _staged(local, lo, hi, leaf.dtype))
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
@@ -284,8 +282,12 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-    return memoryview(flat.numpy())
+    flat = (
+        tensor.reshape(-1).view(torch.uint8)
+        if tensor.numel()
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return memoryview(flat.numpy().data)
 
 
 def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:

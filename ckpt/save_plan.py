@@ -18,12 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ckpt.errors import StateError
 from formats.catalog import Tree
-from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Only, Placement, Replicate, Split
-
-from ckpt.errors import StateError
 
 SPLIT_BYTES = 256 << 10
 """A replicated tensor of this many bytes or more is written by all of its replicas together."""
@@ -95,7 +93,11 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world_size: int
     for ranks, described in summaries:
         for name, tensor in described.tensors.items():
             other = tensors.setdefault(name, tensor)
-            if (other.shape, other.dtype, other.layout) != (tensor.shape, tensor.dtype, tensor.layout):
+            if (other.shape, other.dtype, other.layout) != (
+                tensor.shape,
+                tensor.dtype,
+                tensor.layout,
+            ):
                 raise StateError(
                     f"{name}: rank {holders[name][0]} has {_shown(other)}, rank {ranks[0]} has "
                     f"{_shown(tensor)}; give what differs between ranks a name of its own"
@@ -104,7 +106,7 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world_size: int
         for name, target in described.aliases.items():
             if aliases.setdefault(name, target) != target:
                 raise StateError(
-                    f"{name}: tied to {aliases[name]} on one rank and to {target} on rank {ranks[0]}"
+                    f"{name}: tied to {aliases[name]} on one rank, to {target} on rank {ranks[0]}"
                 )
     for name in aliases:
         if name in tensors:
@@ -115,7 +117,9 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world_size: int
         if (layout.mesh, layout.placements) == (everywhere.mesh, everywhere.placements):
             mesh = Mesh.of_ranks(("world",), (len(ranks),), sorted(ranks))
             tensors[name] = StoredTensor(
-                tensors[name].shape, tensors[name].dtype, Layout(layout.shape, mesh, layout.placements)
+                tensors[name].shape,
+                tensors[name].dtype,
+                Layout(layout.shape, mesh, layout.placements),
             )
     tree: Tree = summaries[0][1].tree
     for _, described in summaries[1:]:

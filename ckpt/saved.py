@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 
-from formats.catalog import Catalog, TensorRef, Tree
-
 from ckpt.errors import StateError
+from formats.catalog import Catalog, Key, TensorRef, Tree
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""From the checkpoint's name to the target's: a function, or a mapping of names or dotted prefixes."""
+"""From the checkpoint's name to the target's: a function, or a mapping of names or prefixes."""
 
 
 class Missing:
@@ -102,8 +101,10 @@ class Saved:
             return self._nodes[path]
         if path in self.leaves:
             return self.leaves[path]
-        under = {name[len(path) + 1 :] if path else name: self.leaves[name] for name in self.under(path)}
-        return dict(under) if under else MISSING
+        under: dict[Key, Tree] = {
+            name[len(path) + 1 :] if path else name: self.leaves[name] for name in self.under(path)
+        }
+        return under if under else MISSING
 
     def under(self, path: str) -> list[str]:
         """The names of the leaves at or below a name, sorted."""

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from formats.catalog import Catalog
-from formats.native.manifest import MANIFEST
-
 from ckpt.errors import NotACheckpointError
 from ckpt.store import Store, is_file, open_store, split_url
+from formats.catalog import Catalog
+from formats.native.manifest import MANIFEST
 
 ZIP_MAGIC = b"PK\x03\x04"
 DCP_METADATA = ".metadata"
@@ -54,7 +53,7 @@ def _read_file(store: Store, name: str) -> Catalog:
         return torch_save.read(store, name)
     if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl")):
         raise NotACheckpointError(
-            f"{store.url}/{name}: not a zip file: torch before 1.6 wrote it, or it is damaged; load "
+            f"{store.url}/{name}: not a zip file: older than torch 1.6, or damaged; load "
             "it with torch.load and save it again"
         )
     from formats import safetensors_file
@@ -69,9 +68,9 @@ def _read_folder(store: Store) -> Catalog:
 
         return reader.read(store)
     if DCP_METADATA in names:
-        from formats import dcp_read
+        from formats import dcp
 
-        return dcp_read.read(store)
+        return dcp.read(store)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         if any(name.endswith(".safetensors") and _is_shard(name) for name in names):
             raise NotACheckpointError(

@@ -30,20 +30,23 @@ from ckpt.saved import join
 class Stateful(Protocol):
     """What can be saved and loaded by its own two methods."""
 
-    def state_dict(self) -> dict[str, object]: ...
+    def state_dict(self) -> dict[str, object]:
+        """The state, as a nest of what can be stored."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> object: ...
+    def load_state_dict(self, state_dict: dict[str, object]) -> object:
+        """Take over a state that `state_dict` gave."""
+        ...
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside DataParallel, DistributedDataParallel and torch.compile."""
     while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            module = module.module
-        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            module = module._orig_mod
-        else:
+        data_parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+        inner = getattr(module, "module" if data_parallel else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
             return module
+        module = inner
 
 
 def clean_name(name: str) -> str:

@@ -20,11 +20,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from formats.errors import CorruptError
-from formats.storage import Buffer, FileWriter, Reader
-
 from ckpt.errors import ExistsError, NotACheckpointError
 from ckpt.local_store import LocalStore
+from formats.errors import CorruptError
+from formats.storage import Buffer, FileWriter, Reader
 
 
 class Store(Reader, Protocol):

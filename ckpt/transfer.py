@@ -60,9 +60,7 @@ class Request:
     array: Array
 
 
-def requests_for(
-    record: TensorRecord, pieces: Iterable[Piece], array: Array
-) -> Iterator[Request]:
+def requests_for(record: TensorRecord, pieces: Iterable[Piece], array: Array) -> Iterator[Request]:
     """The requests that fill `pieces` of an array from a tensor's stored pieces, each element once.
 
     Raises HoleError when an element is stored nowhere, or by two pieces at once.
@@ -324,7 +322,7 @@ def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
 
 
 def _bytes(array: Array) -> memoryview:
-    return memoryview(array.view(np.uint8))
+    return memoryview(array.view(np.uint8).data)
 
 
 def _place(bite: _Bite, data: memoryview) -> None:

@@ -140,6 +140,9 @@ class TensorRef:
     """The tensor's name in the catalog (of tied names, the one that is stored)."""
 
 
+Key = str | int | float | bool | None | tuple[object, ...]
+"""A key of a dict in a state."""
+
 Tree = (
     None
     | bool
@@ -152,7 +155,7 @@ Tree = (
     | DType
     | list["Tree"]
     | tuple["Tree", ...]
-    | dict[str | int | float | bool | None | tuple[object, ...], "Tree"]
+    | dict[Key, "Tree"]
 )
 """The nested state as it was saved, a `TensorRef` in the place of every tensor."""
 
@@ -189,7 +192,7 @@ class Catalog:
 
 
 def check_inside(name: str, extent: Extent, size: int) -> None:
-    """Raise CorruptError when an uncompressed extent does not lie inside its file of `size` bytes."""
+    """Raise CorruptError unless an extent stored as it is lies inside its file of `size` bytes."""
     if extent.offset < 0 or extent.nbytes < 0 or extent.offset + extent.nbytes > size:
         raise CorruptError(
             f"{extent.file}: {name} lies at bytes {extent.offset}:{extent.offset + extent.nbytes}, "

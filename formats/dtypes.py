@@ -40,7 +40,11 @@ class DType:
     def carrier_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape a packed tensor has in a safetensors header."""
         carrier_itemsize = BY_NAME[self.carrier].itemsize
-        return shape if carrier_itemsize == self.itemsize else (*shape, self.itemsize // carrier_itemsize)
+        return (
+            shape
+            if carrier_itemsize == self.itemsize
+            else (*shape, self.itemsize // carrier_itemsize)
+        )
 
 
 def _same(name: str, itemsize: int, torch_name: str) -> DType:

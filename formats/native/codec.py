@@ -37,7 +37,9 @@ def decompress(frame: bytes | memoryview, raw_bytes: int, width: int, where: str
     """
     claimed = zstandard.frame_content_size(frame)
     if claimed != raw_bytes:
-        raise CorruptError(f"{where}: a zstd frame of {claimed} bytes stands where {raw_bytes} belong")
+        raise CorruptError(
+            f"{where}: a zstd frame of {claimed} bytes stands where {raw_bytes} belong"
+        )
     try:
         data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=raw_bytes)
     except zstandard.ZstdError as error:
@@ -63,4 +65,4 @@ def _unshuffle(data: bytes, width: int) -> memoryview:
     elements = planes[0].astype(f"<u{width}")
     for byte in range(1, width):
         elements |= planes[byte].astype(f"<u{width}") << np.array(8 * byte, dtype=f"<u{width}")
-    return elements.view(np.uint8).data
+    return memoryview(elements.view(np.uint8).data)

@@ -132,7 +132,11 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
     """
     start = len(_PREFIX) + 32
     digest = data[len(_PREFIX) : start]
-    if data[: len(_PREFIX)] != _PREFIX or not _HEX.fullmatch(digest) or data[start : start + 2] != b'",':
+    if (
+        data[: len(_PREFIX)] != _PREFIX
+        or not _HEX.fullmatch(digest)
+        or data[start : start + 2] != b'",'
+    ):
         raise CorruptError(f"{file}: does not begin with its digest: not a manifest, or damaged")
     body = b"{" + data[start + 2 :]
     if xxhash.xxh3_128_hexdigest(body).encode("ascii") != digest:
@@ -193,7 +197,9 @@ class _Loader:
 
     def manifest(self) -> Manifest:
         if self._content.get("format") != "ckpt":
-            raise FormatError(f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'")
+            raise FormatError(
+                f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'"
+            )
         version = self._integer(self._content.get("version"), "version")
         if version != VERSION:
             raise UnsupportedError(
@@ -224,7 +230,9 @@ class _Loader:
         tree = decode(self._content.get("state"), found)
         for name, target in aliases.items():
             if target not in tensors:
-                raise FormatError(f"{self._file}: {name} is an alias of {target!r}, which is missing")
+                raise FormatError(
+                    f"{self._file}: {name} is an alias of {target!r}, which is missing"
+                )
         writer = self._dict(self._content.get("writer"), "writer")
         files = [self._shard_file(f) for f in self._list(self._content.get("files"), "files")]
         for what, values in (("file", [f.name for f in files]), ("rank", [f.rank for f in files])):

@@ -79,9 +79,7 @@ def write_shard(
     if compress:
         return _write_compressed(file, ordered, progress)
     chunk_counts = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in ordered)
-    entries = [
-        (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered
-    ]
+    entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered]
     entries.append(_table_entry(chunk_counts))
     header, _ = build(entries, _metadata(CHUNK_BYTES), align=ALIGN)
     out = _Gather(file)
@@ -144,9 +142,7 @@ def _write_compressed(
     return summary
 
 
-def _take(
-    pending: deque[Future[tuple[bytes, Buffer]]], records: list[bytes], out: _Gather
-) -> int:
+def _take(pending: deque[Future[tuple[bytes, Buffer]]], records: list[bytes], out: _Gather) -> int:
     record, stored = pending.popleft().result()
     records.append(record)
     out.add(stored)
@@ -272,7 +268,9 @@ def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
         or entry.end - entry.begin != file.table_bytes
         or header.data_offset + entry.end != size
         or file.table_bytes % RECORD.size
-        or not (chunk_bytes.isascii() and chunk_bytes.isdecimal() and 0 < int(chunk_bytes) < 1 << 31)
+        or not (
+            chunk_bytes.isascii() and chunk_bytes.isdecimal() and 0 < int(chunk_bytes) < 1 << 31
+        )
         or int(chunk_bytes) % 16
     ):
         raise FormatError(f"{where}: not a ckpt shard: its chunk table is not where it belongs")

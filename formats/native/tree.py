@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from formats.catalog import TensorRef, Tree
+from formats.catalog import Key, TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.errors import FormatError, HostileError
 
@@ -70,7 +70,7 @@ def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "")
     return {"$dtype": tree.name}
 
 
-def _looks_tagged(tree: dict[object, Tree] | dict[str, Tree]) -> bool:
+def _looks_tagged(tree: Mapping[Key, Tree]) -> bool:
     return len(tree) == 1 and str(next(iter(tree))).startswith("$")
 
 
@@ -128,9 +128,6 @@ def _decode_tagged(
     raise FormatError(f"manifest: {path}: {tag} with {str(value)[:80]!r} is not a known node")
 
 
-Key = str | int | float | bool | None | tuple[object, ...]
-
-
 def _decode_pairs(
     pairs: list[Json], tensor: Callable[[TensorNode], TensorRef], path: str, depth: int
 ) -> Iterator[tuple[Key, Tree]]:
@@ -153,5 +150,3 @@ def _decode_pairs(
 
 def _no_tensor_node(node: TensorNode) -> TensorRef:
     raise FormatError(f"manifest: {node.name}: a tensor cannot be a key")
-
-

@@ -46,7 +46,9 @@ def value(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + 1
 
 
-def fits(shape: tuple[int, ...], placed: tuple[tuple[int, ...], tuple[Placement, ...]] | None) -> bool:
+def fits(
+    shape: tuple[int, ...], placed: tuple[tuple[int, ...], tuple[Placement, ...]] | None
+) -> bool:
     """Whether torch can place the shape so: enough dimensions, strided shards without remainder."""
     if placed is None:
         return True

@@ -79,7 +79,7 @@ def test_holders_are_exactly_the_ranks_that_hold_some_of_the_box(
 ) -> None:
     layout = data.draw(shapes.flatmap(layouts_of))
     lo = tuple(data.draw(st.integers(0, size)) for size in layout.shape)
-    box = Box(lo, tuple(data.draw(st.integers(a, 6)) for a in lo))
+    box = Box(lo, tuple(data.draw(st.integers(a, 8)) for a in lo))
     near = data.draw(st.none() | st.sampled_from([*layout.mesh.ranks(), 999]))
     wish = None if near is None else layout.mesh.coordinate(near)
     numbers = np.arange(layout.numel).reshape(layout.shape)
@@ -123,6 +123,15 @@ def test_of_replicas_the_nearest_is_named() -> None:
     whole = Box((0,), (4,))
     assert layout.holders(whole) == (0, 1)
     assert layout.holders(whole, near=5) == (4, 5)
+
+
+def test_axes_that_split_together_count_with_the_last_one_fastest() -> None:
+    mesh = Mesh.grid(("dp", "tp"), (2, 3))
+    layout = Layout((12,), mesh, (Split(), Split()))
+    assert [layout.span(rank) for rank in range(6)] == [(2 * r, 2 * r + 2) for r in range(6)]
+    assert [layout.holders(Box((i,), (i + 1,))) for i in range(12)] == [
+        (i // 2,) for i in range(12)
+    ]
 
 
 def kinds(world: int) -> dict[str, tuple[Shape, Mesh, tuple[Placement, ...]]]:

@@ -1,0 +1,170 @@
+"""A catalog as streams: what a format's writer is handed when a checkpoint is converted.
+
+Every tensor is read in row-major blocks of at most `BLOCK_BYTES`, the next one while the last is
+being written, so no more than two blocks are ever in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ckpt.errors import Difference, MismatchError
+from ckpt.match import Selection
+from ckpt.saved import Missing, Saved, join
+from ckpt.transfer import Array, requests_for, transfer
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.dtypes import DType, dtype_of_torch
+from formats.outgoing import Outgoing, OutgoingTensor
+from formats.storage import Reader
+from sharding.layout import Piece, span_boxes
+
+BLOCK_BYTES = 16 << 20
+"""The largest block of a tensor that is read at once."""
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def outgoing(
+    reader: Reader,
+    catalog: Catalog,
+    select: str | None,
+    selection: Selection,
+    dtype: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Outgoing:
+    """The part of a checkpoint that `select` and `selection` name, ready to be written.
+
+    `select` is a key path: what lies below it, under names without it. `selection` then goes by
+    those names. `dtype`, a torch name, casts the floating-point tensors. Raises MismatchError when
+    nothing lies at `select`.
+    """
+    tree = _below(catalog, select or "", reader.url)
+    target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
+    tensors: dict[str, OutgoingTensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[str, str] = {}
+
+    def walk(node: Tree, path: str) -> Tree:
+        if isinstance(node, TensorRef):
+            first = first_names.setdefault(node.name, path)
+            if first == path:
+                record = catalog.tensors[node.name]
+                tensors[path] = _stream(reader, record, path, target, progress)
+            else:
+                aliases[path] = first
+            return TensorRef(first)
+        if isinstance(node, dict):
+            return {
+                key: walk(item, join(path, key))
+                for key, item in node.items()
+                if selected(item, join(path, key), selection)
+            }
+        if isinstance(node, list | tuple):
+            items = [
+                walk(item, join(path, i)) if selected(item, join(path, i), selection) else None
+                for i, item in enumerate(node)
+            ]
+            return items if isinstance(node, list) else tuple(items)
+        return node
+
+    whole = walk(tree, "")
+    return Outgoing(tensors, whole, aliases, {})
+
+
+def selected(tree: Tree, path: str, selection: Selection) -> bool:
+    """True when a leaf, or anything below a container, is selected."""
+    if selection.is_all:
+        return True
+    if isinstance(tree, dict) and tree:
+        return any(selected(item, join(path, key), selection) for key, item in tree.items())
+    if isinstance(tree, list | tuple) and tree:
+        return path in selection or any(
+            selected(item, join(path, i), selection) for i, item in enumerate(tree)
+        )
+    return path in selection
+
+
+def _below(catalog: Catalog, select: str, url: str) -> Tree:
+    found = Saved(catalog).node(select)
+    if isinstance(found, Missing):
+        top = list(catalog.tree) if isinstance(catalog.tree, dict) else []
+        raise MismatchError(
+            url,
+            [
+                Difference(
+                    select,
+                    "missing",
+                    "nothing in the checkpoint is called that; at the top are "
+                    + ", ".join(str(key) for key in top[:20]),
+                )
+            ],
+        )
+    return {"tensor": found} if isinstance(found, TensorRef) else found
+
+
+def _stream(
+    reader: Reader,
+    record: TensorRecord,
+    name: str,
+    target: DType | None,
+    progress: Callable[[int], None] | None,
+) -> OutgoingTensor:
+    if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
+        return OutgoingTensor(
+            name, record.shape, record.dtype, lambda: blocks(reader, record, progress)
+        )
+    wanted = target
+
+    def cast() -> Iterator[memoryview]:
+        import torch
+
+        from ckpt.memory import array_over, torch_dtype
+
+        here, there = torch_dtype(record.dtype.torch_name), torch_dtype(wanted.torch_name)
+        for block in blocks(reader, record, progress):
+            cast_block = torch.frombuffer(block, dtype=here).to(there)
+            yield memoryview(array_over(cast_block).view(np.uint8).data)
+
+    return OutgoingTensor(name, record.shape, wanted, cast)
+
+
+def blocks(
+    reader: Reader,
+    record: TensorRecord,
+    progress: Callable[[int], None] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[memoryview]:
+    """A tensor's packed row-major bytes, verified, in order; each block is valid until the next."""
+    itemsize = record.dtype.itemsize
+    total = record.nbytes // itemsize
+    step = max(1, block_bytes // itemsize)
+    spans = [(lo, min(lo + step, total)) for lo in range(0, total, step)]
+    buffers: list[Array] = [
+        np.empty(min(step, total), dtype=_UNSIGNED[itemsize]) for _ in range(min(2, len(spans)))
+    ]
+
+    def fill(index: int) -> memoryview:
+        lo, hi = spans[index]
+        array = buffers[index % len(buffers)]
+        pieces, at = [], 0
+        for box in span_boxes(record.shape, lo, hi):
+            pieces.append(Piece.packed(box, at))
+            at += box.numel
+        transfer(reader, list(requests_for(record, pieces, array)), progress=progress)
+        return memoryview(array[: hi - lo].view(np.uint8).data)
+
+    if len(spans) <= 1:
+        for index in range(len(spans)):
+            yield fill(index)
+        return
+    with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
+        coming = ahead.submit(fill, 0)
+        for index in range(len(spans)):
+            block = coming.result()
+            if index + 1 < len(spans):
+                coming = ahead.submit(fill, index + 1)
+            yield block

@@ -1,0 +1,54 @@
+"""One rank of a job that trains with FSDP2 and Adam and saves with DCP, run as a script.
+
+    python save_with_fsdp2.py RANK WORLD FOLDER
+
+Leaves the checkpoint in FOLDER/checkpoint and the full tensors in FOLDER/full.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def whole(value: object) -> object:
+    """The value with every DTensor gathered; called on all ranks."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {str(key): whole(each) for key, each in value.items()}
+    return value
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
+    torch.manual_seed(0)
+    # 5 and 1 rows over 2 ranks: an uneven and an empty shard.
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state, "step": 7}
+    dcp.save(state, checkpoint_id=folder / "checkpoint")
+    full = whole(state)
+    if rank == 0:
+        torch.save(full, folder / "full.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

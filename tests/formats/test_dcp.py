@@ -1,0 +1,552 @@
+"""Folders of torch.distributed.checkpoint, against torch in both directions."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ckpt.store import open_store
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.dcp import read, write
+from formats.dcp_nest import flattened, nested
+from formats.dtypes import DTYPES, dtype_of_torch
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.outgoing import Outgoing, OutgoingTensor
+from formats.storage import Reader
+from sharding.layout import Box
+
+METADATA = ".metadata"
+ITEMS = "__0_0.distcp"
+TORCH_DTYPES = [
+    getattr(torch, dtype.torch_name) for dtype in DTYPES if hasattr(torch, dtype.torch_name)
+]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Any bits, but for bool, whose bytes are 0 and 1."""
+    count = prod(shape) * torch.empty(0, dtype=dtype).itemsize
+    data = random.Random(seed).randbytes(count)
+    if dtype is torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The packed bytes, of any dtype."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def stored_bytes(reader: Reader, record: TensorRecord) -> bytes:
+    """The packed bytes of a tensor of a catalog, put together from its pieces."""
+    itemsize = record.dtype.itemsize
+    whole = torch.zeros((*record.shape, itemsize), dtype=torch.uint8)
+    for stored in record.pieces:
+        extent, piece = stored.extent, stored.piece
+        data = bytearray(reader.read(extent.file, extent.offset, extent.nbytes))
+        strides = (*(step * itemsize for step in piece.strides), 1)
+        source = torch.frombuffer(data, dtype=torch.uint8).as_strided(
+            (*piece.box.shape, itemsize), strides, piece.at * itemsize
+        )
+        whole[tuple(map(slice, piece.box.lo, piece.box.hi))] = source
+    return whole.numpy().tobytes()
+
+
+def filled(tree: Tree, catalog: Catalog, reader: Reader) -> Any:
+    """The tree with the bytes of its tensors."""
+    if isinstance(tree, TensorRef):
+        record = catalog.tensors[tree.name]
+        return str(record.dtype), record.shape, stored_bytes(reader, record)
+    if isinstance(tree, dict):
+        return {key: filled(value, catalog, reader) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(filled(value, catalog, reader) for value in tree)
+    return tree
+
+
+def expected(value: Any) -> Any:
+    """What `filled` gives for a nest of tensors and values."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch."), tuple(value.shape), raw(value)
+    if isinstance(value, torch.dtype):
+        return dtype_of_torch(str(value), "")
+    if isinstance(value, dict):
+        return {key: expected(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(expected, value))
+    return value
+
+
+def outgoing(nest: Any) -> Outgoing:
+    """A nest of tensors and values as a writer gets it."""
+    found: dict[str, OutgoingTensor] = {}
+
+    def stream(tensor: torch.Tensor) -> Callable[[], Iterator[memoryview]]:
+        data = memoryview(raw(tensor))
+        return lambda: (data[start : start + 7] for start in range(0, len(data), 7))
+
+    def tree(value: Any, path: tuple[object, ...]) -> Tree:
+        if isinstance(value, torch.Tensor):
+            name = ".".join(map(str, path))
+            dtype = dtype_of_torch(str(value.dtype), name)
+            found[name] = OutgoingTensor(name, tuple(value.shape), dtype, stream(value))
+            return TensorRef(name)
+        if isinstance(value, torch.dtype):
+            return dtype_of_torch(str(value), "")
+        if isinstance(value, dict):
+            return {key: tree(each, (*path, key)) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(tree(each, (*path, i)) for i, each in enumerate(value))
+        return value  # type: ignore[no-any-return]
+
+    return Outgoing(tensors=found, tree=tree(nest, ()))
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Catalog:
+    torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return read(open_store(folder))
+
+
+def zeros_like(value: Any) -> Any:
+    """The nest with zeros for tensors and values, for dcp.load to fill."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: zeros_like(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(zeros_like, value))
+    return value
+
+
+def change(folder: Path, how: Callable[[Metadata], object]) -> None:
+    """Rewrite `.metadata` with something changed."""
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    how(metadata)
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_every_dtype_and_shape_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    shapes = [(), (0,), (3, 0), (5,), (2, 3, 4)]
+    state = {str(i): random_tensor(dtype, shape) for i, shape in enumerate(shapes)}
+    catalog = saved(tmp_path, state)
+    assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
+
+
+def test_views_are_read_with_the_strides_of_their_items(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {"t": base.t(), "part": base[1:, 2:], "wide": base[:, :1].expand(4, 7), "d": base[1]}
+    catalog = saved(tmp_path, state)
+    assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
+    (stored,) = catalog.tensors["t"].pieces
+    assert stored.piece.strides == (1, 6)
+
+
+def test_the_nest_is_rebuilt_from_the_key_paths(tmp_path: Path) -> None:
+    one = torch.ones(2)
+    state = {
+        "model": {"layers.0.w": one},
+        "optim": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}]},
+        "tuple": (one + 1, [one + 2]),
+        "list": [one + 3, 4, [5]],
+        "dtype": torch.bfloat16,
+        "text": "é",
+    }
+    catalog = saved(tmp_path, state)
+    assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
+    assert set(catalog.tensors) == {"model.layers.0.w", "tuple.0", "tuple.1.0", "list.0"}
+    assert [file.name for file in catalog.files] == [METADATA, ITEMS]
+    assert catalog.metadata == {"version": "1.0.0"}
+
+
+def test_without_key_paths_the_tree_is_flat(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": {"b": torch.ones(2)}, "lr": 0.5})
+    change(tmp_path, lambda metadata: setattr(metadata, "planner_data", None))
+    assert read(open_store(tmp_path)).tree == {"a.b": TensorRef("a.b"), "lr": 0.5}
+
+
+def test_a_checkpoint_with_the_fields_of_older_versions_is_read(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": {"b": torch.ones(2)}, "lr": 0.5})
+
+    def older(metadata: Metadata) -> None:
+        del metadata.storage_meta, metadata.version
+
+    change(tmp_path, older)
+    catalog = read(open_store(tmp_path))
+    assert catalog.tree == {"a": {"b": TensorRef("a.b")}, "lr": 0.5}
+    assert catalog.metadata == {}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks saved of a model under FSDP2 with Adam, see save_with_fsdp2.py."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    script = Path(__file__).with_name("save_with_fsdp2.py")
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), str(rank), "2", str(folder)])
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return folder
+
+
+def test_what_two_ranks_saved_is_read_whole(trained: Path) -> None:
+    store = open_store(trained / "checkpoint")
+    catalog = read(store)
+    full = torch.load(trained / "full.pt")
+    found = filled(catalog.tree, catalog, store)
+    assert found["model"] == expected(full["model"])
+    assert found["optim"]["state"] == expected(full["optim"]["state"])
+    assert found["step"] == 7
+    assert found["optim"]["param_groups"][0]["lr"] == 0.1
+    assert {file.name for file in catalog.files} == {METADATA, ITEMS, "__1_0.distcp"}
+
+
+def test_a_box_is_located_in_the_shards_that_hold_it(trained: Path) -> None:
+    record = read(open_store(trained / "checkpoint")).tensors["model.0.weight"]
+    located = [(str(s.piece.box), s.extent.file) for s in record.pieces.locate(Box.whole((5, 3)))]
+    assert located == [("[0:3, 0:3]", ITEMS), ("[3:5, 0:3]", "__1_0.distcp")]
+    (last,) = record.pieces.locate(Box((4, 1), (5, 2)))
+    assert last.extent.file == "__1_0.distcp"
+
+
+class Counting:
+    """A reader that notes how much is read, and in how many reads."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.url, self.names, self.size = reader.url, reader.names, reader.size
+        self._reader = reader
+        self.reads: list[int] = []
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        self.reads.append(length)
+        return self._reader.read(name, offset, length)
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        self.reads.append(len(target))
+        self._reader.read_into(name, offset, target)
+
+
+def test_opening_reads_no_tensor_and_values_in_few_reads(tmp_path: Path) -> None:
+    tensors = {str(i): torch.zeros(1 << 18) for i in range(8)}
+    saved(tmp_path, {"t": tensors, "values": {str(i): i for i in range(100)}})
+    counting = Counting(open_store(tmp_path))
+    catalog = read(counting)
+    assert len(counting.reads) <= 3
+    assert sum(counting.reads) < 3 << 20
+    counting.reads.clear()
+    (stored,) = catalog.tensors["t.3"].pieces
+    assert len(counting.reads) == 2
+    assert sum(counting.reads) <= 8192
+    list(catalog.tensors["t.3"].pieces)
+    assert len(counting.reads) == 2
+    assert stored.extent.nbytes == 1 << 20
+
+
+# Refusing.
+
+
+class Command:
+    """Runs a shell command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_hostile_metadata_are_refused_by_name_and_nothing_runs(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
+    saved(folder, {"w": torch.ones(2)})
+    command = Command(f"touch {proof}")
+    change(folder, lambda metadata: setattr(metadata, "storage_meta", [command]))
+    with pytest.raises(HostileError, match=r"\.metadata: the pickle asks for posix\.system"):
+        read(open_store(folder))
+    assert not proof.exists()
+    pickle.loads((folder / METADATA).read_bytes())
+    assert proof.exists()
+
+
+def test_a_hostile_value_is_refused_by_name_and_nothing_runs(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
+    with pytest.raises(HostileError, match=r"__0_0\.distcp at byte \d+: the pickle asks for posix"):
+        saved(folder, {"w": torch.ones(2), "x": Command(f"touch {proof}")})
+    assert not proof.exists()
+
+
+def test_a_hostile_item_of_a_tensor_is_refused_when_it_is_located(tmp_path: Path) -> None:
+    folder, proof = tmp_path / "checkpoint", tmp_path / "proof"
+    saved(folder, {"w": torch.ones(2)})
+    torch.save(Command(f"touch {proof}"), folder / ITEMS)
+    info = _StorageInfo(ITEMS, 0, (folder / ITEMS).stat().st_size)
+    change(
+        folder,
+        lambda metadata: metadata.storage_data.update(dict.fromkeys(metadata.storage_data, info)),
+    )
+    record = read(open_store(folder)).tensors["w"]
+    with pytest.raises(HostileError, match=r"__0_0\.distcp at byte 0: the pickle asks for posix"):
+        list(record.pieces)
+    assert not proof.exists()
+
+
+def sharded(folder: Path, shape: tuple[int, ...], chunks: list[tuple[Any, Any]]) -> None:
+    """A checkpoint whose metadata say that tensor `w` is cut into these chunks."""
+    saved(folder, {"w": torch.arange(float(prod(shape))).reshape(shape)})
+
+    def cut(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        assert isinstance(entry, TensorStorageMetadata)
+        (info,) = metadata.storage_data.values()
+        sizes = [(torch.Size(offsets), torch.Size(size)) for offsets, size in chunks]
+        entry.chunks = [ChunkStorageMetadata(*each) for each in sizes]
+        metadata.storage_data = {MetadataIndex("w", offsets): info for offsets, _ in sizes}
+
+    change(folder, cut)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "says"),
+    [
+        ([((0, 0), (2, 4)), ((1, 0), (3, 4))], r"\[0:2, 0:4\] and \[1:4, 0:4\] overlap"),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 3))], r"\[0:4, 0:2\] and \[0:4, 1:4\] overlap"),
+        ([((0, 0), (4, 2)), ((0, 3), (4, 1))], "hold 12 of the 16 elements"),
+        ([], "hold 0 of the 16 elements"),
+        ([((0, 0), (5, 4))], r"\[0:5, 0:4\] is not inside"),
+        ([((0, 0), (1 << 70, 4))], "is not inside"),
+        ([((0,), (4,))], "has not 2 dimensions"),
+    ],
+)
+def test_chunks_that_do_not_tile_the_tensor_are_an_error(
+    tmp_path: Path, chunks: list[tuple[Any, Any]], says: str
+) -> None:
+    sharded(tmp_path, (4, 4), chunks)
+    with pytest.raises(FormatError, match=rf"\.metadata: .*w.*{says}"):
+        read(open_store(tmp_path))
+
+
+def test_an_item_that_is_not_what_the_metadata_say_is_an_error(tmp_path: Path) -> None:
+    sharded(tmp_path, (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))])
+    record = read(open_store(tmp_path)).tensors["w"]
+    with pytest.raises(FormatError, match=r"shape \(4, 4\) and .* has w \[0:2, 0:4\]"):
+        list(record.pieces)
+
+
+@pytest.mark.parametrize(
+    ("info", "error", "says"),
+    [
+        (_StorageInfo("../" + ITEMS, 0, 10), HostileError, "outside of the checkpoint"),
+        (_StorageInfo("/etc/passwd", 0, 10), HostileError, "outside of the checkpoint"),
+        (_StorageInfo("gone.distcp", 0, 10), CorruptError, "gone.distcp: .* is missing"),
+        (_StorageInfo(ITEMS, 0, 1 << 40), CorruptError, "truncated"),
+        (_StorageInfo(ITEMS, -5, 10), CorruptError, "bytes -5:5"),
+        (_StorageInfo(ITEMS, 0, 1.5), FormatError, "no file, offset and length"),  # type: ignore[arg-type]
+        (_StorageInfo(ITEMS, 0, 10, ["stream.zstd"]), UnsupportedError, "stream transform"),
+    ],
+)
+def test_an_item_outside_of_the_files_is_an_error(
+    tmp_path: Path, info: _StorageInfo, error: type[Exception], says: str
+) -> None:
+    saved(tmp_path, {"w": torch.ones(2)})
+    change(
+        tmp_path,
+        lambda metadata: setattr(metadata, "storage_data", {MetadataIndex("w", (0,)): info}),
+    )
+    with pytest.raises(error, match=says):
+        read(open_store(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"state_dict_metadata": None},
+        {"state_dict_metadata": {"w": 1}},
+        {"state_dict_metadata": {1: None}},
+        {"storage_data": None},
+        {"storage_data": {1: 2}},
+        {"storage_data": {}},
+        {"planner_data": [1]},
+        {"planner_data": {"w": 1}},
+        {"planner_data": {"w": ()}},
+        {"planner_data": {"w": ("v",)}},
+        {"planner_data": {"w": (-1,)}},
+    ],
+)
+def test_metadata_that_make_no_sense_are_an_error(tmp_path: Path, damage: dict[str, Any]) -> None:
+    saved(tmp_path, {"w": torch.ones(2)})
+    change(tmp_path, lambda metadata: vars(metadata).update(damage))
+    with pytest.raises(FormatError, match=r"\.metadata: "):
+        read(open_store(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        {("a",): 1, ("a", "b"): 2},
+        {("a", "b"): 2, ("a",): 1},
+        {("a", "b"): 2, ("a", 0): 1},
+        {("a", 1 << 60): 1},
+        {(0,): 1},
+    ],
+)
+def test_key_paths_that_make_no_nest_are_an_error(leaves: dict[Any, Any]) -> None:
+    with pytest.raises(FormatError, match=r"\.metadata: "):
+        nested(leaves)
+
+
+def test_a_folder_without_metadata_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"\.metadata"):
+        read(open_store(tmp_path))
+    (tmp_path / "__0.metadata").touch()
+    with pytest.raises(UnsupportedError, match="each rank saved a checkpoint of its own"):
+        read(open_store(tmp_path))
+
+
+def test_every_truncation_of_the_metadata_is_an_error_that_names_them(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": {"w": torch.ones(2)}, "lr": 0.1})
+    data = (tmp_path / METADATA).read_bytes()
+    for length in range(0, len(data), 7):
+        (tmp_path / METADATA).write_bytes(data[:length])
+        with pytest.raises(FormatError, match=r"\.metadata: "):
+            read(open_store(tmp_path))
+
+
+def test_truncated_items_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(2), "v": torch.ones(3)})
+    data = (tmp_path / ITEMS).read_bytes()
+    for length in (0, 1, len(data) // 2, len(data) - 1):
+        (tmp_path / ITEMS).write_bytes(data[:length])
+        with pytest.raises(CorruptError, match=r"__0_0\.distcp"):
+            read(open_store(tmp_path))
+
+
+# Writing, and any nest both ways.
+
+tensors = st.builds(
+    random_tensor,
+    st.sampled_from(TORCH_DTYPES),
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.integers(0, 9),
+)
+values = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 100), 1 << 100)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=20)
+    | st.sampled_from(TORCH_DTYPES)
+)
+words = st.text("abc", min_size=1, max_size=4)
+# No empty dicts within: DCP drops them.
+nests = st.recursive(
+    tensors | values,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(words, inner, min_size=1, max_size=4)
+    ),
+    max_leaves=12,
+)
+states = st.dictionaries(words, nests, max_size=4)
+unhurried = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@unhurried
+@given(states)
+def test_any_state_that_torch_saves_is_read_equal(tmp_path: Path, state: dict[str, Any]) -> None:
+    catalog = saved(tmp_path, state)
+    assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
+
+
+@unhurried
+@given(states)
+def test_any_state_that_is_written_is_loaded_equal(tmp_path: Path, state: dict[str, Any]) -> None:
+    write(open_store(tmp_path), outgoing(state))
+    target = zeros_like(state)
+    torch_dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert expected(target) == expected(state)
+    catalog = read(open_store(tmp_path))
+    assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
+
+
+@unhurried
+@given(states)
+def test_the_state_is_flattened_as_torch_flattens_it(state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    _, paths = flatten_state_dict(state)
+    assert [path for path, _ in flattened(outgoing(state).tree)] == list(paths.values())
+
+
+def test_torch_converts_what_is_written(tmp_path: Path) -> None:
+    state = {"m": {"w": torch.arange(6.0).reshape(2, 3)}, "l": [torch.ones(1), 2], "lr": 0.5}
+    write(open_store(tmp_path / "checkpoint"), outgoing(state))
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "model.pt")
+    assert expected(torch.load(tmp_path / "model.pt")) == expected(state)
+
+
+def test_tied_names_are_both_there_and_share_an_item(tmp_path: Path) -> None:
+    alone = outgoing({"in": torch.arange(300.0)})
+    tied: Tree = {"in": TensorRef("in"), "out": {"w": TensorRef("in")}}
+    write(open_store(tmp_path), Outgoing(alone.tensors, tied))
+    assert (tmp_path / ITEMS).stat().st_size < 2 * 1200
+    target = {"in": torch.zeros(300), "out": {"w": torch.zeros(300)}}
+    torch_dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(target["out"]["w"], torch.arange(300.0))  # type: ignore[index]
+    catalog = read(open_store(tmp_path))
+    assert catalog.aliases == {"out.w": "in"}
+    assert catalog.tree == tied
+
+
+def test_what_dcp_cannot_hold_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    store, ref = open_store(tmp_path), TensorRef("w")
+    tensors = outgoing({"w": torch.ones(1)}).tensors
+    with pytest.raises(UnsupportedError, match="is a dict, not a list"):
+        write(store, Outgoing(tensors, [ref]))
+    with pytest.raises(UnsupportedError, match=r"\['a'\]\['b'\] and \['a\.b'\] would both"):
+        write(store, Outgoing(tensors, {"w": ref, "a": {"b": 1}, "a.b": 2}))
+    with pytest.raises(UnsupportedError, match=r"\['t'\] shares a tensor with \['w'\]"):
+        write(store, Outgoing(tensors, {"w": ref, "t": (ref, 1)}))
+    with pytest.raises(ValueError, match="no place for 1 of the tensors: w"):
+        write(store, Outgoing(tensors, {"v": 1}))
+    assert not list(tmp_path.iterdir())
