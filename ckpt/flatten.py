@@ -108,9 +108,9 @@ class _Flattener:
             self._keep.append(entries)  # its tensors' addresses are ours until the end
             return self._walk(entries, path)
         raise StateError(
-            f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be stored; "
-            "a state holds tensors, numbers, strings, bytes, None, dicts, lists, tuples, and objects "
-            "with state_dict() and load_state_dict()"
+            f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be "
+            "stored; a state holds tensors, numbers, strings, bytes, None, dicts, lists, tuples, "
+            "and objects with state_dict() and load_state_dict()"
         )
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> TensorRef:

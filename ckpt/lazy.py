@@ -51,7 +51,7 @@ def read(
     """The saved state as a plain nest: whole tensors on the CPU, and the values around them.
 
     `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
-    dict, and is None in a list. `dtype` casts floating-point tensors. Tied tensors come back as one.
+    dict, and is None in a list. `dtype` casts floating-point tensors. Tied ones come back as one.
     """
     with Checkpoint(url, verify) as checkpoint:
         return checkpoint.state(Selection.of(include, exclude), dtype)

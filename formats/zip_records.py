@@ -83,8 +83,8 @@ class Window:
         for start, block in self._blocks:
             if start <= at and at + nbytes <= start + len(block):
                 return block[at - start : at - start + nbytes]
-        # At the end of the range, the block before it: zipfile goes backwards there.
-        start = max(0, min(at, self.length - BLOCK_BYTES))
+        # At the end of the range, the last whole block: zipfile goes backwards there.
+        start = max(0, min(at - at % BLOCK_BYTES, self.length - BLOCK_BYTES))
         stop = min(self.length, max(at + nbytes, start + BLOCK_BYTES))
         block = self.reader.read(self.file, self.offset + start, stop - start)
         self._blocks = [*self._blocks[-1:], (start, block)]

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -288,3 +290,27 @@ def test_nothing_is_imported_before_it_is_needed(statements: str, absent: str) -
         [sys.executable, "-c", check_absent], timeout=120, check=False, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def described_fsdp_over_tp(rows: int) -> tuple[list[float], list[float], Layout]:
+    """What torch gathers of a weight after a training step, this rank's part, and its layout."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = fsdp_over_tp(numbers((rows, 3)), mesh, "dp")
+    with torch.no_grad():
+        weight.mul_(weight + 1)
+    local, layout = describe(weight, "weight", world_size=4)
+    return weight.full_tensor().reshape(-1).tolist(), local.reshape(-1).tolist(), layout
+
+
+def test_on_real_ranks_the_layout_names_what_torch_gathers(clusters: Callable[[int], Any]) -> None:
+    for rows in (8, 5):
+        for rank, (full, held, layout) in enumerate(clusters(4).run(described_fsdp_over_tp, rows)):
+            whole = torch.tensor(full, dtype=torch.float64).reshape(rows, 3)
+            assert whole.equal(numbers((rows, 3)) * (numbers((rows, 3)) + 1))
+            placed = {}
+            for piece in layout.pieces(rank):
+                inside = whole[tuple(map(slice, piece.box.lo, piece.box.hi))]
+                for index in np.ndindex(*inside.shape):
+                    steps = zip(index, piece.strides, strict=True)
+                    placed[piece.at + sum(i * s for i, s in steps)] = inside[index].item()
+            assert [placed[at] for at in range(len(held))] == held

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +189,32 @@ def test_hybrid_shards_are_flat_shards_with_replicas(as_rank: AsRank) -> None:
         for full, part, placement in zip(whole.values(), local, placements, strict=True):
             layout = Layout(tuple(full.shape), mesh, placement)
             assert taken(full.detach(), layout.pieces(rank)) == part.reshape(-1).tolist()
+
+
+def trained_by_fsdp1() -> list[tuple[list[float], list[int], list[float]]]:
+    """Per parameter: all its values after a step, its shape, and this rank's part of it."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3, bias=False)]
+    module = FullyShardedDataParallel(
+        torch.nn.Sequential(*layers), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    module(torch.linspace(0, 1, 6).reshape(2, 3)).square().sum().backward()
+    optimizer.step()
+    parts = [p.detach().reshape(-1).tolist() for p in module.parameters()]
+    with FullyShardedDataParallel.summon_full_params(module, writeback=False):
+        full = [(p.detach().reshape(-1).tolist(), list(p.shape)) for p in module.parameters()]
+    return [(*whole, part) for whole, part in zip(full, parts, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_flat_shards_are_those_of_fsdp1_after_a_real_training_step(
+    clusters: Callable[[int], Any], world_size: int
+) -> None:
+    mesh = Mesh.grid(("fsdp",), (world_size,))
+    for rank, parameters in enumerate(clusters(world_size).run(trained_by_fsdp1)):
+        whole = [torch.tensor(values).reshape(shape) for values, shape, _ in parameters]
+        offsets, end = flat_offsets(whole, alignment=4)
+        for full, offset, (_, shape, part) in zip(whole, offsets, parameters, strict=True):
+            layout = Layout(tuple(shape), mesh, (FlatShard(offset, -(-end // world_size)),))
+            assert taken(full, layout.pieces(rank)) == part

@@ -1,0 +1,155 @@
+"""Options, tables and the machine's description: what the benchmark scripts share to speak."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import strftime
+
+from measure import Sample, Samples
+
+FLOOR = "floor"
+"""The contestant that the others are divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run, how large, how often and where."""
+
+    store: str
+    """An existing folder; everything is written into a new folder inside it."""
+    world_sizes: tuple[int, ...] = (1, 2, 4)
+    gib: float = 0.5
+    """Size of the whole state."""
+    rounds: int = 5
+
+    @property
+    def where(self) -> str:
+        """The store in words: `tmpfs`, or the kind of its disk's file system."""
+        best, kind = "", "disk"
+        for line in Path("/proc/mounts").read_text().splitlines():
+            mount, found = line.split()[1:3]
+            inside = os.path.realpath(self.store).startswith(mount.rstrip("/") + "/")
+            if (inside or mount == "/") and len(mount) >= len(best):
+                best, kind = mount, found
+        return kind if kind == "tmpfs" else f"disk ({kind})"
+
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """A new folder in the store, removed in the end."""
+        with TemporaryDirectory(prefix="ckpt-bench-", dir=self.store) as folder:
+            yield folder
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a title."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        """The table in Markdown, its columns aligned."""
+        lines = [list(self.columns), *map(list, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rule = ["-" * width for width in widths]
+        shown = [
+            "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+            for line in (lines[0], rule, *lines[1:])
+        ]
+        return "\n".join([f"### {self.title}", "", *shown, ""])
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median with the least and the most: `1.23 (1.10–1.40)`."""
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.3g} ({least:.3g}–{most:.3g})"
+
+
+def ratios(
+    samples: Samples, name: str, figure: Callable[[Sample], float]
+) -> list[float]:
+    """A contestant's figure over the floor's, round by round."""
+    pairs = zip(samples[name], samples[FLOOR], strict=True)
+    return [figure(mine) / figure(least) for mine, least in pairs]
+
+
+def rows(
+    label: str,
+    samples: Samples,
+    last: Callable[[Sequence[Sample]], str],
+) -> list[list[str]]:
+    """One row per contestant: seconds, ratios to the floor, memory, and a last column."""
+    return [
+        [
+            label,
+            name,
+            spread([sample.seconds for sample in found]),
+            spread(ratios(samples, name, lambda sample: sample.seconds)),
+            f"{statistics.median(ratios(samples, name, lambda s: s.cpu_seconds)):.2f}",
+            f"{max(sample.extra_bytes for sample in found) / 2**20:.0f}",
+            last(found),
+        ]
+        for name, found in samples.items()
+    ]
+
+
+def columns(first: str, last: str) -> tuple[str, ...]:
+    """The heads of what `rows` gives."""
+    return (first, "", "seconds", "÷ floor", "CPU ÷ floor's", "extra MiB a rank", last)
+
+
+def write_calls(samples: Sequence[Sample]) -> str:
+    """For the last column: system calls that wrote, all ranks together."""
+    return f"{statistics.median(sample.write_calls for sample in samples):,.0f}"
+
+
+def remove(path: str) -> None:
+    """Delete a file or a folder; no error where there is none."""
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.exists(path):
+        os.unlink(path)
+
+
+def machine() -> str:
+    """One line: date, processor, cores, and the versions that matter."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    processor = names[0] if names else platform.machine()
+    return (
+        f"{strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {processor}, Python "
+        f"{platform.python_version()}, torch {version('torch')}, safetensors "
+        f"{version('safetensors')}, Linux {platform.release()}."
+    )
+
+
+def main(description: str | None, tables: Callable[[Options], list[Table]]) -> None:
+    """The command line of one script."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", required=True, help="an existing folder, on a tmpfs or a disk")
+    parser.add_argument(
+        "--world-size", type=int, nargs="+", default=[1, 2, 4], help="by default 1 2 4"
+    )
+    parser.add_argument("--gib", type=float, default=0.5, help="size of the state, by default 0.5")
+    parser.add_argument("--rounds", type=int, default=5, help="by default 5")
+    given = parser.parse_args()
+    print(machine(), end="\n\n")
+    options = Options(given.store, tuple(given.world_size), given.gib, given.rounds)
+    for table in tables(options):
+        print(table)

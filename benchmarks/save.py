@@ -1,0 +1,56 @@
+"""Saving workload A: ckpt beside torch DCP and the raw write of the same bytes.
+
+    python benchmarks/save.py --world-size 2 --store DIR
+"""
+
+from __future__ import annotations
+
+import dcp
+import floor
+import measure
+import report
+import torch.distributed as dist
+import workload
+
+import ckpt
+
+
+def _on_rank(store: str, gib: float, rounds: int) -> measure.Samples:
+    training = workload.build(gib)
+    state_dicts = training.state_dicts()
+    buffers = training.buffers()
+    raw, ours, theirs = f"{store}/raw-{dist.get_rank()}", f"{store}/ours", f"{store}/dcp"
+
+    def fresh() -> None:
+        report.remove(raw)
+        if dist.get_rank() == 0:
+            report.remove(ours)
+            report.remove(theirs)
+
+    contestants = {
+        report.FLOOR: measure.Contestant(lambda: floor.write(raw, buffers), fresh),
+        "ckpt": measure.Contestant(lambda: ckpt.save(ours, training.state), fresh),
+        "torch DCP": measure.Contestant(lambda: dcp.save(theirs, state_dicts), fresh),
+        "torch DCP, no checksums": measure.Contestant(
+            lambda: dcp.save_without_checksums(theirs, state_dicts), fresh
+        ),
+    }
+    return measure.interleaved(contestants, rounds)
+
+
+def tables(options: report.Options) -> list[report.Table]:
+    """One table, a block of rows for each world size."""
+    rows = []
+    for world_size in options.world_sizes:
+        with options.folder() as store:
+            ranks = measure.on_ranks(world_size, _on_rank, store, options.gib, options.rounds)
+        rows += report.rows(str(world_size), measure.joined(ranks), report.write_calls)
+    return [
+        report.Table(
+            f"Save, {options.gib:g} GiB, {options.where}", report.columns("W", "write calls"), rows
+        )
+    ]
+
+
+if __name__ == "__main__":
+    report.main(__doc__, tables)
