@@ -2,9 +2,8 @@
 # command typed on a fresh clone; the first one takes a minute to install, later ones start at once.
 #
 #   make PYTHON=python3.12 test        another Python (the environment is built once: `make clean`)
-#   make PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' test
-#                                      the CPU build of torch, where the package index has only
-#                                      the larger build for GPUs
+#   make PIP_ARGS='--extra-index-url URL' test
+#                                      another package index as well: torch's own has CPU builds
 
 PYTHON ?= python3
 PIP_ARGS ?=

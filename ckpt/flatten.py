@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
+from ckpt.memory import torch_can_share
+from ckpt.saved import join, leaves
 from ckpt.stateful import (
     ParameterNames,
     Stateful,
@@ -27,11 +30,18 @@ from ckpt.stateful import (
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
 from formats.errors import UnsupportedError
+from formats.native.shard import TABLE
+from formats.native.tree import ROOT
+from formats.safetensors_header import METADATA_KEY
 from sharding.dtensor import describe
-from sharding.layout import Layout
+from sharding.layout import Layout, Mesh
 
 MAX_DEPTH = 100
 """How deep a state may nest; deeper is taken for one that holds itself."""
+MAX_INTEGER_BITS = 8192
+"""Larger integers have more digits than Python reads back from text."""
+RESERVED = (TABLE, METADATA_KEY)
+"""Names that shard files use themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +64,18 @@ class FlatState:
     tree: Tree
 
 
-def flatten(state: object, world_size: int) -> FlatState:
+def flatten(state: object, world: Mesh) -> FlatState:
     """The names, tensors, layouts and values of a state.
 
     Raises StateError naming the key path of what cannot be stored, and of two entries whose names
     are the same.
     """
-    return _Flattener(world_size, parameter_names(state)).run(state)
+    return _Flattener(world, parameter_names(state)).run(state)
 
 
 class _Flattener:
-    def __init__(self, world_size: int, names: ParameterNames) -> None:
-        self._world_size = world_size
+    def __init__(self, world: Mesh, names: ParameterNames) -> None:
+        self._world = world
         self._parameters = names
         self._leaves: dict[str, Leaf] = {}
         self._aliases: dict[str, str] = {}
@@ -75,6 +85,12 @@ class _Flattener:
 
     def run(self, state: object) -> FlatState:
         tree = self._walk(state, ())
+        twice, seen = None, set[str]()
+        for name, _ in leaves(tree):
+            twice = name if name in seen else twice
+            seen.add(name)
+        if twice is not None:
+            raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
         return FlatState(self._leaves, self._aliases, tree)
 
     def _walk(self, node: object, path: tuple[object, ...]) -> Tree:
@@ -82,7 +98,9 @@ class _Flattener:
             raise StateError(f"{_shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
         if isinstance(node, torch.Tensor):
             return self._tensor(node, path)
-        if node is None or type(node) in (bool, int, float, str, bytes, complex):
+        if type(node) is int:
+            return _integer(node, path)
+        if node is None or type(node) in (bool, float, str, bytes, complex):
             return node  # type: ignore[return-value]
         if isinstance(node, nn.Module):
             return self._walk(module_entries(node), path)
@@ -99,7 +117,7 @@ class _Flattener:
             return tuple(self._walk(item, (*path, index)) for index, item in enumerate(node))
         if isinstance(node, np.ndarray):
             return self._tensor(self._from_numpy(node, path), path)
-        if isinstance(node, np.generic):
+        if isinstance(node, np.generic) and not isinstance(node.item(), np.generic):
             return self._walk(node.item(), path)
         if isinstance(node, torch.dtype):
             return dtype_of_torch(str(node), _shown(path))
@@ -114,7 +132,7 @@ class _Flattener:
         )
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> TensorRef:
-        name = ".".join(map(str, path)) or "tensor"
+        name = reduce(join, path, "") or ROOT
         self._claim(name, path)
         if tensor.is_sparse or tensor.is_quantized or tensor.layout != torch.strided:
             raise StateError(
@@ -124,7 +142,7 @@ class _Flattener:
             dtype = dtype_of_torch(str(tensor.dtype), _shown(path))
         except UnsupportedError as error:
             raise StateError(str(error)) from error
-        local, layout = describe(tensor, name, self._world_size)
+        local, layout = describe(tensor, name, self._world)
         if local.is_meta:
             raise StateError(f"{_shown(path)}: a tensor on the meta device has no data to store")
         first = self._seen.setdefault(identity(tensor), name)
@@ -136,6 +154,8 @@ class _Flattener:
         return TensorRef(name)
 
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
+        if name in RESERVED or not _is_text(name):
+            raise StateError(f"{_shown(path)}: no tensor can have the name {name!r}; rename a key")
         other = self._paths.setdefault(name, path)
         if other != path:
             raise StateError(
@@ -144,7 +164,9 @@ class _Flattener:
             )
 
     def _key(self, key: object, path: tuple[object, ...]) -> str | int | float | bool | None:
-        if key is None or isinstance(key, str | int | float | bool):
+        if isinstance(key, int):
+            return _integer(key, path)
+        if key is None or isinstance(key, str | float):
             return key
         raise StateError(
             f"{_shown(path)}: a key of type {type(key).__qualname__} cannot be stored; keys are "
@@ -157,7 +179,25 @@ class _Flattener:
                 f"{_shown(path)}: a numpy array of dtype {array.dtype} cannot be stored"
             )
         self._keep.append(array)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        return torch.from_numpy(array if torch_can_share(array) else array.copy())
+
+
+def _integer(value: int, path: tuple[object, ...]) -> int:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise StateError(
+            f"{_shown(path)}: an integer of {value.bit_length()} bits cannot be stored: "
+            f"{MAX_INTEGER_BITS} are the limit"
+        )
+    return value
+
+
+def _is_text(name: str) -> bool:
+    """False for half a surrogate pair, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shown(path: tuple[object, ...]) -> str:

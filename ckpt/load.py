@@ -162,14 +162,14 @@ def _plan(
 
 
 def _fill(want: Want, ranks: Ranks) -> _Fill:
-    local, layout = describe(want.tensor, want.name, ranks.world_size)
+    local, layout = describe(want.tensor, want.name, ranks.mesh)
     into = local
     if want.record.dtype.torch_name != str(local.dtype).removeprefix("torch."):
         into = torch.empty(local.shape, dtype=torch_dtype(want.record.dtype.torch_name))
     elif not is_plain(local):
         into = torch.empty(local.shape, dtype=local.dtype)
     array = array_over(into)
-    pieces = layout.pieces(ranks.rank)
+    pieces = layout.pieces(ranks.here)
     record = replace(want.record, name=want.name)
     return _Fill(want.name, tuple(requests_for(record, pieces, array)), local, into)
 

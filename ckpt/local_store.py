@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import threading
@@ -28,6 +29,8 @@ OPEN_FILES = 64
 IO_VECTORS = 512
 """Buffers per writev call; the kernel's limit is 1,024."""
 PART_SUFFIX = ".part"
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a file system without hard links says: there, absence is checked before the rename."""
 
 
 class LocalStore:
@@ -133,6 +136,12 @@ class LocalStore:
                     os.link(part, target)
                 except FileExistsError as error:
                     raise ExistsError(f"{target} exists already") from error
+                except OSError as error:
+                    if error.errno not in NO_HARD_LINKS:
+                        raise
+                    if target.exists():
+                        raise ExistsError(f"{target} exists already") from error
+                    os.replace(part, target)
         finally:
             with suppress(FileNotFoundError):
                 part.unlink()

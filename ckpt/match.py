@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import Difference
-from ckpt.memory import torch_dtype
+from ckpt.memory import torch_can_share, torch_dtype
 from ckpt.saved import MISSING, Missing, Saved, holds_tensor, join
 from ckpt.stateful import (
     ParameterNames,
@@ -30,7 +30,11 @@ from ckpt.stateful import (
 )
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
+from formats.native.tree import ROOT
 from sharding.dtensor import zeros_placed_like
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the name under which a module keeps what `get_extra_state` returns."""
 
 Step = Callable[[], object]
 """Installs a part of the target and returns what stands there now."""
@@ -116,11 +120,10 @@ class _Matcher:
     def walk(self, node: object, path: str) -> Step:
         """Match what the target has at a path."""
         if isinstance(node, torch.Tensor):
-            self._tensor(node, path or "tensor")
+            self._tensor(node, path or ROOT)
             return lambda: node
         if isinstance(node, np.ndarray):
-            self._tensor(torch.from_numpy(node), path)
-            return lambda: node
+            return self._array(node, path)
         if isinstance(node, nn.Module):
             return self._module(node, path)
         if isinstance(node, Optimizer):
@@ -175,13 +178,32 @@ class _Matcher:
         elif self._filled.setdefault(key, name) == name:
             self.wants.append(Want(name, record, tensor))
 
+    def _array(self, array: np.ndarray, path: str) -> Step:
+        """An array that torch cannot share is filled by way of a copy, a read-only one replaced."""
+        if torch_can_share(array):
+            self._tensor(torch.from_numpy(array), path or ROOT)
+            return lambda: array
+        copy = array.copy()
+        self._tensor(torch.from_numpy(copy), path or ROOT)
+
+        def install() -> object:
+            if not array.flags.writeable:
+                return copy
+            array[...] = copy
+            return array
+
+        return install
+
     def _module(self, module: nn.Module, path: str) -> Step:
         own = {identity(t) for t in _tensors_of(module)}
         entries = module_entries(module)
         aliases_only = True
         steps: dict[str, Step] = {}
         for key, value in entries.items():
-            steps[key] = self.walk(value, join(path, key))
+            if key.rpartition(".")[2] == EXTRA_STATE:
+                steps[key] = self._anything(value, join(path, key))
+            else:
+                steps[key] = self.walk(value, join(path, key))
             aliases_only &= isinstance(value, torch.Tensor) and identity(value) in own
         if aliases_only and not _customised(module):
             return lambda: module  # what was filled are the parameters and buffers themselves
@@ -220,7 +242,7 @@ class _Matcher:
 
     def _value(self, node: object, path: str) -> Step:
         """A plain value, or a place (None, an empty dict) for whatever was saved."""
-        if not self._selection.is_all and not any(n in self._selection for n in self._below(path)):
+        if not any(name in self._selection for name in self._saved.under(path) or [path]):
             return lambda: node
         saved = self._saved.node(path)
         if isinstance(saved, Missing):
@@ -252,8 +274,10 @@ class _Matcher:
 
         return install
 
-    def _below(self, path: str) -> list[str]:
-        return [path, *self._saved.under(path)]
+    def _selects(self, path: str) -> bool:
+        """True when something below a name is to be loaded, if there is anything."""
+        below = self._saved.under(path) or [join(path, "")]
+        return any(name in self._selection for name in below)
 
     def _whole(
         self, tree: Tree, path: str, like: Callable[[str, TensorRecord], torch.Tensor] | None = None
@@ -279,25 +303,31 @@ class _Matcher:
 
     def _stateful(self, node: Stateful, path: str) -> Step:
         """An object that gets whatever was saved for it, tensors whole."""
-        saved = self._saved.node(path)
-        if isinstance(saved, Missing):
-            self._differ(path, "missing", "is in the target and not in the checkpoint")
-            return lambda: node
-        self.used.update(self._saved.under(path))
-        step = self._whole(saved, path)
+        nothing = object()
+        step = self._anything(nothing, path)
 
         def install() -> object:
             loaded = step()
-            node.load_state_dict(loaded)  # type: ignore[arg-type]
+            if loaded is not nothing:
+                node.load_state_dict(loaded)  # type: ignore[arg-type]
             return node
 
         return install
 
+    def _anything(self, own: object, path: str) -> Step:
+        """Whatever was saved there, for an object that knows what to do with it; else `own`."""
+        if not self._selects(path):
+            return lambda: own
+        saved = self._saved.node(path)
+        if isinstance(saved, Missing):
+            self._differ(path, "missing", "is in the target and not in the checkpoint")
+            return lambda: own
+        self.used.update(self._saved.under(path))
+        return self._whole(saved, path)
+
     def _optimizer(self, optimizer: Optimizer, path: str) -> Step:
         names = self._parameters.of(optimizer)
-        if not any(n in self._selection for n in self._saved.under(path)) and self._saved.under(
-            path
-        ):
+        if not self._selects(path):
             return lambda: optimizer
         groups = self._groups(optimizer, names, path)
         held = optimizer_entries(optimizer, names, path)["state"]

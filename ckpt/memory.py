@@ -21,6 +21,13 @@ def array_over(tensor: torch.Tensor) -> Array:
     return flat.numpy().view(_UNSIGNED[tensor.element_size()])
 
 
+def torch_can_share(array: np.ndarray) -> bool:
+    """True when `torch.from_numpy` gives a tensor over the array's own memory."""
+    return array.flags.writeable and all(
+        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
+    )
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True when `array_over` can give the tensor's own memory."""
     return (

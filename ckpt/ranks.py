@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt.errors import CkptError, RankError
+from sharding.layout import Mesh
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,9 @@ class Ranks:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.rank, self.world_size = 0, 1
+        self.mesh = Mesh.grid(("world",), (1,))
+        """The processes by their rank in the default group, which is what layouts speak of."""
+        self.is_subgroup = group is not None
         self._group = group
         self._device: torch.device | None = None
         import torch.distributed as dist
@@ -55,6 +59,15 @@ class Ranks:
             if self.rank < 0:
                 raise CkptError("this rank is not in the process group it was given")
             self._device = _device(str(dist.get_backend(group)))
+            members = (
+                range(self.world_size) if group is None else dist.get_process_group_ranks(group)
+            )
+            self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
+
+    @property
+    def here(self) -> int:
+        """This process in layouts: its rank in the default group."""
+        return self.mesh.rank((self.rank,))
 
     @property
     def alone(self) -> bool:

@@ -21,10 +21,10 @@ import torch
 import xxhash
 
 from ckpt.commit import committed_files
-from ckpt.errors import ExistsError
+from ckpt.errors import ExistsError, StoreError
 from ckpt.flatten import FlatState, Leaf, flatten
 from ckpt.ranks import HASH_BITS, Ranks, attempt
-from ckpt.save_plan import Described, merged, stored_layouts
+from ckpt.save_plan import Described, check_members, merged, stored_layouts
 from ckpt.store import Store, open_store
 from ckpt.version import __version__
 from formats.dtypes import DType
@@ -122,7 +122,9 @@ class _Save:
             raise ExistsError(
                 f"{self._store.url} holds a checkpoint; pass overwrite=True to replace it"
             )
-        flat = flatten(state, self._ranks.world_size)
+        flat = flatten(state, self._ranks.mesh)
+        if self._ranks.is_subgroup:
+            check_members(_described(flat).tensors, self._ranks.mesh)
         if self._ranks.alone:
             return _Flattened(flat, 0, 0)
         hasher = xxhash.xxh3_64(self._compress.to_bytes(1, "little"))
@@ -133,6 +135,16 @@ class _Save:
         values = xxhash.xxh3_64_intdigest(_summary(flat)) >> (64 - HASH_BITS)
         return _Flattened(flat, structure, values)
 
+    def _check_all_are_seen(self, files: list[ShardFile]) -> None:
+        """Raise StoreError when ranks wrote to a place of their own that has the same name."""
+        names = set(self._store.names()) if files else set()
+        unseen = [file.rank for file in files if file.name not in names]
+        if unseen:
+            raise StoreError(
+                f"{self._store.url}: rank 0 does not see what ranks {unseen[:8]} wrote, "
+                f"{len(unseen)} of {len(files)} files: save to a disk that all ranks share"
+            )
+
     def _exchange(self, mine: _Flattened) -> Callable[[], Described]:
         """Collects each different description once; returns what merges them."""
         hashes = self._ranks.all_hashes(mine.structure)
@@ -140,13 +152,14 @@ class _Save:
         ranks_of: dict[int, list[int]] = {}
         for rank, value in enumerate(hashes):
             ranks_of.setdefault(value, []).append(rank)
+        world = self._ranks.mesh
         received = [
-            (ranks, self._ranks.broadcast(summary, ranks[0])) for ranks in ranks_of.values()
+            ([world.rank((rank,)) for rank in ranks], self._ranks.broadcast(summary, ranks[0]))
+            for ranks in ranks_of.values()
         ]
 
         def merge() -> Described:
-            summaries = [(ranks, _described_by(data)) for ranks, data in received]
-            return merged(summaries, self._ranks.world_size)
+            return merged([(ranks, _described_by(data)) for ranks, data in received], world)
 
         return merge
 
@@ -164,7 +177,7 @@ class _Save:
         self, flat: FlatState, tensors: Mapping[str, StoredTensor], prefix: str
     ) -> ShardFile | None:
         """This rank's shard file; None when there is nothing for it to write."""
-        rank = self._ranks.rank
+        rank = self._ranks.here
         outgoing = [
             part
             for name, leaf in flat.leaves.items()
@@ -206,7 +219,9 @@ class _Save:
             if record:
                 size, header, table, digest = record.decode().split()
                 summary = ShardSummary(int(size), int(header), int(table), digest)
-                files.append(summary.named(f"{prefix}-{rank:05d}.safetensors", rank))
+                here = self._ranks.mesh.rank((rank,))
+                files.append(summary.named(f"{prefix}-{here:05d}.safetensors", here))
+        self._check_all_are_seen(files)
         old = committed_files(self._store) if self._overwrite else []
         writer = {
             "ckpt": __version__,

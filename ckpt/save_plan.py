@@ -77,54 +77,109 @@ def _bytes_per_replica(tensor: StoredTensor) -> int:
 def _placed(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTensor:
     layout = tensor.layout
     placements = tuple(chosen.get(axis, p) for axis, p in enumerate(layout.placements))
-    return StoredTensor(tensor.shape, tensor.dtype, Layout(layout.shape, layout.mesh, placements))
+    return _with_layout(tensor, Layout(layout.shape, layout.mesh, placements))
 
 
-def merged(summaries: Sequence[tuple[Sequence[int], Described]], world_size: int) -> Described:
+def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) -> Described:
     """The whole state of ranks that hold different parts of it, as pipeline stages do.
 
     `summaries` has, for each different description, the ranks that gave it. A plain tensor is a
-    replica on every rank that has its name; plain values are those of the lowest rank that has
-    them. Raises StateError naming the ranks whose descriptions contradict each other.
+    replica on every rank that has its name. DTensors of one name on meshes of their own, which is
+    what tensor parallelism under data parallelism makes, are replicas of one another. Plain values
+    are those of the lowest rank that has them. Raises StateError naming the ranks whose
+    descriptions contradict each other.
     """
-    holders: dict[str, list[int]] = {}
-    tensors: dict[str, StoredTensor] = {}
+    held: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
     aliases: dict[str, str] = {}
     for ranks, described in summaries:
         for name, tensor in described.tensors.items():
-            other = tensors.setdefault(name, tensor)
-            if (other.shape, other.dtype, other.layout) != (
-                tensor.shape,
-                tensor.dtype,
-                tensor.layout,
-            ):
-                raise StateError(
-                    f"{name}: rank {holders[name][0]} has {_shown(other)}, rank {ranks[0]} has "
-                    f"{_shown(tensor)}; give what differs between ranks a name of its own"
-                )
-            holders.setdefault(name, []).extend(ranks)
+            held.setdefault(name, []).append((ranks, tensor))
         for name, target in described.aliases.items():
             if aliases.setdefault(name, target) != target:
                 raise StateError(
                     f"{name}: tied to {aliases[name]} on one rank, to {target} on rank {ranks[0]}"
                 )
     for name in aliases:
-        if name in tensors:
+        if name in held:
             raise StateError(f"{name}: tied to {aliases[name]} on some ranks only")
-    everywhere = Layout.replicated((), world_size)
-    for name, ranks in holders.items():
-        layout = tensors[name].layout
-        if (layout.mesh, layout.placements) == (everywhere.mesh, everywhere.placements):
-            mesh = Mesh.of_ranks(("world",), (len(ranks),), sorted(ranks))
-            tensors[name] = StoredTensor(
-                tensors[name].shape,
-                tensors[name].dtype,
-                Layout(layout.shape, mesh, layout.placements),
-            )
     tree: Tree = summaries[0][1].tree
     for _, described in summaries[1:]:
         tree = merged_trees(tree, described.tree)
+    tensors = {name: _united(name, entries, world) for name, entries in held.items()}
     return Described(tensors, aliases, tree)
+
+
+def _united(
+    name: str, entries: Sequence[tuple[Sequence[int], StoredTensor]], world: Mesh
+) -> StoredTensor:
+    """One tensor as all of its holders have it; `entries` are the ranks of each description."""
+    first_ranks, first = entries[0]
+    by_layout: dict[Layout, list[int]] = {}
+    for ranks, tensor in entries:
+        layout, other = tensor.layout, first.layout
+        alike = (layout.mesh.names, layout.mesh.sizes, layout.placements) == (
+            other.mesh.names,
+            other.mesh.sizes,
+            other.placements,
+        )
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype) or not alike:
+            raise StateError(
+                f"{name}: rank {first_ranks[0]} has {_shown(first)}, rank {ranks[0]} has "
+                f"{_shown(tensor)}; give what differs between ranks a name of its own"
+            )
+        by_layout.setdefault(layout, []).extend(ranks)
+    if first.layout.mesh == world:
+        mesh = Mesh.of_ranks(world.names, (len(by_layout[first.layout]),), _sorted(by_layout))
+        return _with_layout(first, Layout(first.shape, mesh, first.layout.placements))
+    for layout, ranks in by_layout.items():
+        absent = set(layout.mesh.ranks()) - set(ranks)
+        if absent:
+            raise StateError(
+                f"{name}: rank {ranks[0]} has it sharded over the ranks {_shown_ranks(layout)}, of "
+                f"which {sorted(absent)[:8]} do not have it in their state"
+            )
+    if len(by_layout) == 1:
+        return first
+    layouts = sorted(by_layout, key=lambda layout: layout.mesh.rank((0,) * len(layout.mesh.sizes)))
+    try:
+        mesh = Mesh.of_ranks(
+            ("replica", *first.layout.mesh.names),
+            (len(layouts), *first.layout.mesh.sizes),
+            [rank for layout in layouts for rank in layout.mesh.ranks()],
+        )
+    except ValueError as error:
+        raise StateError(
+            f"{name}: sharded over the ranks {_shown_ranks(layouts[0])} and over "
+            f"{_shown_ranks(layouts[1])}, which overlap; give it one mesh or two names"
+        ) from error
+    return _with_layout(first, Layout(first.shape, mesh, (Replicate(), *first.layout.placements)))
+
+
+def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
+    """Raise StateError for a tensor sharded over ranks that take no part in this save."""
+    checked: set[Mesh] = set()
+    for name, tensor in tensors.items():
+        if tensor.layout.mesh not in checked:
+            checked.add(tensor.layout.mesh)
+            absent = [r for r in tensor.layout.mesh.ranks() if world.coordinate(r) is None]
+            if absent:
+                raise StateError(
+                    f"{name}: sharded over the ranks {_shown_ranks(tensor.layout)}, of which "
+                    f"{absent[:8]} are not in the process group that saves"
+                )
+
+
+def _sorted(by_layout: Mapping[Layout, Sequence[int]]) -> list[int]:
+    return sorted(rank for ranks in by_layout.values() for rank in ranks)
+
+
+def _with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
+    return StoredTensor(tensor.shape, tensor.dtype, layout)
+
+
+def _shown_ranks(layout: Layout) -> str:
+    ranks = list(layout.mesh.ranks())
+    return f"{ranks[:8]}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def merged_trees(first: Tree, second: Tree) -> Tree:

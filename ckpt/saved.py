@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ckpt.errors import StateError
 from formats.catalog import Catalog, Key, TensorRef, Tree
+from formats.native.tree import ROOT
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """From the checkpoint's name to the target's: a function, or a mapping of names or prefixes."""
@@ -33,7 +34,7 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
         for index, item in enumerate(tree):
             yield from leaves(item, join(path, index))
     else:
-        yield path, tree
+        yield path or (ROOT if isinstance(tree, TensorRef) else ""), tree
 
 
 def holds_tensor(tree: Tree) -> bool:

@@ -241,8 +241,8 @@ def tell(folder: Path) -> None:
         text = run(python("generate.py", "model.safetensors", "--seed", "1"), folder)
         outcome += [f"| {line}" for line in text]
 
-    with report.part("ckpt convert run hf --to huggingface ..., and generate again") as outcome:
-        target = ["hf", "--to", "huggingface", "--max-shard-size", "2MB"]
+    with report.part("ckpt convert run hf --to hf ..., and generate again") as outcome:
+        target = ["hf", "--to", "hf", "--max-shard-size", "2MB"]
         ckpt(folder, "convert", "run", *target, "--select", "model")
         names = sorted(path.name for path in (folder / "hf").iterdir())
         if run(python("generate.py", "hf", "--seed", "1"), folder) != text:

@@ -67,7 +67,7 @@ def load(data: bytes, where: str) -> object:
 class _Machine:
     """The stack, the marks on it, the memo, and the place in the bytes."""
 
-    __slots__ = ("at", "data", "marks", "memo", "stack")
+    __slots__ = ("at", "data", "marks", "memo", "pop", "push", "stack")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -75,15 +75,15 @@ class _Machine:
         self.stack: list[object] = []
         self.marks: list[int] = []
         self.memo: dict[int, object] = {}
+        self.push: Callable[[object], None] = self.stack.append
+        self.pop: Callable[[], object] = self.stack.pop
 
     def run(self) -> object:
-        data, steps = self.data, _STEPS
-        while True:
-            if self.at >= len(data):
-                raise FormatError("the pickle ends before its end mark: the file was truncated")
+        data, steps, end = self.data, _STEPS, len(self.data)
+        while self.at < end:
             opcode = data[self.at]
             if opcode == _STOP:
-                if len(self.stack) != 1 or self.at + 1 != len(data):
+                if len(self.stack) != 1 or self.at + 1 != end:
                     raise FormatError("the pickle goes on after its end, or ends with values left")
                 return self.stack[0]
             step = steps[opcode]
@@ -94,6 +94,7 @@ class _Machine:
                 )
             self.at += 1
             step(self)
+        raise FormatError("the pickle ends before its end mark: the file was truncated")
 
     # What the steps are made of.
 
@@ -120,13 +121,6 @@ class _Machine:
         text = self.data[self.at : end].decode("utf-8")
         self.at = end + 1
         return text
-
-    def push(self, value: object) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> object:
-        """The top of the stack, removed."""
-        return self.stack.pop()
 
     def pop_marked(self) -> list[object]:
         """Everything above the last mark, which is removed."""

@@ -231,7 +231,12 @@ def integer_of(value: object) -> int:
 
 def is_shape(value: object) -> bool:
     """True for a tuple of integers from 0 up."""
-    return type(value) is tuple and all(type(size) is int and size >= 0 for size in value)
+    if type(value) is not tuple:
+        return False
+    for size in value:  # noqa: SIM110  # A generator takes three times as long, a million times.
+        if type(size) is not int or size < 0:
+            return False
+    return True
 
 
 def shape_of(value: object) -> tuple[int, ...]:

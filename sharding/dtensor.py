@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
-def describe(tensor: torch.Tensor, name: str, world_size: int) -> tuple[torch.Tensor, Layout]:
+def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
 
-    A plain tensor is taken for a replica on each of `world_size` ranks. A DTensor's layout spans
-    its own mesh. The layout's pieces count the local tensor's elements in row-major order, whatever
-    its strides. `name` is for messages.
+    A plain tensor is taken for a replica on each rank of `world`, a mesh of one axis. A DTensor's
+    layout spans its own mesh. The layout's pieces count the local tensor's elements in row-major
+    order, whatever its strides. `name` is for messages.
 
     Raises `PartialError`, `UnknownPlacementError` or `LocalShapeError`.
 
-    >>> local, layout = describe(torch.zeros(2, 3), "bias", world_size=4)
+    >>> local, layout = describe(torch.zeros(2, 3), "bias", Mesh.grid(("world",), (4,)))
     >>> tuple(local.shape), str(layout)
     ((2, 3), 'world:4=R')
     """
     if not _is_dtensor(tensor):
-        return tensor.detach(), Layout.replicated(tensor.shape, world_size)
+        return tensor.detach(), Layout(tuple(tensor.shape), world, (Replicate(),))
     layout = _layout(tensor, name)
     with torch.no_grad():
         local = tensor.to_local()

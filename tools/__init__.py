@@ -1,0 +1,1 @@
+"""The `ckpt` command: one file per subcommand; the logic is in `ckpt`."""

@@ -7,7 +7,8 @@ Rules (docs/format.md, section "State"):
 2. An object with exactly one key that begins with `$` is a tagged node: `$tensor`, `$alias`,
    `$tuple`, `$dict`, `$float`, `$bytes`, `$complex`, `$dtype`. A dict that would look like one is
    written as `$dict`.
-3. A tensor's name is the keys on the way to it, joined by dots. Names are unique.
+3. A tensor's name is the keys on the way to it, joined by dots; `tensor` where that is empty, as
+   for a state that is one tensor. Names are unique.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from formats.errors import FormatError, HostileError
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
+ROOT = "tensor"
+"""The name of a tensor with no key on the way to it."""
 MAX_DEPTH = 200
 """How deep a state may nest."""
 
@@ -51,7 +54,7 @@ def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "")
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"$float": str(tree)}
     if isinstance(tree, TensorRef):
-        return tensor(path, tree)
+        return tensor(path or ROOT, tree)
     if isinstance(tree, list):
         return [encode(item, tensor, join(path, i)) for i, item in enumerate(tree)]
     if isinstance(tree, tuple):
@@ -106,7 +109,7 @@ def _decode_tagged(
     tag: str, value: Json, tensor: Callable[[TensorNode], TensorRef], path: str, depth: int
 ) -> Tree:
     if tag in ("$tensor", "$alias"):
-        return tensor(TensorNode(path, {tag: value}))
+        return tensor(TensorNode(path or ROOT, {tag: value}))
     if tag == "$tuple" and isinstance(value, list):
         items = enumerate(value)
         return tuple(_decode(item, tensor, join(path, i), depth + 1) for i, item in items)
@@ -121,7 +124,7 @@ def _decode_tagged(
             raise FormatError(f"manifest: {path}: $bytes is not base64: {error}") from error
     if tag == "$complex" and isinstance(value, list) and len(value) == 2:
         real, imag = (_decode(part, tensor, path, depth + 1) for part in value)
-        if isinstance(real, int | float) and isinstance(imag, int | float):
+        if isinstance(real, float) and isinstance(imag, float):
             return complex(real, imag)
     if tag == "$dtype" and isinstance(value, str) and value in BY_NAME:
         return BY_NAME[value]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     optimizer.step()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optimizer_state, "step": 7}
-    dcp.save(state, checkpoint_id=folder / "checkpoint")
+    save(state, checkpoint_id=folder / "checkpoint")
     full = whole(state)
     if rank == 0:
         torch.save(full, folder / "full.pt")

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from ckpt.store import open_store
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
@@ -132,18 +133,18 @@ def outgoing(nest: Any) -> Outgoing:
 
 
 def saved(folder: Path, state: dict[str, Any]) -> Catalog:
-    torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
+    torch_save(state, checkpoint_id=folder, no_dist=True)
     return read(open_store(folder))
 
 
-def zeros_like(value: Any) -> Any:
-    """The nest with zeros for tensors and values, for dcp.load to fill."""
+def target_like(value: Any) -> Any:
+    """A nest of the same structure with other tensors, for dcp.load to fill."""
     if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value, memory_format=torch.contiguous_format)
+        return random_tensor(value.dtype, tuple(value.shape), seed=99)
     if isinstance(value, dict):
-        return {key: zeros_like(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(map(zeros_like, value))
+        return {key: target_like(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):  # New ones, also of values: dcp.load changes them in place.
+        return type(value)(map(target_like, value))
     return value
 
 
@@ -219,7 +220,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
@@ -502,8 +503,8 @@ def test_any_state_that_torch_saves_is_read_equal(tmp_path: Path, state: dict[st
 @given(states)
 def test_any_state_that_is_written_is_loaded_equal(tmp_path: Path, state: dict[str, Any]) -> None:
     write(open_store(tmp_path), outgoing(state))
-    target = zeros_like(state)
-    torch_dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    target = target_like(state)
+    torch_load(target, checkpoint_id=tmp_path, no_dist=True)
     assert expected(target) == expected(state)
     catalog = read(open_store(tmp_path))
     assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
@@ -531,7 +532,7 @@ def test_tied_names_are_both_there_and_share_an_item(tmp_path: Path) -> None:
     write(open_store(tmp_path), Outgoing(alone.tensors, tied))
     assert (tmp_path / ITEMS).stat().st_size < 2 * 1200
     target = {"in": torch.zeros(300), "out": {"w": torch.zeros(300)}}
-    torch_dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    torch_load(target, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(target["out"]["w"], torch.arange(300.0))  # type: ignore[index]
     catalog = read(open_store(tmp_path))
     assert catalog.aliases == {"out.w": "in"}

@@ -40,9 +40,14 @@ def numbers(shape: Sequence[int]) -> torch.Tensor:
     return torch.arange(prod(shape), dtype=torch.float64).reshape(tuple(shape))
 
 
+def world(size: int) -> Mesh:
+    """The mesh that plain tensors are replicated over."""
+    return Mesh.grid(("world",), (size,))
+
+
 def check(tensor: DTensor, full: torch.Tensor, rank: int) -> Layout:
     """The layout of a tensor whose local part has to be what the layout's pieces say."""
-    local, layout = describe(tensor, "weight", world_size=8)
+    local, layout = describe(tensor, "weight", world(8))
     assert type(local) is torch.Tensor
     assert not local.requires_grad
     assert local.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
@@ -62,11 +67,11 @@ def check(tensor: DTensor, full: torch.Tensor, rank: int) -> Layout:
 
 def test_a_plain_tensor_is_a_replica_on_every_rank() -> None:
     tensor = torch.nn.Parameter(torch.ones(2, 3))
-    local, layout = describe(tensor, "weight", world_size=16)
+    local, layout = describe(tensor, "weight", world(16))
     assert layout == Layout.replicated((2, 3), 16)
     assert local.data_ptr() == tensor.data_ptr()
     assert not local.requires_grad
-    assert describe(torch.tensor(1.0), "step", 2)[1].pieces(1)[0].box.shape == ()
+    assert describe(torch.tensor(1.0), "step", world(2))[1].pieces(1)[0].box.shape == ()
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (9, 5), (3, 7), (1, 1), (0, 4), (6, 4, 5)])
@@ -185,7 +190,7 @@ def test_a_device_mesh_is_converted_once(as_rank: AsRank) -> None:
         tensors = [
             distribute_tensor(numbers((n,)), mesh, [Shard(0)], src_data_rank=None) for n in (2, 4)
         ]
-        first, second = (describe(tensor, "weight", 2)[1] for tensor in tensors)
+        first, second = (describe(tensor, "weight", world(2))[1] for tensor in tensors)
         assert first.mesh is second.mesh
 
 
@@ -194,7 +199,7 @@ def test_a_partial_tensor_is_an_error_that_names_it_and_the_remedy(as_rank: AsRa
         mesh = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
         with pytest.raises(PartialError) as caught:
-            describe(tensor, "grads.w", 2)
+            describe(tensor, "grads.w", world(2))
     assert str(caught.value).startswith("grads.w: ")
     assert "tensor.redistribute(" in str(caught.value)
     assert "tensor.full_tensor()" in str(caught.value)
@@ -213,7 +218,7 @@ def test_a_local_tensor_of_another_shape_is_an_error_that_names_both(as_rank: As
             stride=(4, 1),
         )
         with pytest.raises(LocalShapeError) as caught:
-            describe(tensor, "w", 2)
+            describe(tensor, "w", world(2))
     message = str(caught.value)
     assert "w: rank 1 has a local tensor of shape (3, 4)" in message
     assert "give it (2, 4) of (5, 4)" in message
@@ -236,7 +241,7 @@ def test_a_placement_of_somebody_else_is_an_error_that_names_it(as_rank: AsRank)
         )
         object.__setattr__(tensor._spec, "placements", (Spiral(),))
         with pytest.raises(UnknownPlacementError, match=r"w: no layout describes .* Spiral\(\)"):
-            describe(tensor, "w", 2)
+            describe(tensor, "w", world(2))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,8 @@ def test_plain_zeros_keep_shape_and_strides() -> None:
     [
         ("import sharding, sharding.layout, sharding.errors", "torch"),
         (
-            "import torch, sharding.dtensor; sharding.dtensor.describe(torch.ones(2), 'w', 2)",
+            "import torch, sharding.dtensor as d, sharding.layout as l; "
+            "d.describe(torch.ones(2), 'w', l.Mesh.grid(('world',), (2,)))",
             "torch.distributed.tensor",
         ),
     ],
@@ -298,7 +304,7 @@ def described_fsdp_over_tp(rows: int) -> tuple[list[float], list[float], Layout]
     weight = fsdp_over_tp(numbers((rows, 3)), mesh, "dp")
     with torch.no_grad():
         weight.mul_(weight + 1)
-    local, layout = describe(weight, "weight", world_size=4)
+    local, layout = describe(weight, "weight", world(4))
     return weight.full_tensor().reshape(-1).tolist(), local.reshape(-1).tolist(), layout
 
 

@@ -1,0 +1,321 @@
+"""Whether two checkpoints hold the same, and where they do not: whatever their formats.
+
+Rules:
+
+1. Without a tolerance the comparison is of bits: a NaN equals the same NaN, and 0.0 is not -0.0.
+   With one, elements are close when `|a - b| <= atol + rtol * |b|`; NaNs are equal to each other.
+2. Tensors are read block by block, both sides' elements in row-major order: two blocks of
+   `BLOCK_BYTES` and their numbers are in memory, never a whole model.
+3. Tied names are looked up under each of their names; a pair of stored tensors is compared once.
+4. Plain values are compared where both formats can hold any.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TypeVar
+
+from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
+from ckpt.saved import join
+from ckpt.sources import Source, open_source
+from formats.catalog import TensorRecord, TensorRef, Tree
+
+_T = TypeVar("_T")
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of a tensor that are read and compared at once."""
+FLAT_FORMATS = ("safetensors", "huggingface")
+"""Formats that hold tensors and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that both have and that is not the same."""
+
+    name: str
+    problem: str
+    """`shape`, `dtype` or `values`."""
+    detail: str
+    """What is different, with both sides' values."""
+    elements: int = 0
+    """Elements of the tensor."""
+    differing: int = 0
+    """How many of them differ by more than the tolerance."""
+    first: tuple[int, ...] | None = None
+    """The index of the first one that does."""
+    max_abs: float = 0.0
+    """The largest |a - b|: infinite where only one is NaN or infinite, or the dtype is opaque."""
+    max_rel: float = 0.0
+    """The largest |a - b| / max(|a|, |b|)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """A plain value that is not the same; a side that does not have it shows None."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcome of `diff`."""
+
+    a: str
+    b: str
+    only_a: tuple[str, ...]
+    """Tensors that only A has."""
+    only_b: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    compared_tensors: int
+    """Pairs whose elements were compared."""
+    compared_bytes: int
+    close_tensors: int
+    """Of those, the ones that are not equal to the bit and within the tolerance."""
+    max_abs: float
+    """The largest |a - b| among those that are close."""
+    notes: tuple[str, ...]
+    """What was not compared, and why."""
+
+    @property
+    def equal(self) -> bool:
+        """True when no difference was found."""
+        return not (self.only_a or self.only_b or self.tensors or self.values)
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    select: str | None = None,
+    values: bool = True,
+    dtype: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """The differences of two checkpoints: names, shapes, dtypes, elements and plain values.
+
+    Args:
+        rtol, atol: see rule 1; both 0 compares bits.
+        include, exclude: patterns of the names to compare, of tensors and values.
+        select: a key path. Names below it lose it, in whichever checkpoint has such: a training
+            checkpoint's `model` compares with an exported file.
+        values: compare plain values too.
+        dtype: a difference of dtypes is one; else elements are compared as numbers.
+        progress: called with numbers of bytes of A's tensors as they are compared.
+
+    Raises NotACheckpointError, or FormatError where a checksum is wrong or a tensor is not whole.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ckpt.save(f"{folder}/a", {"w": torch.zeros(4)})
+    ...     ckpt.save(f"{folder}/b", {"w": torch.tensor([0.0, 0, 0.5, 0])})
+    ...     found = ckpt.diff(f"{folder}/a", f"{folder}/b")
+    ...     found.equal, found.tensors[0].first, found.tensors[0].max_abs
+    (False, (2,), 0.5)
+    """
+    chosen = _Chosen(_patterns(include) or ("*",), _patterns(exclude))
+    with open_source(a) as left, open_source(b) as right:
+        sides = (_Side.of(left, select, chosen), _Side.of(right, select, chosen))
+        if select is not None and not any(side.selected for side in sides):
+            raise ValueError(f"neither {left.url} nor {right.url} has anything below {select!r}")
+        return _compare(*sides, Tolerance(rtol, atol), values, dtype, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.include) and not any(
+            fnmatchcase(name, pattern) for pattern in self.exclude
+        )
+
+
+def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What of one checkpoint is compared, by the names of the comparison."""
+
+    source: Source
+    tensors: Mapping[str, TensorRecord]
+    """Under all names, tied ones too."""
+    values: Mapping[str, Tree]
+    selected: bool
+    """It has names below the selected key path."""
+
+    @classmethod
+    def of(cls, source: Source, select: str | None, chosen: _Chosen) -> _Side:
+        catalog = source.catalog
+        records = dict(catalog.tensors)
+        records |= {alias: catalog.tensors[name] for alias, name in catalog.aliases.items()}
+        values = dict(plain_values(catalog.tree))
+        prefix = f"{select}."
+        selected = select is not None and any(
+            name.startswith(prefix) for name in (*records, *values)
+        )
+        if selected:
+            records = _below(records, prefix)
+            values = _below(values, prefix)
+        return cls(
+            source,
+            {name: record for name, record in records.items() if name in chosen},
+            {name: value for name, value in values.items() if name in chosen},
+            selected,
+        )
+
+
+def _below(entries: Mapping[str, _T], prefix: str) -> dict[str, _T]:
+    return {
+        name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        if name.startswith(prefix)
+    }
+
+
+def plain_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+    """The values of a tree by name, without its tensors; empty containers are values.
+
+    >>> list(plain_values({"step": 3, "w": TensorRef("w"), "lr": [0.1, ()]}))
+    [('step', 3), ('lr.0', 0.1), ('lr.1', ())]
+    """
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            yield from plain_values(item, join(path, key))
+    elif isinstance(tree, list | tuple) and tree:
+        for index, item in enumerate(tree):
+            yield from plain_values(item, join(path, index))
+    elif not isinstance(tree, TensorRef):
+        yield path, tree
+
+
+def _compare(
+    a: _Side,
+    b: _Side,
+    tolerance: Tolerance,
+    with_values: bool,
+    with_dtype: bool,
+    progress: Callable[[int], None] | None,
+) -> Comparison:
+    differences: list[TensorDifference] = []
+    pairs: set[tuple[str, str]] = set()
+    compared_bytes = compared = close = 0
+    max_abs = 0.0
+    for name, left in a.tensors.items():
+        right = b.tensors.get(name)
+        if right is None or (left.name, right.name) in pairs:
+            continue
+        pairs.add((left.name, right.name))
+        described = _described_difference(name, left, right, with_dtype)
+        if described is not None:
+            differences.append(described)
+            continue
+        found = _compare_elements(a.source, left, b.source, right, tolerance, progress)
+        compared += 1
+        compared_bytes += left.nbytes
+        if found.differing:
+            differences.append(_values_difference(name, left, found))
+        elif found.unequal:
+            close += 1
+            max_abs = max(max_abs, found.max_abs)
+    values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())
+    return Comparison(
+        a.source.url,
+        b.source.url,
+        tuple(name for name in a.tensors if name not in b.tensors),
+        tuple(name for name in b.tensors if name not in a.tensors),
+        tuple(differences),
+        values,
+        compared,
+        compared_bytes,
+        close,
+        max_abs,
+        notes,
+    )
+
+
+def _described_difference(
+    name: str, a: TensorRecord, b: TensorRecord, with_dtype: bool
+) -> TensorDifference | None:
+    """A difference that is seen without reading elements."""
+    if a.shape != b.shape:
+        return TensorDifference(name, "shape", f"shape {list(a.shape)} and {list(b.shape)}")
+    if with_dtype and a.dtype != b.dtype:
+        return TensorDifference(name, "dtype", f"dtype {a.dtype} and {b.dtype}")
+    return None
+
+
+def _values_difference(name: str, record: TensorRecord, found: Numbers) -> TensorDifference:
+    elements = prod(record.shape)
+    first = tuple(_unravel(found.first, record.shape))
+    at = f"first at {list(first)}" if first else "it"
+    detail = (
+        f"{found.differing} of {elements} elements differ, {at} is {found.first_a} and "
+        f"{found.first_b}; the largest difference is {found.max_abs:.6g} (relative "
+        f"{found.max_rel:.6g})"
+    )
+    return TensorDifference(
+        name, "values", detail, elements, found.differing, first, found.max_abs, found.max_rel
+    )
+
+
+def _unravel(flat: int, shape: tuple[int, ...]) -> Iterator[int]:
+    for dim in range(len(shape)):
+        inner = prod(shape[dim + 1 :])
+        yield flat // inner % shape[dim]
+
+
+def _compare_elements(
+    a: Source,
+    left: TensorRecord,
+    b: Source,
+    right: TensorRecord,
+    tolerance: Tolerance,
+    progress: Callable[[int], None] | None,
+) -> Numbers:
+    """What the comparison of two tensors of one shape finds, reading both once."""
+    found = Numbers()
+    elements = prod(left.shape)
+    step = max(1, BLOCK_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
+    for lo in range(0, elements, step):
+        hi = min(lo + step, elements)
+        here = read_elements(a.store, left, lo, hi)
+        there = read_elements(b.store, right, lo, hi)
+        found = found.then(compare(here, left.dtype, there, right.dtype, tolerance), lo)
+        if progress is not None:
+            progress((hi - lo) * left.dtype.itemsize)
+    return found
+
+
+def _compare_values(
+    a: _Side, b: _Side, tolerance: Tolerance
+) -> tuple[tuple[ValueDifference, ...], tuple[str, ...]]:
+    for side, other in ((a, b), (b, a)):
+        kind = side.source.catalog.format
+        if kind in FLAT_FORMATS:
+            count = len(other.values)
+            note = (
+                f"{count} plain values of {other.source.url} were not compared: {kind} holds none"
+            )
+            return (), (note,) if count else ()
+    found = []
+    for name in dict.fromkeys((*a.values, *b.values)):
+        here = repr(a.values[name]) if name in a.values else None
+        there = repr(b.values[name]) if name in b.values else None
+        both = here is not None and there is not None
+        if not both or not same_value(a.values[name], b.values[name], tolerance):
+            found.append(ValueDifference(name, here, there))
+    return tuple(found), ()

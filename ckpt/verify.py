@@ -1,0 +1,123 @@
+"""Whether a stored checkpoint is whole: no model, no process group, no torch.
+
+Rules:
+
+1. Damage is a result, not an exception: everything that is wrong is in the report, and the check of
+   one file does not end because another is damaged. Only what cannot be checked at all raises.
+2. The report says what the format let us check. A format without checksums is never called sound
+   beyond its structure and its sizes.
+3. Memory is bounded: headers, chunk tables and one block of `BLOCK_BYTES` per thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ckpt.report import Findings, Problem, Report
+from ckpt.sources import DCP_METADATA, Source, open_source
+from ckpt.store import Store, is_file, open_store, split_url
+from formats.errors import FormatError, UnsupportedError
+from formats.native.manifest import MANIFEST
+
+__all__ = ["Problem", "Report", "verify"]
+
+SAFETENSORS = ".safetensors"
+
+
+def verify(url: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Report:
+    """Everything that is wrong with the checkpoint at a path or URL, of whatever format.
+
+    A native checkpoint is checked to the last bit. `progress` is called with numbers of bytes as
+    they are checked, from several threads.
+
+    Raises:
+        NotACheckpointError: there is no checkpoint at `url`.
+        UnsupportedError: there is one that this version does not read.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ckpt.save(folder, {"w": torch.ones(2)})
+    ...     ckpt.verify(folder).sound
+    True
+    """
+    text = os.fspath(url)
+    try:
+        with open_source(text) as source:
+            files = len(source.catalog.files)
+            found = _findings(source, progress)
+            notes = (*found.notes, *_strays(source))
+            return Report(
+                text,
+                source.catalog.format,
+                files,
+                found.bytes_checked,
+                found.checked,
+                found.problems,
+                notes,
+            )
+    except UnsupportedError:
+        raise
+    except FormatError as error:
+        return _unreadable(text, error)
+
+
+def _findings(source: Source, progress: Callable[[int], None] | None) -> Findings:
+    """What the check of the source's format finds."""
+    if source.catalog.format == "ckpt":
+        from ckpt.verify_native import check_native
+
+        return check_native(source.store, progress)
+    if source.catalog.format == "torch":
+        from ckpt.verify_zip import check_torch
+
+        return check_torch(source.store, source.catalog, progress)
+    if source.catalog.format == "dcp":
+        from ckpt.verify_zip import check_dcp
+
+        return check_dcp(source.store, source.catalog, progress)
+    # Opening it has checked every rule of the headers, and the index against the files.
+    return Findings("structure and sizes only: this format has no checksums")
+
+
+def _strays(source: Source) -> tuple[str, ...]:
+    """A note for each file in a checkpoint's folder that is no part of it."""
+    if source.catalog.format in ("safetensors", "torch"):
+        return ()  # one file, in a folder that is not ours
+    own = {file.name for file in source.catalog.files}
+    strays = [name for name in source.store.names() if name not in own]
+    if source.catalog.format == "huggingface":
+        # Such a folder has a configuration and a tokenizer too.
+        strays = [name for name in strays if name.endswith(SAFETENSORS)]
+    return tuple(f"{name} is in the folder and no part of the checkpoint" for name in strays)
+
+
+def _unreadable(url: str, error: FormatError) -> Report:
+    """The report for a checkpoint whose description cannot be read."""
+    checked = "only its description, which cannot be read"
+    if is_file(url):
+        name = split_url(url)[1]
+        kind = "safetensors" if name.endswith(SAFETENSORS) else "torch"
+        kind = "ckpt" if name == MANIFEST else kind
+        return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
+    with open_store(url) as store:
+        names = store.names()
+        for name, kind in ((MANIFEST, "ckpt"), (DCP_METADATA, "dcp")):
+            if name in names:
+                return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
+        # The headers of the other files can be read, whatever is wrong with the first.
+        problems = _header_problems(store, names) or (Problem.of(error, url),)
+        return Report(url, "huggingface", 0, 0, checked, problems)
+
+
+def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:
+    from formats.safetensors_header import read_header
+
+    problems = []
+    for name in names:
+        if name.endswith(SAFETENSORS):
+            try:
+                read_header(store, name)
+            except FormatError as error:
+                problems.append(Problem.of(error, name))
+    return tuple(problems)

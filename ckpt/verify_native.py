@@ -1,0 +1,200 @@
+"""Whether every bit of a native checkpoint is what was written.
+
+Rules:
+
+1. Each file is read once, front to back. Its header and chunk table stand under the digest in the
+   manifest, every chunk under its record in the table: together all bytes of the file.
+2. One problem per damaged chunk, with file, tensor and bytes. A file whose header or table is
+   damaged is one problem that names its tensors: what the table says cannot be trusted then.
+3. Then the other direction: what the manifest says of each tensor must lie in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event
+
+import xxhash
+
+from ckpt.report import Findings, Problem
+from formats.errors import FormatError
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, load
+from formats.native.reader import Shard, Shards, first_chunks
+from formats.native.shard import RECORD, TABLE
+from formats.storage import Reader
+from sharding.layout import Box
+
+BLOCK_BYTES = 8 << 20
+"""Bytes of one read."""
+WORKERS = 4
+"""Files that are checked at once. Reading and hashing let go of the GIL."""
+SHOWN_TENSORS = 3
+"""How many tensors of a damaged file a message names."""
+
+Progress = Callable[[int], None]
+
+
+def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
+    """What is wrong with the checkpoint in a folder whose manifest is sound."""
+    manifest = load(reader.read(MANIFEST, 0, reader.size(MANIFEST)), f"{reader.url}/{MANIFEST}")
+    check = _Check(reader, manifest, progress)
+    with ThreadPoolExecutor(WORKERS, "ckpt-verify") as pool:
+        try:
+            files = list(pool.map(check.file, manifest.files))
+        except BaseException:
+            check.stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    damaged = {
+        file.rank for file, checked in zip(manifest.files, files, strict=True) if checked.lost
+    }
+    problems = [problem for checked in files for problem in checked.problems]
+    problems += check.tensors(damaged)
+    return Findings(
+        "every bit: the manifest, headers, chunk tables and chunks against their checksums",
+        reader.size(MANIFEST) + sum(found.nbytes for found in files),
+        tuple(problems),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedFile:
+    """What came of one shard file."""
+
+    nbytes: int
+    """Bytes compared with a checksum."""
+    problems: list[Problem]
+    lost: bool = False
+    """Its header and table could not be trusted: nothing in it can be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredChunk:
+    """Bytes `[lo, hi)` of a file, and the checksum they were written with."""
+
+    tensor: str
+    lo: int
+    hi: int
+    digest: bytes
+
+
+class _Check:
+    """The check of one checkpoint; `file` may run in several threads."""
+
+    def __init__(self, reader: Reader, manifest: Manifest, progress: Progress | None) -> None:
+        self.stop = Event()
+        self._reader = reader
+        self._manifest = manifest
+        self._shards = Shards(reader, manifest)
+        self._progress = progress
+
+    def file(self, file: ShardFile) -> _CheckedFile:
+        """Header, table and every chunk of one file."""
+        where = f"{self._reader.url}/{file.name}"
+        try:
+            shard = self._shards.shard(file.rank, file.name)
+        except FormatError as error:
+            message = f"{error} ({self._hurt(file)})"
+            return _CheckedFile(0, [Problem(file.name, message, kind=error.kind)], lost=True)
+        self._count(file.header_bytes + file.table_bytes)
+        problems: list[Problem] = []
+        try:
+            for chunk in self._damaged(file, stored_chunks(shard, where)):
+                problems.append(
+                    Problem(
+                        file.name,
+                        f"{where}: {chunk.tensor}: bytes {chunk.lo}:{chunk.hi} do not have the "
+                        f"checksum {chunk.digest.hex()} they were written with: they were changed "
+                        "since; restore the file from another copy",
+                        chunk.tensor,
+                        chunk.lo,
+                        chunk.hi,
+                    )
+                )
+        except FormatError as error:  # a table that does not fit, or a file cut while it is read
+            problems.append(Problem.of(error, file.name))
+        return _CheckedFile(file.size, problems)
+
+    def tensors(self, lost: set[int]) -> Iterator[Problem]:
+        """What the manifest says of a tensor and no file has; files of `lost` ranks apart."""
+        for name, stored in self._manifest.tensors.items():
+            pieces = self._shards.pieces(name, stored)
+            whole, found = Box.whole(stored.shape), 0
+            for rank in stored.layout.holders(whole):
+                boxes = [piece.box for piece in stored.layout.pieces(rank)]
+                found += sum(box.numel for box in boxes)
+                if rank in lost:
+                    continue
+                shard = self._shards.files.get(rank)
+                try:
+                    for _ in pieces.locate(boxes[0]):  # one look-up finds the rank's whole part
+                        pass
+                except FormatError as error:
+                    yield Problem.of(error, shard.name if shard else MANIFEST, name)
+            if found != whole.numel:
+                yield Problem(
+                    MANIFEST,
+                    f"{self._reader.url}/{MANIFEST}: {name}: {found} elements are stored, its "
+                    f"shape {stored.shape} has {whole.numel}",
+                    name,
+                    kind="format",
+                )
+
+    def _damaged(self, file: ShardFile, chunks: Iterator[_StoredChunk]) -> Iterator[_StoredChunk]:
+        """The chunks whose bytes are not what was written, the file read front to back."""
+        end = file.size - file.table_bytes
+        block = memoryview(bytearray(min(BLOCK_BYTES, end)))
+        start = stop = 0
+        for chunk in chunks:
+            hasher, at = xxhash.xxh3_128(), chunk.lo
+            while at < chunk.hi:
+                if at >= stop:
+                    if self.stop.is_set():
+                        return
+                    start, stop = at, min(at + len(block), end)
+                    self._reader.read_into(file.name, start, block[: stop - start])
+                    self._count(stop - start)
+                upto = min(stop, chunk.hi)
+                hasher.update(block[at - start : upto - start])
+                at = upto
+            if hasher.digest() != chunk.digest:
+                yield chunk
+
+    def _hurt(self, file: ShardFile) -> str:
+        """The tensors that have a part in a file."""
+        tensors = self._manifest.tensors.items()
+        names = [name for name, stored in tensors if stored.layout.pieces(file.rank)]
+        more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
+        return "it holds parts of " + (", ".join(names[:SHOWN_TENSORS]) + more or "no tensor")
+
+    def _count(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress(nbytes)
+
+
+def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
+    """The chunks of an opened shard file in the order of its bytes, all of its data.
+
+    Raises FormatError where table and header do not fit together.
+    """
+    index = shard.index
+    first = first_chunks(index, where)
+    for entry in index.header.entries.values():
+        if entry.name == TABLE:
+            continue
+        at = index.header.data_offset + entry.begin
+        end = index.header.data_offset + entry.end
+        record = first[entry.name] * RECORD.size
+        while at < end:
+            digest, stored = RECORD.unpack_from(index.table, record)
+            most = min(index.chunk_bytes, end - at)
+            if not 0 < stored <= most or (index.codec == "raw" and stored != most):
+                raise FormatError(
+                    f"{where}: {entry.name}: a chunk at byte {at} is recorded with {stored} bytes, "
+                    f"{most} are there for it"
+                )
+            yield _StoredChunk(entry.name, at, at + stored, digest)
+            at += stored
+            record += RECORD.size

@@ -1,0 +1,120 @@
+"""`ckpt convert`: any checkpoint into a file or folder that others open."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, ArgumentTypeError
+from dataclasses import dataclass
+
+from tools.exit_codes import ExitCode
+from tools.progress import progress, tensor_bytes
+from tools.text import count, json_text, printable, size
+
+SUMMARY = "write a checkpoint in another format, in bounded memory"
+FORMATS = ("ckpt", "safetensors", "hf", "torch", "dcp")
+MAX_SHARD_BYTES = 5_000_000_000
+SHOWN_LEFT_OUT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to convert, and into what."""
+
+    src: str
+    dst: str
+    to: str | None
+    select: str | None
+    include: list[str] | None
+    exclude: list[str] | None
+    max_shard_bytes: int
+    overwrite: bool
+    compress: bool
+    dtype: str | None
+    as_json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    add("src", metavar="SRC", help="a path or URL; its format is seen from what is there")
+    add("dst", metavar="DST", help="a path or URL that does not exist yet")
+    add(
+        "--to",
+        choices=FORMATS,
+        help="the format to write; without it safetensors or torch where DST ends in "
+        ".safetensors, .pt, .pth or .bin, else a folder of ckpt's own",
+    )
+    add("--select", metavar="KEYPATH", help="only what is below this key path, which is dropped")
+    add("--include", action="append", metavar="PATTERN", help="only these names; repeatable")
+    add("--exclude", action="append", metavar="PATTERN", help="not these names; repeatable")
+    add(
+        "--max-shard-size",
+        dest="max_shard_bytes",
+        metavar="SIZE",
+        type=_size,
+        default=MAX_SHARD_BYTES,
+        help="the largest file of a Hugging Face folder: 5GB, 500MB, 2GiB; default 5GB",
+    )
+    add("--overwrite", action="store_true", help="replace what is at DST")
+    add("--compress", action="store_true", help="zstd; only for ckpt's own format")
+    add("--dtype", metavar="DTYPE", help="cast floating-point tensors (example: bfloat16)")
+    add("--json", dest="as_json", action="store_true", help="the summary as JSON")
+
+
+def run(options: Options) -> int:
+    """Convert, and print what was written and what was left out."""
+    from ckpt.convert import convert
+
+    began = time.monotonic()
+    with progress("convert", lambda: tensor_bytes(options.src)) as advance:
+        report = convert(
+            options.src,
+            options.dst,
+            to=options.to,
+            select=options.select,
+            include=options.include,
+            exclude=options.exclude,
+            max_shard_bytes=options.max_shard_bytes,
+            overwrite=options.overwrite,
+            compress=options.compress,
+            dtype=options.dtype,
+            progress=advance,
+        )
+    seconds = time.monotonic() - began
+    left_out = tuple(report.left_out)
+    if options.as_json:
+        summary = {
+            "src": report.src,
+            "dst": report.dst,
+            "source_format": report.source_format,
+            "target_format": report.target_format,
+            "tensors": report.tensors,
+            "bytes": report.nbytes,
+            "left_out": left_out,
+            "seconds": round(seconds, 3),
+        }
+        print(json_text(summary))
+        return ExitCode.FINE
+    print(
+        f"{printable(str(report.src))} ({report.source_format}) -> {printable(str(report.dst))} "
+        f"({report.target_format}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} in "
+        f"{seconds:.1f} s"
+    )
+    if left_out:
+        names = ", ".join(printable(name) for name in left_out[:SHOWN_LEFT_OUT])
+        more = len(left_out) - SHOWN_LEFT_OUT
+        print(
+            f"note: {report.target_format} cannot hold plain values; {len(left_out)} left out: "
+            f"{names}" + (f" and {more} more" if more > 0 else "")
+        )
+    return ExitCode.FINE
+
+
+def _size(text: str) -> int:
+    """Bytes in a size such as `5GB`, for argparse."""
+    from formats.huggingface import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

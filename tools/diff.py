@@ -1,0 +1,103 @@
+"""`ckpt diff`: where two checkpoints are not the same, whatever their formats."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from tools.exit_codes import ExitCode
+from tools.progress import progress, tensor_bytes
+from tools.text import count, json_text, printable, shortened, size
+
+if TYPE_CHECKING:
+    from ckpt.diff import Comparison
+
+SUMMARY = "compare names, shapes, dtypes, elements and plain values of two checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to compare, and how closely."""
+
+    a: str
+    b: str
+    rtol: float
+    atol: float
+    include: list[str] | None
+    exclude: list[str] | None
+    select: str | None
+    tensors_only: bool
+    ignore_dtype: bool
+    as_json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    add("a", metavar="A", help="a path or URL")
+    add("b", metavar="B", help="another one, of any format")
+    add("--rtol", type=float, default=0.0, help="close is |a-b| <= atol + rtol*|b|; default 0")
+    add("--atol", type=float, default=0.0, help="default 0; both 0 compares bit by bit")
+    add("--include", action="append", metavar="PATTERN", help="only these names; repeatable")
+    add("--exclude", action="append", metavar="PATTERN", help="not these names; repeatable")
+    add(
+        "--select",
+        metavar="KEYPATH",
+        help="compare what is below this key path, in A, B or both (example: model)",
+    )
+    add("--tensors-only", action="store_true", help="do not compare plain values")
+    add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
+    add("--json", dest="as_json", action="store_true", help="the differences as JSON")
+
+
+def run(options: Options) -> int:
+    """Print the differences; DIFFERENT where there is one."""
+    from ckpt.diff import diff
+
+    with progress("diff", lambda: tensor_bytes(options.a)) as advance:
+        found = diff(
+            options.a,
+            options.b,
+            rtol=options.rtol,
+            atol=options.atol,
+            include=options.include,
+            exclude=options.exclude,
+            select=options.select,
+            values=not options.tensors_only,
+            dtype=not options.ignore_dtype,
+            progress=advance,
+        )
+    if options.as_json:
+        print(json_text({**asdict(found), "equal": found.equal}))
+    else:
+        _print(found)
+    return ExitCode.FINE if found.equal else ExitCode.DIFFERENT
+
+
+def _print(found: Comparison) -> None:
+    for name in found.only_a:
+        print(f"- {printable(name)}: only in A")
+    for name in found.only_b:
+        print(f"+ {printable(name)}: only in B")
+    for tensor in found.tensors:
+        print(f"! {printable(tensor.name)}: {printable(tensor.detail)}")
+    for value in found.values:
+        sides = [shortened(side) if side is not None else "missing" for side in (value.a, value.b)]
+        print(f"! {printable(value.name)}: {sides[0]} and {sides[1]}")
+    for note in found.notes:
+        print(f"note: {printable(note)}")
+    compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
+    if found.close_tensors:
+        compared += (
+            f"; {found.close_tensors} within the tolerance and not equal, by {found.max_abs:.6g} "
+            "at most"
+        )
+    if found.equal:
+        print(f"no difference: {compared}")
+        return
+    names = len(found.only_a) + len(found.only_b)
+    print(
+        f"{count(names + len(found.tensors) + len(found.values), 'difference')}: {names} in names, "
+        f"{len(found.tensors)} in tensors, {len(found.values)} in values; {compared}"
+    )

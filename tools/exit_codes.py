@@ -1,0 +1,73 @@
+"""What the number that `ckpt` ends with means: for scripts, and for `ckpt --help`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ckpt.errors import ExistsError, NotACheckpointError
+from formats.errors import FormatError, UnsupportedError
+from sharding.errors import ShardingError
+
+
+class ExitCode(IntEnum):
+    """How a command ended."""
+
+    FINE = 0
+    DIFFERENT = 1
+    USAGE = 2
+    NOT_A_CHECKPOINT = 3
+    DAMAGED = 4
+    STORE = 5
+    EXISTS = 6
+    UNSUPPORTED = 7
+    INTERNAL = 70
+    """sysexits.h calls it EX_SOFTWARE."""
+    INTERRUPTED = 130
+    """128 + SIGINT, as shells have it."""
+    BROKEN_PIPE = 141
+    """128 + SIGPIPE."""
+
+
+MEANINGS = {
+    ExitCode.FINE: "done; for verify: sound; for diff: no difference",
+    ExitCode.DIFFERENT: "verify found damage, diff found a difference",
+    ExitCode.USAGE: "wrong arguments",
+    ExitCode.NOT_A_CHECKPOINT: "there is no checkpoint at the path or URL",
+    ExitCode.DAMAGED: "a damaged or hostile file was met",
+    ExitCode.STORE: "the disk or object store failed",
+    ExitCode.EXISTS: "something is there already and was not overwritten",
+    ExitCode.UNSUPPORTED: "the file uses, or the target cannot hold, something not supported",
+    ExitCode.INTERNAL: "a bug in ckpt",
+    ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
+    ExitCode.BROKEN_PIPE: "whoever read the output stopped reading",
+}
+"""Each code in a few words."""
+
+
+def table() -> str:
+    """The codes and what they mean, for `--help`."""
+    rows = "\n".join(f"  {code.value:>3}  {meaning}" for code, meaning in MEANINGS.items())
+    return f"exit codes:\n{rows}"
+
+
+def code_of(error: BaseException) -> ExitCode:
+    """The code that a command ends with when this was raised."""
+    found = ExitCode.INTERNAL
+    for kinds, code in _BY_ERROR:
+        if isinstance(error, kinds):
+            found = code
+            break
+    return found
+
+
+_BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], ExitCode], ...] = (
+    (KeyboardInterrupt, ExitCode.INTERRUPTED),
+    (BrokenPipeError, ExitCode.BROKEN_PIPE),
+    (NotACheckpointError, ExitCode.NOT_A_CHECKPOINT),
+    (ExistsError, ExitCode.EXISTS),
+    (UnsupportedError, ExitCode.UNSUPPORTED),
+    ((FormatError, ShardingError), ExitCode.DAMAGED),
+    (ValueError, ExitCode.USAGE),
+    (OSError, ExitCode.STORE),
+)
+"""The first that fits counts."""

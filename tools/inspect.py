@@ -1,0 +1,210 @@
+"""`ckpt inspect`: what is in a checkpoint, as a tree. Reads no tensor and imports no torch.
+
+Names are taken apart at their dots. A branch with one child is shown on one line with it, and a
+branch below `--depth` as one line that says how much is in it.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from tools.exit_codes import ExitCode
+from tools.text import columns, count, json_text, printable, shortened, size
+
+SUMMARY = "show tensors, values and files of a checkpoint"
+MAX_DEPTH = 64
+"""Names are taken apart at this many dots at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to show."""
+
+    url: str
+    patterns: list[str]
+    depth: int | None
+    values: bool
+    files: bool
+    as_json: bool
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    add("url", metavar="CHECKPOINT", help="a path or URL")
+    add(
+        "patterns",
+        metavar="NAME",
+        nargs="*",
+        help="only these names and what is below them; may have * and ?",
+    )
+    add("--depth", type=int, metavar="N", help="fold what is deeper than N levels")
+    add("--values", action="store_true", help="show plain values too")
+    add("--files", action="store_true", help="list the files")
+    add("--json", dest="as_json", action="store_true", help="everything, as JSON")
+
+
+def run(options: Options) -> int:
+    """Print what the checkpoint holds."""
+    from ckpt.sources import open_source
+
+    if options.depth is not None and options.depth < 1:
+        raise ValueError(f"--depth {options.depth}: the depth is at least 1")
+    with open_source(options.url) as source:
+        catalog = source.catalog
+        chosen = _chosen(options.patterns)
+        if options.as_json:
+            print(json_text(_described(options.url, catalog, chosen)))
+        else:
+            for line in _lines(options, catalog, chosen):
+                print(line)
+    return ExitCode.FINE
+
+
+def selects(pattern: str, name: str) -> bool:
+    """Whether a pattern names this name or something above it.
+
+    >>> selects("model.layers.0", "model.layers.0.w"), selects("*.w", "model.layers.0.w")
+    (True, True)
+    >>> selects("model.layers.1", "model.layers.10.w")
+    False
+    """
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
+    return lambda name: not patterns or any(selects(pattern, name) for pattern in patterns)
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A part of the tree of names."""
+
+    children: dict[str, _Branch] = field(default_factory=dict)
+    cells: tuple[str, ...] | None = None
+    """What is shown beside a leaf."""
+    tensors: int = 0
+    """Tensors here and below."""
+    nbytes: int = 0
+
+
+def _lines(options: Options, catalog: Catalog, chosen: Callable[[str], bool]) -> Iterator[str]:
+    tensors = {name: record for name, record in catalog.tensors.items() if chosen(name)}
+    values = {name: value for name, value in _values(catalog.tree) if chosen(name)}
+    files = catalog.files
+    total = size(sum(file.size for file in files))
+    yield (
+        f"{printable(options.url)}: {catalog.format}, {count(len(tensors), 'tensor')}, "
+        f"{size(sum(record.nbytes for record in tensors.values()))}; "
+        f"{count(len(values), 'plain value')}; {count(len(files), 'file')}, {total}"
+    )
+    for key, text in catalog.metadata.items():
+        yield f"  {printable(key)}: {shortened(text)}"
+    root = _tree(tensors, catalog.aliases, chosen, values if options.values else {})
+    rows = list(_rows(root, 0, options.depth))
+    if rows:
+        yield ""
+        yield from columns(rows, right=[3])
+    if values and not options.values:
+        yield ""
+        yield f"{count(len(values), 'plain value')}; --values shows them"
+    if options.files:
+        yield ""
+        yield from columns([(printable(f.name), size(f.size)) for f in files] or [("", "")], [1])
+
+
+def _tree(
+    tensors: Mapping[str, TensorRecord],
+    aliases: Mapping[str, str],
+    chosen: Callable[[str], bool],
+    values: Mapping[str, Tree],
+) -> _Branch:
+    root = _Branch()
+    for name, record in tensors.items():
+        shape = "[" + ", ".join(map(str, record.shape)) + "]"
+        placement = str(record.layout) if record.layout is not None else ""
+        cells = (str(record.dtype), shape, size(record.nbytes), placement)
+        _place(root, name, cells, record.nbytes)
+    for alias, name in aliases.items():
+        if chosen(alias):
+            _place(root, alias, ("", "", "", f"tied to {printable(name)}"))
+    for name, value in values.items():
+        _place(root, name, ("", "", "", f"= {shortened(_text(value))}"))
+    return root
+
+
+def _place(root: _Branch, name: str, cells: tuple[str, ...], nbytes: int | None = None) -> None:
+    branch = root
+    for part in (None, *name.split(".", MAX_DEPTH)):
+        if part is not None:
+            branch = branch.children.setdefault(part, _Branch())
+        if nbytes is not None:
+            branch.tensors += 1
+            branch.nbytes += nbytes
+    branch.cells = cells
+
+
+def _rows(branch: _Branch, level: int, depth: int | None) -> Iterator[tuple[str, ...]]:
+    for name, child in branch.children.items():
+        label = name
+        while child.cells is None and len(child.children) == 1:
+            ((inner, child),) = child.children.items()
+            label = f"{label}.{inner}"
+        label = "  " * level + printable(label)
+        if child.cells is not None:
+            yield (label, *child.cells)
+        else:
+            held = count(child.tensors, "tensor") if child.tensors else ""
+            yield (label, "", held, size(child.nbytes) if child.tensors else "", "")
+        if depth is None or level + 1 < depth:
+            yield from _rows(child, level + 1, depth)
+
+
+def _values(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """The plain values by name."""
+    from ckpt.saved import leaves
+
+    return ((name, leaf) for name, leaf in leaves(tree) if not isinstance(leaf, TensorRef))
+
+
+def _text(value: Tree) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+
+
+def _described(url: str, catalog: Catalog, chosen: Callable[[str], bool]) -> dict[str, object]:
+    """Everything, for programs. Values are encoded as in a manifest (docs/format.md)."""
+    from formats.native.tree import encode
+
+    def no_tensor(name: str, ref: TensorRef) -> str:
+        return ref.name
+
+    records: Iterable[TensorRecord] = catalog.tensors.values()
+    return {
+        "url": url,
+        "format": catalog.format,
+        "metadata": catalog.metadata,
+        "tensors": [
+            {
+                "name": record.name,
+                "dtype": str(record.dtype),
+                "shape": record.shape,
+                "bytes": record.nbytes,
+                "placement": str(record.layout) if record.layout is not None else None,
+            }
+            for record in records
+            if chosen(record.name)
+        ],
+        "aliases": {alias: name for alias, name in catalog.aliases.items() if chosen(alias)},
+        "values": {
+            name: encode(value, no_tensor) for name, value in _values(catalog.tree) if chosen(name)
+        },
+        "files": [
+            {"name": file.name, "bytes": file.size, "digest": file.digest or None}
+            for file in catalog.files
+        ],
+        "bytes": catalog.nbytes,
+    }

@@ -1,0 +1,166 @@
+"""`ckpt ls`: the checkpoints in a folder, or the tensors in a checkpoint, one a line.
+
+A checkpoint whose save was not finished, or whose files are missing or damaged, is listed as such:
+the list is what somebody looks at who must decide what to resume from and what to delete.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from ckpt.errors import NotACheckpointError
+from formats.catalog import Catalog
+from formats.errors import FormatError
+from formats.storage import Reader
+from tools.exit_codes import ExitCode
+from tools.text import columns, json_text, printable, size
+
+SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Names of files that are looked at as checkpoints of their own."""
+_SHARD = re.compile(r"\.?[0-9a-f]{16}-[0-9]{5,}\.safetensors(\..+\.part)?")
+"""A native shard, also one that is still being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to list."""
+
+    url: str
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One checkpoint of a folder."""
+
+    name: str
+    format: str
+    tensors: int
+    bytes: int
+    world_size: str
+    """How many ranks wrote it; empty where the format does not say."""
+    time: str
+    """When, by the writer's clock; empty where the format does not say."""
+    state: str
+    """`complete`, `unfinished` (no commit), or what is missing or damaged."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("url", metavar="FOLDER", nargs="?", default=".", help="default: here")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
+
+
+def run(options: Options) -> int:
+    """Print the list. Raises NotACheckpointError where there is nothing to list."""
+    from ckpt.sources import open_source
+
+    try:
+        with open_source(options.url) as source:
+            _print_tensors(options, source.catalog)
+            return ExitCode.FINE
+    except (NotACheckpointError, FormatError):
+        rows = list(_checkpoints(options.url))
+        if not rows:
+            raise
+    if options.as_json:
+        print(json_text({"url": options.url, "checkpoints": [asdict(row) for row in rows]}))
+        return ExitCode.FINE
+    head = ("NAME", "FORMAT", "TENSORS", "SIZE", "RANKS", "TIME", "STATE")
+    cells = [
+        (
+            printable(row.name),
+            row.format or "-",
+            f"{row.tensors:,}",
+            size(row.bytes),
+            printable(row.world_size or "-"),
+            printable(row.time or "-"),
+            printable(row.state),
+        )
+        for row in rows
+    ]
+    for line in columns([head, *cells], right=[2, 3, 4]):
+        print(line)
+    return ExitCode.FINE
+
+
+def _print_tensors(options: Options, catalog: Catalog) -> None:
+    records = catalog.tensors
+    named = {**{name: name for name in records}, **catalog.aliases}
+    rows = [(name, records[stored]) for name, stored in named.items()]
+    if options.as_json:
+        tensors = [
+            {
+                "name": name,
+                "dtype": str(record.dtype),
+                "shape": record.shape,
+                "bytes": record.nbytes,
+            }
+            for name, record in rows
+        ]
+        print(json_text({"url": options.url, "format": catalog.format, "tensors": tensors}))
+        return
+    cells = [
+        (printable(name), str(record.dtype), str(list(record.shape)), size(record.nbytes))
+        for name, record in rows
+    ]
+    for line in columns(cells, right=[3]):
+        print(line)
+
+
+def _checkpoints(url: str) -> Iterator[Row]:
+    """The checkpoints directly in a folder, by name, numbers in names by value."""
+    from ckpt.store import is_file, open_store
+
+    if is_file(url):
+        return
+    with open_store(url) as store:
+        files = [name for name in store.names() if name.endswith(FILE_SUFFIXES)]
+        names = sorted([*files, *store.folders()], key=_natural)
+    for name in names:
+        row = _row(f"{url.rstrip('/')}/{name}", name)
+        if row is not None:
+            yield row
+
+
+def _row(url: str, name: str) -> Row | None:
+    """What is at a place; None where that is no checkpoint and never began to be one."""
+    from ckpt.sources import open_source
+    from ckpt.store import open_store
+
+    try:
+        with open_source(url) as source:
+            catalog, missing = source.catalog, _missing(source.store, source.catalog)
+    except NotACheckpointError:
+        with open_store(url) as store:
+            begun = any(_SHARD.fullmatch(file) for file in store.names())
+        return Row(name, "ckpt", 0, 0, "", "", "unfinished") if begun else None
+    except FormatError as error:
+        return Row(name, "", 0, 0, "", "", f"{error.kind}: {error}")
+    except OSError as error:
+        return Row(name, "", 0, 0, "", "", f"unreadable: {error}")
+    return Row(
+        name,
+        catalog.format,
+        len(catalog.tensors),
+        catalog.nbytes,
+        catalog.metadata.get("world_size", ""),
+        catalog.metadata.get("time", ""),
+        f"{missing} of {len(catalog.files)} files missing" if missing else "complete",
+    )
+
+
+def _missing(reader: Reader, catalog: Catalog) -> int:
+    """How many of a checkpoint's files are not there. Other formats' readers have looked."""
+    if catalog.format != "ckpt":
+        return 0
+    return len({file.name for file in catalog.files} - set(reader.names()))
+
+
+def _natural(name: str) -> tuple[tuple[str, int], ...]:
+    """A key that puts step-9 before step-10."""
+    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))

@@ -1,0 +1,120 @@
+"""The `ckpt` command: parses, calls one command, turns errors into one line and an exit code.
+
+Rules:
+
+1. Results go to stdout, errors and progress to stderr. `--json` prints one JSON object.
+2. An error is one line, `ckpt: <what happened, where, what to do>`; with CKPT_TRACEBACK set the
+   traceback comes before it.
+3. Commands import what they need when they run, so that `ckpt --help`, inspect, ls and verify start
+   at once: torch alone takes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, NoReturn, TypeVar
+
+from ckpt.version import __version__
+from tools import convert, diff, inspect, ls, verify
+from tools.exit_codes import ExitCode, code_of, table
+from tools.text import printable
+
+OptionsT = TypeVar("OptionsT")
+
+DESCRIPTION = """\
+Looks into, checks, compares and converts checkpoints: ckpt's own, safetensors files, Hugging Face
+folders, files of torch.save and folders of torch.distributed.checkpoint, on disk or at any URL that
+fsspec has a driver for."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors in the form that all of ours have."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.USAGE, f"ckpt: {printable(message)}; see `{self.prog} --help`\n")
+
+
+@dataclass(frozen=True)
+class _Command(Generic[OptionsT]):
+    """One command: where its arguments are declared and what runs it."""
+
+    name: str
+    summary: str
+    options: Callable[..., OptionsT]
+    """A frozen dataclass; its fields are the names of the arguments."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[OptionsT], int]
+
+    def __call__(self, arguments: argparse.Namespace) -> int:
+        names = [field.name for field in fields(self.options)]  # type: ignore[arg-type]
+        return self.run(self.options(**{name: getattr(arguments, name) for name in names}))
+
+
+_COMMANDS = (
+    _Command("ls", ls.SUMMARY, ls.Options, ls.add_arguments, ls.run),
+    _Command("inspect", inspect.SUMMARY, inspect.Options, inspect.add_arguments, inspect.run),
+    _Command("verify", verify.SUMMARY, verify.Options, verify.add_arguments, verify.run),
+    _Command("diff", diff.SUMMARY, diff.Options, diff.add_arguments, diff.run),
+    _Command("convert", convert.SUMMARY, convert.Options, convert.add_arguments, convert.run),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command that the arguments name; returns its exit code, never raises."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may be in any script
+    try:
+        arguments = parser().parse_args(argv)
+        code = int(arguments.command(arguments))
+        sys.stdout.flush()
+    except SystemExit as end:  # argparse: --help, --version, wrong arguments
+        return end.code if isinstance(end.code, int) else ExitCode.FINE
+    except BrokenPipeError:
+        # Python would flush stdout once more on its way out, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(error)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=table(), formatter_class=raw)
+    found.add_argument("--version", action="version", version=f"ckpt {__version__}")
+    commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    for command in _COMMANDS:
+        one = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=table(),
+            formatter_class=raw,
+        )
+        command.add_arguments(one)
+        one.set_defaults(command=command)
+    return found
+
+
+def _report(error: BaseException) -> int:
+    """Print an error and return the exit code for it."""
+    if os.environ.get("CKPT_TRACEBACK"):
+        traceback.print_exception(type(error), error, error.__traceback__)
+    code = code_of(error)
+    message = " ".join(str(error).splitlines())
+    if code == ExitCode.INTERRUPTED:
+        message = "interrupted"
+    elif code == ExitCode.INTERNAL:
+        message = f"a bug: {type(error).__name__}: {message}; set CKPT_TRACEBACK=1 to see where"
+    elif isinstance(error, OSError) and error.strerror and error.filename:
+        message = f"{error.filename}: {error.strerror}"
+    print(f"ckpt: {printable(message)}", file=sys.stderr)
+    return code
