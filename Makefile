@@ -7,6 +7,9 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+# The disk to measure on, and for example --gib 2 --world-size 4.
+BENCH_STORE ?= benchmarks/scratch
+BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Exists only where the whole installation went well, and is as old as what it was made from.
@@ -64,8 +67,11 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
+	mkdir -p $(BENCH_STORE)
+	set -e; for script in save load reshard convert small; do \
+	    $(BIN)/python benchmarks/$$script.py --store $(BENCH_STORE) $(BENCH_ARGS); \
+	done
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) benchmarks/scratch build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ from ckpt.errors import StateError
 from ckpt.memory import torch_can_share
 from ckpt.saved import join, leaves
 from ckpt.stateful import (
+    MAX_DEPTH,
     ParameterNames,
     Stateful,
     identity,
@@ -36,8 +37,6 @@ from formats.safetensors_header import METADATA_KEY
 from sharding.dtensor import describe
 from sharding.layout import Layout, Mesh
 
-MAX_DEPTH = 100
-"""How deep a state may nest; deeper is taken for one that holds itself."""
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
 RESERVED = (TABLE, METADATA_KEY)

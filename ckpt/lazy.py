@@ -12,7 +12,7 @@ import torch
 
 from ckpt.errors import CkptError
 from ckpt.match import Selection
-from ckpt.memory import array_over, torch_dtype
+from ckpt.memory import array_over, empty_for, torch_dtype
 from ckpt.outgoing import selected
 from ckpt.saved import join
 from ckpt.sources import Source, open_source
@@ -142,7 +142,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
 
     def box(self, record: TensorRecord, box: Box) -> torch.Tensor:
         """A region of a tensor, read into memory of its own."""
-        tensor = torch.empty(box.shape, dtype=torch_dtype(record.dtype.torch_name))
+        tensor = empty_for(record, box.shape)
         requests = list(requests_for(record, [Piece.packed(box)], array_over(tensor)))
         transfer(self._opened().store, requests, self._verify)
         return tensor
@@ -156,7 +156,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             if isinstance(tree, TensorRef):
                 if tree.name not in tensors:
                     record = self.catalog.tensors[tree.name]
-                    tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype.torch_name))
+                    tensor = empty_for(record, record.shape)
                     pieces = [Piece.packed(Box.whole(record.shape))]
                     requests.extend(requests_for(record, pieces, array_over(tensor)))
                     tensors[tree.name] = tensor

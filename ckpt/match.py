@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import Difference
-from ckpt.memory import torch_can_share, torch_dtype
+from ckpt.memory import empty_for, torch_can_share, torch_dtype
 from ckpt.saved import MISSING, Missing, Saved, holds_tensor, join
 from ckpt.stateful import (
     ParameterNames,
@@ -447,7 +447,7 @@ class _Matcher:
 
 
 def _whole_tensor(record: TensorRecord) -> torch.Tensor:
-    return torch.empty(record.shape, dtype=torch_dtype(record.dtype.torch_name))
+    return empty_for(record, record.shape)
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:

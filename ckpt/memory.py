@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from ckpt.transfer import Array
+from formats.catalog import TensorRecord
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -36,6 +39,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
+    """A new tensor of the record's dtype and this shape, its elements undefined.
+
+    Raises the error of the checkpoint where torch has no memory for a size that no file holds.
+    """
+    dtype = torch_dtype(record.dtype.torch_name)
+    try:
+        return torch.empty(tuple(shape), dtype=dtype)
+    except RuntimeError:
+        for _ in record.pieces:
+            pass  # opening the files shows whether they have as much
+        raise
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -24,6 +25,9 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.saved import join
+
+MAX_DEPTH = 100
+"""How deep a state may nest; deeper is taken for one that holds itself."""
 
 
 @runtime_checkable
@@ -93,16 +97,18 @@ def parameter_names(state: object) -> ParameterNames:
     return ParameterNames(names)
 
 
-def modules(state: object, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a nest, with their key paths."""
+def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a nest, down to `MAX_DEPTH`, with their names."""
     if isinstance(state, nn.Module):
-        yield path, state
+        yield reduce(join, path, ""), state
+    elif len(path) > MAX_DEPTH:
+        return
     elif isinstance(state, Mapping):
         for key, item in state.items():
-            yield from modules(item, join(path, key))
+            yield from modules(item, (*path, key))
     elif isinstance(state, list | tuple):
         for index, item in enumerate(state):
-            yield from modules(item, join(path, index))
+            yield from modules(item, (*path, index))
 
 
 def optimizer_entries(optimizer: Optimizer, names: list[str], path: str) -> dict[str, object]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from ckpt.saved import join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from tools.exit_codes import ExitCode
 from tools.text import columns, count, json_text, printable, shortened, size
@@ -18,6 +19,7 @@ from tools.text import columns, count, json_text, printable, shortened, size
 SUMMARY = "show tensors, values and files of a checkpoint"
 MAX_DEPTH = 64
 """Names are taken apart at this many dots at most."""
+_NESTS = (dict, list, tuple, TensorRef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,16 @@ def _rows(branch: _Branch, level: int, depth: int | None) -> Iterator[tuple[str,
             yield from _rows(child, level + 1, depth)
 
 
-def _values(tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """The plain values by name."""
-    from ckpt.saved import leaves
-
-    return ((name, leaf) for name, leaf in leaves(tree) if not isinstance(leaf, TensorRef))
+def _values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+    """The plain values by name. A list of nothing but numbers and texts is one value."""
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            yield from _values(item, join(path, key))
+    elif isinstance(tree, list | tuple) and any(isinstance(item, _NESTS) for item in tree):
+        for index, item in enumerate(tree):
+            yield from _values(item, join(path, index))
+    elif not isinstance(tree, TensorRef):
+        yield path, tree
 
 
 def _text(value: Tree) -> str:

@@ -114,6 +114,8 @@ def _report(error: BaseException) -> int:
         message = "interrupted"
     elif code == ExitCode.INTERNAL:
         message = f"a bug: {type(error).__name__}: {message}; set CKPT_TRACEBACK=1 to see where"
+    elif code == ExitCode.EXISTS:
+        message += " (here: --overwrite)"
     elif isinstance(error, OSError) and error.strerror and error.filename:
         message = f"{error.filename}: {error.strerror}"
     print(f"ckpt: {printable(message)}", file=sys.stderr)

@@ -35,12 +35,12 @@ def decompress(frame: bytes | memoryview, raw_bytes: int, width: int, where: str
 
     A frame that claims another size is refused before anything is allocated.
     """
-    claimed = zstandard.frame_content_size(frame)
-    if claimed != raw_bytes:
-        raise CorruptError(
-            f"{where}: a zstd frame of {claimed} bytes stands where {raw_bytes} belong"
-        )
     try:
+        claimed = zstandard.frame_content_size(frame)
+        if claimed != raw_bytes:
+            raise CorruptError(
+                f"{where}: a zstd frame of {claimed} bytes stands where {raw_bytes} belong"
+            )
         data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=raw_bytes)
     except zstandard.ZstdError as error:
         raise CorruptError(f"{where}: zstd: {error}") from error

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -42,7 +43,9 @@ MAX_MANIFEST_BYTES = 1 << 30
 MAX_DIMENSIONS = 64
 MAX_AXES = 16
 MAX_RANKS = 1 << 24
-"""No mesh has more ranks, and no strided shard more splits."""
+"""No mesh has more ranks."""
+MAX_SPLITS = 1 << 16
+"""No layout cuts its dimensions into more chunks before it cuts them over ranks."""
 MAX_SIZE = 1 << 62
 """No dimension, rank, offset or byte count in a manifest is larger."""
 
@@ -146,18 +149,18 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
         )
     try:
         content = json.loads(body, object_pairs_hook=_no_duplicates)
+        return _Loader(file, content, stored).manifest()
     except RecursionError as error:
         raise HostileError(f"{file}: nests too deep") from error
     except ValueError as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{file}: not JSON: {error}") from error
-    return _Loader(file, content, stored).manifest()
 
 
 def check_file_name(name: object, file: str) -> str:
     """A file name from a manifest, or HostileError when it could leave the folder."""
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
         raise HostileError(f"{file}: {str(name)[:80]!r} is not a plain file name")
     return name
 
@@ -181,8 +184,7 @@ def _mesh_json(mesh: Mesh) -> Json:
 def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise HostileError(f"manifest: the key {twice[:80]!r} stands twice in one object")
     return found
 
@@ -211,6 +213,10 @@ class _Loader:
             self._placements(entry, meshes)
             for entry in self._list(self._content.get("layouts"), "layouts")
         ]
+        files = [self._shard_file(f) for f in self._list(self._content.get("files"), "files")]
+        for what, values in (("file", [f.name for f in files]), ("rank", [f.rank for f in files])):
+            if len(set(values)) != len(values):
+                raise HostileError(f"{self._file}: a {what} stands twice in the list of files")
         tensors: dict[str, StoredTensor] = {}
         aliases: dict[str, str] = {}
 
@@ -224,7 +230,10 @@ class _Loader:
                     raise FormatError(f"{self._file}: {node.name}: an alias names another tensor")
                 aliases[node.name] = target
                 return TensorRef(target)
-            tensors[node.name] = self._tensor(node.name, entry["$tensor"], layouts)
+            tensor = self._tensor(node.name, entry["$tensor"], layouts)
+            if self._stored and tensor.layout.mesh.size > len(files):
+                self._check_spread(node.name, tensor.layout, len(files))
+            tensors[node.name] = tensor
             return TensorRef(node.name)
 
         tree = decode(self._content.get("state"), found)
@@ -234,10 +243,6 @@ class _Loader:
                     f"{self._file}: {name} is an alias of {target!r}, which is missing"
                 )
         writer = self._dict(self._content.get("writer"), "writer")
-        files = [self._shard_file(f) for f in self._list(self._content.get("files"), "files")]
-        for what, values in (("file", [f.name for f in files]), ("rank", [f.rank for f in files])):
-            if len(set(values)) != len(values):
-                raise HostileError(f"{self._file}: a {what} stands twice in the list of files")
         return Manifest(tensors, aliases, tree, files, {k: str(v) for k, v in writer.items()})
 
     def _tensor(
@@ -248,7 +253,10 @@ class _Loader:
             raise FormatError(f"{self._file}: {name}: a $tensor is [dtype, shape, layout]")
         dtype = dtype_named(str(entry[0]), f"{self._file}: {name}")
         shape = self._integers(entry[1], f"the shape of {name}")
-        if len(shape) > MAX_DIMENSIONS or dtype.nbytes(shape) > MAX_SIZE:
+        if (
+            len(shape) > MAX_DIMENSIONS
+            or dtype.nbytes(tuple(size for size in shape if size)) > MAX_SIZE
+        ):
             raise HostileError(f"{self._file}: {name}: no tensor has the shape {shape[:8]}...")
         index = self._integer(entry[2], f"the layout of {name}")
         if index >= len(layouts):
@@ -258,6 +266,22 @@ class _Loader:
             return StoredTensor(shape, dtype, Layout(shape, mesh, placements))
         except ValueError as error:
             raise FormatError(f"{self._file}: {name}: {error}") from error
+
+    def _check_spread(self, name: str, layout: Layout, files: int) -> None:
+        """Raise where more ranks than have a file hold a part: their number may be absurd."""
+        at = tuple(p.index if isinstance(p, Only) else 0 for p in layout.placements)
+        # Of the axes that cut dimensions, coordinate 0 has the most.
+        most, parts = prod(layout.local_shape(layout.mesh.rank(at))), 1
+        for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
+            if isinstance(placement, FlatShard):
+                most = min(most, placement.stride)
+            elif isinstance(placement, Split):
+                parts *= size
+        if layout.numel > files * -(-most // parts):
+            raise HostileError(
+                f"{self._file}: {name} is spread over more ranks ({layout}) than the {files} that "
+                "have a file"
+            )
 
     def _mesh(self, value: Json) -> Mesh:
         entry = self._dict(value, "a mesh")
@@ -282,6 +306,8 @@ class _Loader:
             raise FormatError(f"{self._file}: there is no mesh {index}")
         mesh = meshes[index]
         placements = tuple(self._placement(p) for p in self._list(entry[1], "placements"))
+        if prod(p.split for p in placements if isinstance(p, StridedShard)) > MAX_SPLITS:
+            raise HostileError(f"{self._file}: no tensor is cut as {[str(p) for p in placements]}")
         for placement, size in zip(placements, mesh.sizes, strict=False):
             if self._stored and isinstance(placement, Replicate) and size > 1:
                 raise FormatError(
@@ -300,8 +326,6 @@ class _Loader:
                 return Shard(int(first)) if kind == "S" else Only(int(first))
             if kind in ("SS", "F") and second is not None:
                 a, b = int(first), int(second)
-                if kind == "SS" and b > MAX_RANKS:
-                    raise HostileError(f"{self._file}: no tensor is cut as {value}")
                 return StridedShard(a, b) if kind == "SS" else FlatShard(a, b)
         raise FormatError(f"{self._file}: {str(value)[:80]!r} is not a placement")
 
@@ -336,7 +360,7 @@ class _Loader:
         """Rank steps, which may be negative: a mesh may run backwards."""
         steps = self._list(value, "a mesh's strides")
         for step in steps:
-            self._integer(abs(step) if isinstance(step, int) else step, "a mesh's stride")
+            self._integer(-step if type(step) is int and step < 0 else step, "a mesh's stride")
         return tuple(step for step in steps if isinstance(step, int))
 
     def _integers(self, value: Json, what: str) -> tuple[int, ...]:

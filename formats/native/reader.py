@@ -123,7 +123,7 @@ class Shard:
     def extent(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Extent:
         """Where a tensor's part, which has this shape, lies in the file."""
         header = self.index.header
-        entry = header.entries.get(name)
+        entry = header.entries.get(name) if name != TABLE else None
         if entry is None:
             raise CorruptError(f"{self._where}: {name} should be in this file and is not")
         nbytes = dtype.nbytes(shape)
@@ -197,12 +197,14 @@ class ChunkTable:
             at = self._stored_starts()[index]
         elif stored != raw:
             raise FormatError(f"chunk {index} is recorded with {stored} bytes, it has {raw}")
+        if not 0 < stored <= raw:
+            raise FormatError(f"chunk {index} is recorded with {stored} bytes, it decodes to {raw}")
         return Chunk(self._offset + at, stored, raw, digest, stored < raw)
 
     def check(self, where: str) -> None:
-        """Raise FormatError unless compressed chunks fill their entry exactly."""
+        """Raise FormatError unless compressed chunks are all there and fill their entry exactly."""
         starts = self._stored_starts()
-        if starts[-1] != self._stored_bytes:
+        if len(starts) != len(self) + 1 or starts[-1] != self._stored_bytes:
             raise FormatError(
                 f"{where}: its chunks take {starts[-1]} bytes, its entry has {self._stored_bytes}"
             )

@@ -16,6 +16,7 @@ Rules (docs/format.md is normative):
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -268,9 +269,8 @@ def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
         or entry.end - entry.begin != file.table_bytes
         or header.data_offset + entry.end != size
         or file.table_bytes % RECORD.size
-        or not (
-            chunk_bytes.isascii() and chunk_bytes.isdecimal() and 0 < int(chunk_bytes) < 1 << 31
-        )
+        or not re.fullmatch("[1-9][0-9]{0,9}", chunk_bytes)
+        or int(chunk_bytes) >= 1 << 31
         or int(chunk_bytes) % 16
     ):
         raise FormatError(f"{where}: not a ckpt shard: its chunk table is not where it belongs")

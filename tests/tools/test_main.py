@@ -1,0 +1,190 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt.errors import ExistsError, NotACheckpointError
+from ckpt.save import save
+from ckpt.version import __version__
+from formats.errors import CorruptError, HostileError, UnsupportedError
+from sharding.errors import HoleError
+from tools.exit_codes import MEANINGS, ExitCode, code_of
+
+COMMANDS = ("ls", "inspect", "verify", "diff", "convert")
+WHOLE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+WHOLE += "from ckpt.__main__ import main; sys.exit(main())"
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", WHOLE, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """A file whose description is longer than any pipe holds."""
+    save_file({f"tensor.{i:04d}": torch.zeros(1) for i in range(3000)}, tmp_path / "w.safetensors")
+    return tmp_path / "w.safetensors"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_lists_every_exit_code(run, arguments):
+    ended = run(*arguments)
+    assert ended.code == 0
+    for code, meaning in MEANINGS.items():
+        assert f"{code.value:>3}  {meaning}" in ended.out
+
+
+def test_every_exit_code_has_a_meaning():
+    assert set(MEANINGS) == set(ExitCode)
+
+
+def test_the_version_is_printed(run):
+    assert run("--version").out == f"ckpt {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bogus"],
+        ["inspect"],
+        ["diff", "a"],
+        ["convert", "a", "b", "--to", "floppy"],
+        ["convert", "a", "b", "--max-shard-size", "many"],
+    ],
+)
+def test_wrong_arguments_are_one_line_that_says_where_to_look(run, arguments):
+    ended = run(*arguments)
+    assert ended.code == ExitCode.USAGE
+    assert ended.out == ""
+    assert ended.err.startswith("ckpt: ")
+    assert ended.err.count("\n") == 1
+    assert "--help`" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotACheckpointError("x"), ExitCode.NOT_A_CHECKPOINT),
+        (ExistsError("x"), ExitCode.EXISTS),
+        (UnsupportedError("x"), ExitCode.UNSUPPORTED),
+        (CorruptError("x"), ExitCode.DAMAGED),
+        (HostileError("x"), ExitCode.DAMAGED),
+        (HoleError("x"), ExitCode.DAMAGED),
+        (ValueError("x"), ExitCode.USAGE),
+        (PermissionError("x"), ExitCode.STORE),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+        (BrokenPipeError(), ExitCode.BROKEN_PIPE),
+        (ZeroDivisionError(), ExitCode.INTERNAL),
+    ],
+)
+def test_an_error_has_the_exit_code_of_what_to_do_about_it(error, code):
+    assert code_of(error) == code
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_where_there_is_no_checkpoint_one_line_says_so(run, tmp_path, command):
+    ended = run(command, tmp_path / "nothing")
+    assert ended.code == ExitCode.NOT_A_CHECKPOINT
+    assert ended.out == ""
+    assert ended.err == f"ckpt: {tmp_path}/nothing: no checkpoint here (nothing is there)\n"
+
+
+def test_a_damaged_file_is_one_line_without_a_traceback(run, saved, monkeypatch):
+    manifest = saved / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    monkeypatch.delenv("CKPT_TRACEBACK", raising=False)
+    ended = run("inspect", saved)
+    assert ended.code == ExitCode.DAMAGED
+    assert ended.err.count("\n") == 1
+    assert "manifest.json" in ended.err
+
+
+def test_the_traceback_is_there_for_those_who_ask(run, saved, monkeypatch):
+    (saved / "manifest.json").write_bytes(b"")
+    monkeypatch.setenv("CKPT_TRACEBACK", "1")
+    ended = run("inspect", saved)
+    assert "Traceback" in ended.err
+    assert ended.err.splitlines()[-1].startswith("ckpt: ")
+
+
+def test_a_file_that_may_not_be_read_is_an_error_of_the_store(run, tmp_path):
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    (tmp_path / "folder").mkdir(mode=0)
+    if os.geteuid() == 0:
+        pytest.skip("nothing is forbidden to root")
+    ended = run("ls", tmp_path / "folder")
+    assert ended.code == ExitCode.STORE
+
+
+def test_names_from_a_file_send_no_commands_to_the_terminal(run, tmp_path):
+    save_file({"w\x1b[2J": torch.zeros(1)}, tmp_path / "evil.safetensors")
+    for command in ("ls", "inspect"):
+        ended = run(command, tmp_path / "evil.safetensors")
+        assert "\x1b" not in ended.out
+        assert r"w\x1b[2J" in ended.out
+
+
+def test_a_reader_that_stops_reading_ends_the_command_quietly(wide):
+    process = start("inspect", wide)
+    process.stdout.close()
+    assert process.wait(60) == ExitCode.BROKEN_PIPE
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_ctrl_c_ends_the_command_with_one_line(wide):
+    process = start("inspect", wide, "--json")
+    assert process.stdout.read(1) == "{"  # the rest does not fit into the pipe
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert err == "ckpt: interrupted\n"
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+@pytest.mark.parametrize("kind", ["ckpt", "zstd", "safetensors", "torch", "dcp"])
+def test_looking_into_a_checkpoint_imports_neither_torch_nor_numpy(command, kind, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": torch.arange(6.0).reshape(2, 3), "step": 1}
+    url = tmp_path / {"safetensors": "w.safetensors", "torch": "w.pt"}.get(kind, "w")
+    if kind in ("ckpt", "zstd"):
+        save(url, state, compress=kind == "zstd")
+    elif kind == "safetensors":
+        save_file({"w": state["w"]}, url)
+    elif kind == "torch":
+        torch.save(state, url)
+    else:
+        dcp.save(state, checkpoint_id=url, no_dist=True)
+    code = (
+        "import sys; from tools.main import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numpy', 'fsspec', 'tqdm'} & set(sys.modules)), file=sys.stderr); "
+        "sys.exit(code)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, command, str(url)], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr == "[]\n"
+    assert ended.returncode == 0
+    assert "w" in ended.stdout
+
+
+def test_json_goes_to_stdout_alone(run, saved):
+    for arguments in (["ls", saved], ["inspect", saved], ["verify", saved], ["diff", saved, saved]):
+        ended = run(*arguments, "--json")
+        assert ended.code == 0
+        assert ended.err == ""
+        assert isinstance(json.loads(ended.out), dict)
