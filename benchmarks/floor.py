@@ -86,9 +86,7 @@ def _on_rank(store: str, gib: float, rounds: int) -> tuple[measure.Samples, int]
     buffers = training.buffers()
     path = f"{store}/raw-{dist.get_rank()}"
     contestants = {
-        "raw write": measure.Contestant(
-            lambda: write(path, buffers), lambda: report.remove(path)
-        ),
+        "raw write": measure.Contestant(lambda: write(path, buffers), lambda: report.remove(path)),
         "raw read": measure.Contestant(lambda: read(path, buffers)),
     }
     return measure.interleaved(contestants, rounds), training.nbytes()
@@ -105,9 +103,7 @@ def tables(options: report.Options) -> list[report.Table]:
         for name, found in samples.items():
             seconds = [sample.seconds for sample in found]
             speeds = [nbytes / value / 1e9 for value in seconds]
-            rows.append(
-                [str(world_size), name, report.spread(seconds), report.spread(speeds)]
-            )
+            rows.append([str(world_size), name, report.spread(seconds), report.spread(speeds)])
     return [report.Table(f"The floor, {options.where}", ("W", "", "seconds", "GB/s"), rows)]
 
 

@@ -35,11 +35,11 @@ class Options:
     @property
     def where(self) -> str:
         """The store in words: `tmpfs`, or the kind of its disk's file system."""
-        best, kind = "", "disk"
+        path, best, kind = os.path.realpath(self.store) + "/", "", "disk"
         for line in Path("/proc/mounts").read_text().splitlines():
             mount, found = line.split()[1:3]
-            inside = os.path.realpath(self.store).startswith(mount.rstrip("/") + "/")
-            if (inside or mount == "/") and len(mount) >= len(best):
+            mount = mount.rstrip("/") + "/"
+            if path.startswith(mount) and len(mount) >= len(best):
                 best, kind = mount, found
         return kind if kind == "tmpfs" else f"disk ({kind})"
 
@@ -76,9 +76,7 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle:.3g} ({least:.3g}–{most:.3g})"
 
 
-def ratios(
-    samples: Samples, name: str, figure: Callable[[Sample], float]
-) -> list[float]:
+def ratios(samples: Samples, name: str, figure: Callable[[Sample], float]) -> list[float]:
     """A contestant's figure over the floor's, round by round."""
     pairs = zip(samples[name], samples[FLOOR], strict=True)
     return [figure(mine) / figure(least) for mine, least in pairs]

@@ -64,9 +64,7 @@ def _load(store: str, gib: float, rounds: int) -> tuple[measure.Samples, int]:
         {
             report.FLOOR: contestant(lambda: floor.read(raw, buffers)),
             "ckpt": contestant(lambda: ckpt.load(ours, training.state)),
-            "ckpt, verify=False": contestant(
-                lambda: ckpt.load(ours, training.state, verify=False)
-            ),
+            "ckpt, verify=False": contestant(lambda: ckpt.load(ours, training.state, verify=False)),
             "torch DCP": contestant(lambda: dcp.load(theirs, state_dicts)),
         },
         rounds,

@@ -1,6 +1,6 @@
 """Saving workload A: ckpt beside torch DCP and the raw write of the same bytes.
 
-    python benchmarks/save.py --world-size 2 --store DIR
+python benchmarks/save.py --world-size 2 --store DIR
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
 from ckpt.saved import join
 from ckpt.sources import Source, open_source
 from formats.catalog import TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
 
 _T = TypeVar("_T")
 
@@ -313,9 +314,13 @@ def _compare_values(
             return (), (note,) if count else ()
     found = []
     for name in dict.fromkeys((*a.values, *b.values)):
-        here = repr(a.values[name]) if name in a.values else None
-        there = repr(b.values[name]) if name in b.values else None
+        here = _shown(a.values[name]) if name in a.values else None
+        there = _shown(b.values[name]) if name in b.values else None
         both = here is not None and there is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             found.append(ValueDifference(name, here, there))
     return tuple(found), ()
+
+
+def _shown(value: Tree) -> str:
+    return str(value) if isinstance(value, DType) else repr(value)

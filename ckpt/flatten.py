@@ -165,6 +165,8 @@ class _Flattener:
     def _key(self, key: object, path: tuple[object, ...]) -> str | int | float | bool | None:
         if isinstance(key, int):
             return _integer(key, path)
+        if key == "" and not path:
+            raise StateError("state['']: the name of a top entry cannot be empty; rename the key")
         if key is None or isinstance(key, str | float):
             return key
         raise StateError(

@@ -330,6 +330,7 @@ class _Matcher:
         if not self._selects(path):
             return lambda: optimizer
         groups = self._groups(optimizer, names, path)
+        self.used.add(join(path, "state"))  # a leaf where no parameter has any
         held = optimizer_entries(optimizer, names, path)["state"]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = {

@@ -91,7 +91,7 @@ class Saved:
         self._sorted = sorted(self.leaves)
 
     def _index(self, tree: Tree, path: str) -> None:
-        self._nodes[path] = tree
+        self._nodes.setdefault(path, tree)
         if isinstance(tree, dict):
             for key, item in tree.items():
                 self._index(item, join(path, key))

@@ -60,7 +60,7 @@ def continue_text(model: GPT, prompt: bytes, count: int, seed: int | None) -> by
         if draw is None:
             text.append(int(scores.argmax()))
         else:
-            chances = torch.softmax(scores / 0.6, dim=0)
+            chances = torch.softmax(scores / 0.7, dim=0)
             text.append(int(torch.multinomial(chances, 1, generator=draw)))
     return bytes(text[len(prompt) :])
 

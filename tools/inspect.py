@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from ckpt.saved import join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
 from tools.exit_codes import ExitCode
 from tools.text import columns, count, json_text, printable, shortened, size
 
@@ -179,7 +180,9 @@ def _values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
 
 
 def _text(value: Tree) -> str:
-    return f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return str(value) if isinstance(value, DType) else repr(value)
 
 
 def _described(url: str, catalog: Catalog, chosen: Callable[[str], bool]) -> dict[str, object]:

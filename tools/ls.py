@@ -119,10 +119,14 @@ def _checkpoints(url: str) -> Iterator[Row]:
     if is_file(url):
         return
     with open_store(url) as store:
-        files = [name for name in store.names() if name.endswith(FILE_SUFFIXES)]
+        files = [
+            name
+            for name in store.names()
+            if name.endswith(FILE_SUFFIXES) and not _SHARD.fullmatch(name)
+        ]
         names = sorted([*files, *store.folders()], key=_natural)
     for name in names:
-        row = _row(f"{url.rstrip('/')}/{name}", name)
+        row = _row(f"{url.removesuffix('/')}/{name}", name)
         if row is not None:
             yield row
 

@@ -4,6 +4,7 @@ import math
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_targets_of_any_strides_are_filled_in_place(tmp_path: Path) -> None:
 def test_a_large_strided_tensor_is_stored_block_by_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.save.STAGE_BYTES", 100)
+    monkeypatch.setattr(import_module("ckpt.save"), "STAGE_BYTES", 100)
     state = {"w": torch.arange(700.0).reshape(7, 100).T, "v": torch.arange(60.0)[::2]}
     ckpt.save(tmp_path, state)
     assert alike(ckpt.read(tmp_path), {k: v.contiguous() for k, v in state.items()})
@@ -227,7 +228,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path) -> No
         "floats": [0.1, -0.0, math.nan, math.inf, -math.inf, 5e-324, 1.7976931348623157e308],
         "integers": (0, -1, 2**64, -(10**1000)),
         "truths": [True, False, 1, 0],
-        "texts": ["", "é\U0001f600\x00\n\"\\", "\ud800"],
+        "texts": ["", 'é\U0001f600\x00\n"\\', "\ud800"],
         "bytes": [b"", bytes(range(256))],
         "complex": [1 + 2j, complex(-0.0, math.nan)],
         "nest": {"a": [(), [], {}, ({"b": ((1,),)},)]},
@@ -238,7 +239,7 @@ def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path) -> No
         True: "truth key",
         None: "none key",
         "like a tag": {"$tensor": 1},
-        "": "empty key",
+        "an empty key": {"": 1},
         "ordered": OrderedDict(z=1, a=2),
         "default": defaultdict(list, x=[1]),
     }
@@ -263,10 +264,10 @@ def test_a_state_may_be_one_tensor(tmp_path: Path) -> None:
 
 
 def test_tensors_below_empty_keys_come_back(tmp_path: Path) -> None:
-    state = {"": {"w": torch.ones(2), "": torch.zeros(1)}, "a": {"": torch.ones(3)}}
+    state = {"a": {"": {"w": torch.ones(2), "": torch.zeros(1)}}, "b": {"": torch.ones(3)}}
     ckpt.save(tmp_path, state)
     assert alike(ckpt.read(tmp_path), state)
-    target = {"": {"w": torch.zeros(2), "": torch.ones(1)}, "a": {"": torch.zeros(3)}}
+    target = {"a": {"": {"w": torch.zeros(2), "": torch.ones(1)}}, "b": {"": torch.zeros(3)}}
     assert alike(ckpt.load(tmp_path, target), state)
 
 
@@ -367,13 +368,17 @@ UNSTORABLE: dict[str, tuple[Callable[[], object], str]] = {
     "list names": (lambda: {"a.0": 1, "a": [2, torch.ones(1)]}, "two entries .* the name 'a.0'"),
     "reserved": (lambda: {"__chunks__": torch.ones(1)}, r"state\['__chunks__'\]: no tensor"),
     "metadata": (lambda: {"__metadata__": torch.ones(1)}, r"state\['__metadata__'\]: no tensor"),
+    "empty": (lambda: {"": torch.ones(1)}, r"state\[''\]: the name of a top entry"),
     "no text": (lambda: {"\ud800": torch.ones(1)}, "no tensor can have the name"),
     "cycle": (lambda: {"a": cycle()}, r"state\['a'\]\[0\].*a cycle\?"),
     "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"state\['a'\]: a torch.sparse_coo tensor"),
     "meta": (lambda: {"a": torch.ones(1, device="meta")}, r"state\['a'\]: .* meta device"),
     "big": (lambda: {"a": 10**5000}, r"state\['a'\]: an integer of 16610 bits"),
     "big key": (lambda: {"a": {10**5000: 1}}, r"state\['a'\]: an integer of 16610 bits"),
-    "dates": (lambda: {"a": np.zeros(2, "M8[s]")}, r"state\['a'\]: a numpy array of dtype datetime"),
+    "dates": (
+        lambda: {"a": np.zeros(2, "M8[s]")},
+        r"state\['a'\]: a numpy array of dtype datetime",
+    ),
     "long double": (lambda: {"a": np.longdouble(1)}, r"state\['a'\]: a numpy"),
 }
 

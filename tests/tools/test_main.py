@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -120,13 +119,11 @@ def test_the_traceback_is_there_for_those_who_ask(run, saved, monkeypatch):
     assert ended.err.splitlines()[-1].startswith("ckpt: ")
 
 
-def test_a_file_that_may_not_be_read_is_an_error_of_the_store(run, tmp_path):
-    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
-    (tmp_path / "folder").mkdir(mode=0)
-    if os.geteuid() == 0:
-        pytest.skip("nothing is forbidden to root")
-    ended = run("ls", tmp_path / "folder")
+def test_a_disk_that_fails_is_an_error_of_the_store(run, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    ended = run("ls", tmp_path / "loop")
     assert ended.code == ExitCode.STORE
+    assert ended.err == f"ckpt: {tmp_path}/loop: Too many levels of symbolic links\n"
 
 
 def test_names_from_a_file_send_no_commands_to_the_terminal(run, tmp_path):
@@ -155,6 +152,7 @@ def test_ctrl_c_ends_the_command_with_one_line(wide):
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["ckpt", "zstd", "safetensors", "torch", "dcp"])
 def test_looking_into_a_checkpoint_imports_neither_torch_nor_numpy(command, kind, tmp_path):
     import torch.distributed.checkpoint as dcp

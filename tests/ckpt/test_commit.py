@@ -1,0 +1,195 @@
+"""A process that dies at any system call of a save leaves the old checkpoint or the new one.
+
+The calls that `ckpt.local_store` makes are counted, and a forked process ends itself without a word
+at the n-th of them: once before the call, once, where it writes, with half of it done. What is in
+the folder afterwards is then read, for every n up to the end of the save.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+
+CALLS = ("open", "writev", "pwrite", "fsync", "close", "link", "replace", "unlink")
+DIED = 9
+
+
+def old() -> dict[str, Any]:
+    return {"w": torch.arange(300.0), "b": torch.ones(7), "step": 1}
+
+
+def new() -> dict[str, Any]:
+    """Several blocks in a file, so that there are several writes."""
+    return {**{f"w{i}": torch.full((500, 3), float(i)).T for i in range(4)}, "step": 2}
+
+
+class DyingSystem:
+    """`os`, until its n-th call: then the process is gone."""
+
+    def __init__(self, last: int, half: bool) -> None:
+        self._left, self._half = last, half
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        if name not in CALLS:
+            return found
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == 0:
+                if self._half and name == "writev":
+                    descriptor, (first, *_) = arguments
+                    os.write(descriptor, first[: len(first) // 2])
+                os._exit(DIED)
+            return found(*arguments, **options)
+
+        return call
+
+
+def save_and_die(folder: str, overwrite: bool, compress: bool, last: int, half: bool) -> bool:
+    """Save in a process of its own that dies at call number `last`; True when it came that far."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            system = DyingSystem(last, half)
+            import_module("ckpt.local_store").os = system  # type: ignore[attr-defined]
+            unlink = system.unlink
+            Path.unlink = lambda self, missing_ok=False: unlink(self)  # type: ignore[method-assign]
+            ckpt.save(folder, new(), overwrite=overwrite, compress=compress)
+            status = 0
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, DIED)
+    return status == DIED
+
+
+def found(folder: str) -> str:
+    """Which checkpoint is in the folder, whole and with the right values."""
+    try:
+        state: Any = ckpt.read(folder)
+    except ckpt.NotACheckpointError:
+        return "none"
+    expected = old() if state["step"] == 1 else new()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[name], value), name
+    return "old" if state["step"] == 1 else "new"
+
+
+def die_everywhere(folder: str, overwrite: bool, compress: bool, half: bool) -> list[str]:
+    """What is found after dying at the first call, the second, ... until a save lives."""
+    outcomes = []
+    for last in count(1):
+        place = f"{folder}/{last}"
+        if overwrite:
+            ckpt.save(place, old())
+        died = save_and_die(place, overwrite, compress, last, half)
+        outcomes.append(found(place))
+        # Whatever was left lying there is in nobody's way.
+        ckpt.save(place, new(), overwrite=outcomes[-1] != "none")
+        assert found(place) == "new"
+        if not died:
+            return outcomes
+    raise AssertionError
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["before", "during"])
+@pytest.mark.parametrize("compress", [False, True], ids=["raw", "zstd"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+def test_dying_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
+    clusters: Callable, tmp_path: Path, overwrite: bool, compress: bool, half: bool
+) -> None:
+    (outcomes,) = clusters(1).run(die_everywhere, str(tmp_path), overwrite, compress, half)
+    before = "old" if overwrite else "none"
+    committed = outcomes.index("new")
+    assert outcomes == [before] * committed + ["new"] * (len(outcomes) - committed)
+    assert committed >= 8  # a shard is opened, written, flushed, closed, renamed; then a manifest
+    assert len(outcomes) - committed >= 3
+
+
+class FullDisk:
+    """`os`, on a disk with room for a few bytes."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room = room_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def writev(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
+        self._room -= sum(map(len, buffers))
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.writev(descriptor, buffers)
+
+
+def save_to_a_full_disk(folder: str, full_rank: int, room_bytes: int) -> str:
+    """The name of what this rank's save raises when one rank's disk is full."""
+    local_store: Any = import_module("ckpt.local_store")
+    if dist.get_rank() == full_rank:
+        local_store.os = FullDisk(room_bytes)
+    try:
+        ckpt.save(folder, {"w": torch.zeros(1 << 18), "step": 2}, overwrite=True)
+    except (OSError, ckpt.RankError) as error:
+        if isinstance(error, ckpt.RankError):
+            assert error.rank == full_rank
+        assert "No space left" in str(error)
+        return type(error).__name__
+    finally:
+        local_store.os = os
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("full_rank", "room_bytes"),
+    [(1, 0), (0, 0), (0, 600_000)],
+    ids=["a shard", "rank 0's shard", "the manifest"],
+)
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_checkpoint_stays(
+    clusters: Callable, tmp_path: Path, full_rank: int, room_bytes: int
+) -> None:
+    ckpt.save(tmp_path, old())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    if room_bytes:  # enough for rank 0's shard, and not for the manifest after it
+        room_bytes = (1 << 18) * 4 // 2 + 1000
+    raised = clusters(2).run(save_to_a_full_disk, str(tmp_path), full_rank, room_bytes)
+    assert raised[full_rank] == "OSError"
+    assert raised[1 - full_rank] == "RankError"
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.items() <= after.items()
+    if not room_bytes:
+        assert before == after
+    assert found(str(tmp_path)) == "old"
+
+
+def test_a_checkpoint_is_invisible_until_its_manifest_exists(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, old())
+    (tmp_path / "manifest.json").rename(tmp_path / "elsewhere")
+    with pytest.raises(ckpt.NotACheckpointError, match="a save that was not finished"):
+        ckpt.read(tmp_path)
+    (tmp_path / "elsewhere").rename(tmp_path / "manifest.json")
+    assert found(str(tmp_path)) == "old"
+    with pytest.raises(ckpt.ExistsError, match="pass overwrite=True"):
+        ckpt.save(tmp_path, new())
+
+
+def test_overwriting_a_damaged_checkpoint_deletes_nothing_it_names(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, old())
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    files = set(tmp_path.glob("*.safetensors"))
+    ckpt.save(tmp_path, new(), overwrite=True)
+    assert found(str(tmp_path)) == "new"
+    assert files < set(tmp_path.glob("*.safetensors"))

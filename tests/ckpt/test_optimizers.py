@@ -1,0 +1,334 @@
+"""Training goes on bit for bit: every optimizer, plain and sharded, loaded into fresh objects."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import ckpt
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
+    "adam amsgrad foreach": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=2),
+}
+
+
+def network(seed: int) -> nn.Sequential:
+    """A small network, its parameters drawn from a seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def train(model: nn.Module, optimizer: Optimizer, first: int, steps: int) -> list[float]:
+    """Train on the batches of these steps; returns the losses."""
+    losses = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 5, generator=generator)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss.item()
+
+        losses.append(float(optimizer.step(closure)))
+    return losses
+
+
+def tensors(nest: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a nest with its key path."""
+    if isinstance(nest, torch.Tensor):
+        yield path, nest
+    elif isinstance(nest, dict):
+        yield from chain.from_iterable(tensors(v, f"{path}.{k}") for k, v in nest.items())
+    elif isinstance(nest, list | tuple):
+        yield from chain.from_iterable(tensors(v, f"{path}.{i}") for i, v in enumerate(nest))
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of all tensors of a model and its optimizer, whole."""
+    found = dict(tensors({"model": model.state_dict(), "optim": optimizer.state_dict()}))
+    return {
+        name.replace("model.module.", "model."): (
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        )
+        .detach()
+        .clone()
+        for name, tensor in found.items()
+    }
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Assert that two sets of tensors are equal bit for bit, types included."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_fresh_optimizer_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    model = network(0)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, 0, 3)
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    saved = everything(model, optimizer)
+    losses = train(model, optimizer, 3, 3)
+    fresh = network(1)
+    again = OPTIMIZERS[kind](fresh.parameters())
+    ckpt.load(tmp_path, {"model": fresh, "optim": again})
+    same(everything(fresh, again), saved)
+    assert train(fresh, again, 3, 3) == losses
+    same(everything(fresh, again), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd momentum", "lbfgs"])
+def test_an_optimizer_that_has_stepped_is_overwritten(tmp_path: Path, kind: str) -> None:
+    model = network(0)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, 0, 2)
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    saved, losses = everything(model, optimizer), train(model, optimizer, 2, 2)
+    train(model, optimizer, 50, 3)
+    ckpt.load(tmp_path, {"model": model, "optim": optimizer})
+    same(everything(model, optimizer), saved)
+    assert train(model, optimizer, 2, 2) == losses
+
+
+def test_a_checkpoint_before_the_first_step_empties_the_optimizer(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    train(model, optimizer, 0, 2)
+    ckpt.load(tmp_path, {"model": model, "optim": optimizer})
+    assert not optimizer.state_dict()["state"]
+
+
+def groups(model: nn.Sequential, order: int) -> Optimizer:
+    """Adam with two groups of different options, in either order."""
+    decayed = {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1, "name": "w"}
+    others = {"params": [model[0].bias, model[2].bias], "lr": 0.02, "betas": (0.5, 0.9)}
+    return torch.optim.AdamW([decayed, others][::order])
+
+
+def test_groups_keep_their_options_also_in_another_order(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = groups(model, 1)
+    train(model, optimizer, 0, 3)
+    optimizer.param_groups[0]["lr"] = 0.005
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    for order in (1, -1):
+        fresh = network(1)
+        again = groups(fresh, order)
+        for group in again.param_groups:
+            group["lr"] = 99.0
+        ckpt.load(tmp_path, {"model": fresh, "optim": again})
+        decayed, others = again.param_groups[::order]
+        assert (decayed["lr"], decayed["weight_decay"], decayed["name"]) == (0.005, 0.1, "w")
+        assert (others["lr"], others["betas"]) == (0.02, (0.5, 0.9))
+        for name, parameter in model.named_parameters():
+            there = again.state[fresh.get_parameter(name)]
+            same(dict(tensors(there)), dict(tensors(optimizer.state[parameter])))
+        # After training on, the original is another one: compare one step of a copy.
+        one, other = network(0), network(0)
+        first, second = groups(one, 1), groups(other, order)
+        ckpt.load(tmp_path, {"model": one, "optim": first})
+        ckpt.load(tmp_path, {"model": other, "optim": second})
+        assert train(one, first, 3, 2) == train(other, second, 3, 2)
+
+
+def test_groups_that_cannot_be_matched_are_named(tmp_path: Path) -> None:
+    model = network(0)
+    ckpt.save(tmp_path, {"model": model, "optim": groups(model, 1)})
+    fresh = network(1)
+    merged = torch.optim.AdamW(fresh.parameters())
+    with pytest.raises(ckpt.MismatchError, match=r"optim\.param_groups\.0: .* the groups \[0, 1\]"):
+        ckpt.load(tmp_path, {"model": fresh, "optim": merged})
+    larger = nn.Sequential(*network(1), nn.Linear(5, 5))
+    ckpt.save(tmp_path / "less", {"model": model, "optim": torch.optim.SGD(model.parameters())})
+    with pytest.raises(ckpt.MismatchError, match=r"2 of its 6 parameters .* first is 3\.weight"):
+        ckpt.load(
+            tmp_path / "less", {"model": larger, "optim": torch.optim.SGD(larger.parameters())}
+        )
+
+
+def test_frozen_and_unused_parameters_have_no_state(tmp_path: Path) -> None:
+    model = network(0)
+    model[0].requires_grad_(False)
+    unused = nn.Parameter(torch.ones(3))
+    model.register_parameter("unused", unused)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 0, 2)
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    saved = everything(model, optimizer)
+    fresh = network(1)
+    fresh.register_parameter("unused", nn.Parameter(torch.zeros(3)))
+    fresh[0].requires_grad_(False)
+    again = torch.optim.Adam(fresh.parameters())
+    ckpt.load(tmp_path, {"model": fresh, "optim": again})
+    same(everything(fresh, again), saved)
+    assert fresh.unused not in again.state
+    assert fresh[0].weight not in again.state
+
+
+def test_state_in_another_dtype_than_its_parameter_keeps_it(tmp_path: Path) -> None:
+    model = network(0).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 1 / 3).float()
+    ckpt.save(tmp_path, {"model": model, "optim": optimizer})
+    fresh = network(1).to(torch.bfloat16)
+    again = torch.optim.SGD(fresh.parameters(), lr=0.01, momentum=0.9)
+    ckpt.load(tmp_path, {"model": fresh, "optim": again})
+    same(everything(fresh, again), everything(model, optimizer))
+
+
+def test_one_optimizer_over_two_modules_goes_by_both_their_names(tmp_path: Path) -> None:
+    one, two = network(0), network(1)
+    optimizer = torch.optim.Adam([*two.parameters(), *one.parameters()])
+    train(one, optimizer, 0, 2)
+    train(two, optimizer, 2, 2)
+    ckpt.save(tmp_path, {"actor": one, "critic": two, "optim": optimizer})
+    first, second = network(2), network(3)
+    again = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    ckpt.load(tmp_path, {"actor": first, "critic": second, "optim": again})
+    for old, new in ((one, first), (two, second)):
+        for name, parameter in old.named_parameters():
+            there = again.state[new.get_parameter(name)]
+            same(dict(tensors(there)), dict(tensors(optimizer.state[parameter])))
+
+
+def test_an_optimizer_alone_goes_by_position(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 0, 2)
+    ckpt.save(tmp_path, optimizer)
+    again = torch.optim.Adam(network(1).parameters())
+    ckpt.load(tmp_path, again)
+    same(dict(tensors(again.state_dict())), dict(tensors(optimizer.state_dict())))
+
+
+# Sharded: each way of wrapping at a world size, and the world sizes it is loaded at.
+
+
+def wrapped(how: str) -> nn.Module:
+    """A network of uneven sizes, wrapped for this process group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    world_size = dist.get_world_size()
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    elif how == "tp":
+        return parallelize_module(model, init_device_mesh("cpu", (world_size,)), plan)
+    elif how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "fsdp"))
+    else:
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(model, mesh["tp"], plan)
+        mesh = mesh["dp"]
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[2], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+Packed = dict[str, tuple[str, tuple[int, ...], bytes]]
+"""Type, shape and bytes of tensors: what travels between the processes of a test."""
+
+
+def packed(found: dict[str, torch.Tensor]) -> Packed:
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes())
+        for name, tensor in found.items()
+    }
+
+
+def fresh_state(how: str, kind: str) -> tuple[nn.Module, Optimizer]:
+    model = wrapped(how)
+    return model, OPTIMIZERS[kind](model.parameters())
+
+
+def train_and_save(folder: str, how: str, kind: str) -> Packed:
+    """Train a wrapped network and save it; returns everything in it, whole."""
+    model, optimizer = fresh_state(how, kind)
+    train(model, optimizer, 0, 2)
+    ckpt.save(folder, {"model": model, "optim": optimizer})
+    return packed(everything(model, optimizer))
+
+
+def load_and_train(folder: str, how: str, kind: str) -> Packed:
+    """Load into fresh objects; returns everything in them, once they have been seen to train."""
+    model, optimizer = fresh_state(how, kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    ckpt.load(folder, {"model": model, "optim": optimizer})
+    found = everything(model, optimizer)
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            assert all(
+                value.placements == parameter.placements
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            )
+    train(model, optimizer, 2, 1)
+    return packed(found)
+
+
+WAYS = [
+    ("ddp", 2, "adam", [("ddp", 3), ("fsdp", 2)]),
+    ("fsdp", 3, "adamw fused", [("fsdp", 2), ("fsdp", 4), ("ddp", 2)]),
+    ("fsdp", 2, "sgd momentum", [("fsdp", 3)]),
+    ("tp", 2, "adam", [("tp", 4), ("fsdp", 3)]),
+    ("fsdp and tp", 4, "adam amsgrad foreach", [("fsdp", 3), ("tp", 2), ("fsdp and tp", 2)]),
+    ("hsdp", 4, "adam", [("fsdp and tp", 4), ("ddp", 2)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "saving", "kind", "loads"), WAYS, ids=[f"{way[0]} {way[1]} {way[2]}" for way in WAYS]
+)
+def test_sharded_training_goes_on_at_another_world_size_and_wrapping(
+    clusters: Callable,
+    tmp_path: Path,
+    how: str,
+    saving: int,
+    kind: str,
+    loads: list[tuple[str, int]],
+) -> None:
+    folder = str(tmp_path)
+    saved = clusters(saving).run(train_and_save, folder, how, kind)[0]
+    for other, loading in loads:
+        for found in clusters(loading).run(load_and_train, folder, other, kind):
+            assert found == saved
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    ckpt.load(folder, {"model": model, "optim": optimizer})
+    assert packed(everything(model, optimizer)) == saved
+    train(model, optimizer, 2, 1)

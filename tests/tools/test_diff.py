@@ -1,0 +1,87 @@
+import json
+import shutil
+
+import torch
+
+from ckpt.save import save
+from tools.exit_codes import ExitCode
+
+
+def test_a_checkpoint_is_equal_to_its_copy(run, saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    ended = run("diff", saved, tmp_path / "copy")
+    assert ended.code == ExitCode.FINE
+    assert ended.out == "no difference: 4 tensors, 276 B compared\n"
+
+
+def test_every_kind_of_difference_is_one_line(run, tmp_path):
+    a = {"w": torch.zeros(2, 3), "x": torch.zeros(2), "y": torch.zeros(2), "a": torch.ones(1)}
+    b = {
+        "w": torch.tensor([[0.0, 0, 0], [0, 0.5, 0]]),
+        "x": torch.zeros(3),
+        "y": torch.zeros(2, dtype=torch.float16),
+        "b": torch.ones(1),
+    }
+    save(tmp_path / "a", {**a, "step": 3})
+    save(tmp_path / "b", {**b, "step": 4})
+    ended = run("diff", tmp_path / "a", tmp_path / "b")
+    assert ended.code == ExitCode.DIFFERENT
+    largest = "the largest difference is 0.5 (relative 1)"
+    assert ended.out.splitlines() == [
+        "- a: only in A",
+        "+ b: only in B",
+        f"! w: 1 of 6 elements differ, first at [1, 1] is 0 and 0.5; {largest}",
+        "! x: shape [2] and [3]",
+        "! y: dtype float32 and float16",
+        "! step: 3 and 4",
+        "6 differences: 2 in names, 3 in tensors, 1 in values; 1 tensor, 24 B compared",
+    ]
+
+
+def test_a_tolerance_forgives_and_says_how_much(run, tmp_path):
+    save(tmp_path / "a", {"w": torch.ones(4)})
+    save(tmp_path / "b", {"w": torch.ones(4) + 0.25})
+    ended = run("diff", tmp_path / "a", tmp_path / "b", "--atol", "0.3")
+    assert ended.code == 0
+    assert "1 within the tolerance and not equal, by 0.25 at most" in ended.out
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--rtol", "0.1").code == 1
+
+
+def test_an_exported_part_is_compared_with_select(run, saved, tmp_path):
+    exported = tmp_path / "model.safetensors"
+    assert run("convert", saved, exported, "--select", "model").code == 0
+    ended = run("diff", saved, exported, "--select", "model")
+    assert ended.code == 0
+    assert "no difference" in ended.out
+    assert run("diff", saved, exported).code == 1
+
+
+def test_values_are_left_alone_when_told(run, tmp_path):
+    save(tmp_path / "a", {"w": torch.ones(4), "step": 1})
+    save(tmp_path / "b", {"w": torch.ones(4), "step": 2})
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--tensors-only").code == 0
+
+
+def test_json_has_the_comparison(run, tmp_path):
+    save(tmp_path / "a", {"w": torch.ones(4)})
+    save(tmp_path / "b", {"w": torch.tensor([1, 1, 1, float("nan")])})
+    ended = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert ended.code == 1
+    found = json.loads(ended.out)
+    assert found["equal"] is False
+    assert found["tensors"][0]["first"] == [3]
+    assert found["tensors"][0]["max_abs"] == "inf"
+
+
+def test_a_negative_tolerance_is_wrong_usage(run, saved):
+    assert run("diff", saved, saved, "--atol", "-1").code == ExitCode.USAGE
+
+
+def test_a_select_that_nothing_has_is_wrong_usage(run, saved):
+    ended = run("diff", saved, saved, "--select", "teacher")
+    assert ended.code == ExitCode.USAGE
+    assert "teacher" in ended.err
+
+
+def test_damage_is_an_error_not_a_difference(run, damaged):
+    assert run("diff", damaged, damaged).code == ExitCode.DAMAGED

@@ -1,0 +1,107 @@
+import json
+
+import pytest
+import torch
+
+from ckpt.save import save
+from tools.exit_codes import ExitCode
+from tools.inspect import selects
+
+
+def test_a_tree_shows_dtype_shape_bytes_and_placement(run, saved):
+    lines = run("inspect", saved).out.splitlines()
+    assert lines[0].startswith(f"{saved}: ckpt, 4 tensors, ")
+    (embed,) = [line for line in lines if line.split()[:1] == ["embed.weight"]][:1]
+    assert embed.split() == ["embed.weight", "float32", "[8,", "4]", "128", "B", "world:1=R"]
+
+
+def test_what_the_writer_said_of_itself_is_shown(run, saved):
+    out = run("inspect", saved).out
+    assert "  world_size: 1\n" in out
+    assert "  note: first\n" in out
+
+
+def test_a_tied_name_says_what_it_is_tied_to(run, saved):
+    assert "tied to model.embed.weight" in run("inspect", saved).out
+
+
+def test_a_branch_says_how_much_is_in_it(run, saved):
+    (line,) = [x for x in run("inspect", saved).out.splitlines() if x.startswith("model ")]
+    assert line.split() == ["model", "2", "tensors", "144", "B"]
+
+
+def test_depth_folds_what_is_deeper(run, saved):
+    out = run("inspect", saved, "--depth", "1").out
+    assert "norm.scale" not in out
+    assert "\nmodel " in out
+
+
+def test_a_depth_below_one_is_wrong_usage(run, saved):
+    assert run("inspect", saved, "--depth", "0").code == ExitCode.USAGE
+
+
+def test_values_are_counted_and_shown_when_asked_for(run, saved):
+    assert "3 plain values; --values shows them" in run("inspect", saved).out
+    out = run("inspect", saved, "--values").out
+    assert "= 0.001" in out
+    assert "= (0.9, 0.99)" in out
+    assert "= 3" in out
+
+
+def test_files_are_listed_when_asked_for(run, saved):
+    out = run("inspect", saved, "--files").out
+    assert "manifest.json" in out
+    assert sum(line.endswith("B") and ".safetensors" in line for line in out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("pattern", ["model.norm", "*.scale", "model.n?rm.*"])
+def test_patterns_choose_names(run, saved, pattern):
+    out = run("inspect", saved, pattern).out
+    assert "norm.scale" in out
+    assert "embed" not in out
+    assert "1 tensor," in out
+
+
+def test_a_pattern_names_what_is_below_it_and_no_longer_name():
+    assert selects("layers.1", "layers.1.w")
+    assert not selects("layers.1", "layers.10.w")
+
+
+def test_json_has_everything_a_program_needs(run, saved):
+    found = json.loads(run("inspect", saved, "--json").out)
+    assert found["format"] == "ckpt"
+    assert found["bytes"] == 144 + 132
+    assert found["aliases"] == {"model.head.weight": "model.embed.weight"}
+    assert found["tensors"][0] == {
+        "name": "model.embed.weight",
+        "dtype": "float32",
+        "shape": [8, 4],
+        "bytes": 128,
+        "placement": "world:1=R",
+    }
+    assert found["values"] == {
+        "optimizer.param_groups.0.lr": 0.001,
+        "optimizer.param_groups.0.betas": {"$tuple": [0.9, 0.99]},
+        "step": 3,
+    }
+    assert next(file["name"] for file in found["files"]) == "manifest.json"
+
+
+def test_values_that_json_has_no_words_for_are_still_json(run, tmp_path):
+    save(tmp_path / "c", {"loss": float("nan"), "raw": b"\x00\xff", "kind": torch.bfloat16})
+    found = json.loads(run("inspect", tmp_path / "c", "--json").out)
+    assert found["values"]["loss"] == {"$float": "nan"}
+    assert found["values"]["kind"] == {"$dtype": "BF16"}
+
+
+def test_a_checkpoint_without_tensors_can_be_inspected(run, tmp_path):
+    save(tmp_path / "c", {"step": 1})
+    ended = run("inspect", tmp_path / "c")
+    assert ended.code == 0
+    assert "0 tensors" in ended.out
+
+
+def test_long_values_are_cut(run, tmp_path):
+    save(tmp_path / "c", {"text": "x" * 10_000})
+    out = run("inspect", tmp_path / "c", "--values").out
+    assert max(map(len, out.splitlines())) < 300

@@ -1,0 +1,85 @@
+import json
+import shutil
+
+import torch
+
+from ckpt.save import save
+from tools.exit_codes import ExitCode
+
+
+def test_the_checkpoints_of_a_run_are_listed_in_the_order_of_their_numbers(run, tmp_path):
+    for step in (10, 9, 100):
+        save(tmp_path / f"step-{step}", {"w": torch.zeros(4), "step": step})
+    lines = run("ls", tmp_path).out.splitlines()
+    assert lines[0].split() == ["NAME", "FORMAT", "TENSORS", "SIZE", "RANKS", "TIME", "STATE"]
+    assert [line.split()[0] for line in lines[1:]] == ["step-9", "step-10", "step-100"]
+    name, kind, tensors, size, unit, ranks, _, state = lines[1].split()
+    assert (name, kind, tensors, size, unit, ranks) == ("step-9", "ckpt", "1", "16", "B", "1")
+    assert state == "complete"
+
+
+def test_a_save_that_was_not_finished_is_listed_as_such(run, saved):
+    begun = saved.parent / "step-4"
+    begun.mkdir()
+    for shard in saved.glob("*.safetensors"):
+        shutil.copy(shard, begun)
+    assert run("ls", saved.parent).out.splitlines()[-1].split()[-1] == "unfinished"
+
+
+def test_a_save_that_is_being_written_is_listed_as_unfinished(run, saved):
+    begun = saved.parent / "step-4"
+    begun.mkdir()
+    (begun / ".0123456789abcdef-00000.safetensors.1a2b3c4d.part").write_bytes(b"")
+    assert run("ls", saved.parent).out.splitlines()[-1].split()[-1] == "unfinished"
+
+
+def test_missing_and_damaged_files_are_told(run, saved):
+    shutil.copytree(saved, saved.parent / "step-4")
+    next((saved.parent / "step-4").glob("*.safetensors")).unlink()
+    shutil.copytree(saved, saved.parent / "step-5")
+    (saved.parent / "step-5" / "manifest.json").write_bytes(b"{}")
+    ended = run("ls", saved.parent)
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert lines[2].endswith("1 of 2 files missing")
+    assert "corrupt: " in lines[3]
+
+
+def test_other_formats_and_nothing_else_are_listed(run, saved):
+    torch.save({"w": torch.zeros(2)}, saved.parent / "old.pt")
+    (saved.parent / "logs").mkdir()
+    (saved.parent / "notes.txt").write_text("no checkpoint")
+    names = [line.split()[0] for line in run("ls", saved.parent).out.splitlines()[1:]]
+    assert names == ["old.pt", "step-3"]
+
+
+def test_of_a_checkpoint_the_tensors_are_listed_tied_names_too(run, saved):
+    lines = run("ls", saved).out.splitlines()
+    assert lines[0].split() == ["model.embed.weight", "float32", "[8,", "4]", "128", "B"]
+    assert lines[-1].split()[0] == "model.head.weight"
+    assert len(lines) == 5
+
+
+def test_json_lists_checkpoints_and_tensors(run, saved):
+    (row,) = json.loads(run("ls", saved.parent, "--json").out)["checkpoints"]
+    assert row["name"] == "step-3"
+    assert row["tensors"] == 4
+    assert row["state"] == "complete"
+    tensors = json.loads(run("ls", saved, "--json").out)["tensors"]
+    assert tensors[0]["shape"] == [8, 4]
+
+
+def test_a_folder_with_nothing_to_list_is_no_checkpoint(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert run("ls", tmp_path / "empty").code == ExitCode.NOT_A_CHECKPOINT
+
+
+def test_a_damaged_checkpoint_by_itself_is_an_error(run, saved):
+    (saved / "manifest.json").write_bytes(b"{}")
+    assert run("ls", saved).code == ExitCode.DAMAGED
+    assert run("ls", saved / "manifest.json").code == ExitCode.DAMAGED
+
+
+def test_without_a_folder_the_working_one_is_listed(run, saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    assert "step-3" in run("ls").out

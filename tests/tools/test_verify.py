@@ -1,0 +1,61 @@
+import json
+
+import torch
+from safetensors.torch import save_file
+
+from tools.exit_codes import ExitCode
+
+
+def test_a_sound_checkpoint_ends_with_zero(run, saved):
+    ended = run("verify", saved)
+    assert ended.code == ExitCode.FINE
+    assert ended.out.startswith(f"{saved}: sound\n")
+    assert "every bit" in ended.out
+
+
+def test_a_flipped_bit_ends_with_one_and_names_file_tensor_and_bytes(run, damaged):
+    ended = run("verify", damaged)
+    (shard,) = damaged.glob("*.safetensors")
+    assert ended.code == ExitCode.DIFFERENT
+    assert ended.err == ""
+    assert f"{shard}: model.embed.weight: bytes " in ended.out
+    assert f"{damaged}: NOT SOUND, 1 problem\n" in ended.out
+
+
+def test_json_has_the_report(run, damaged):
+    ended = run("verify", damaged, "--json")
+    assert ended.code == ExitCode.DIFFERENT
+    report = json.loads(ended.out)
+    assert report["sound"] is False
+    (problem,) = report["problems"]
+    assert problem["tensor"] == "model.embed.weight"
+    assert problem["kind"] == "corrupt"
+    assert problem["hi"] - problem["lo"] == 128
+
+
+def test_a_format_without_checksums_is_not_called_more_than_it_is(run, tmp_path):
+    save_file({"w": torch.zeros(3)}, tmp_path / "w.safetensors")
+    ended = run("verify", tmp_path / "w.safetensors")
+    assert ended.code == 0
+    assert "structure and sizes only: this format has no checksums" in ended.out
+
+
+def test_strays_are_notes(run, saved):
+    (saved / "notes.txt").write_text("mine")
+    ended = run("verify", saved)
+    assert ended.code == 0
+    assert "note: notes.txt is in the folder and no part of the checkpoint\n" in ended.out
+
+
+def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
+    from ckpt.save import save
+
+    save(tmp_path / "c", {f"w{i:02d}": torch.ones(4) for i in range(30)})
+    (shard,) = (tmp_path / "c").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start : start + 30 * 16] = bytes(30 * 16)
+    shard.write_bytes(data)
+    out = run("verify", tmp_path / "c").out
+    assert "... and 10 more; --json lists all\n" in out
+    assert "NOT SOUND, 30 problems" in out
