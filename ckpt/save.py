@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 from warnings import warn
 
@@ -31,6 +32,7 @@ from formats.dtypes import DType
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
 from formats.native.shard import Progress, ShardSummary, write_shard
 from formats.outgoing import OutgoingTensor
+from sharding.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -277,10 +279,9 @@ def _record(written: ShardFile | None) -> bytes:
 
 def outgoing_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OutgoingTensor | None:
     """What `rank` writes of a tensor: a span of its local array; None when that is empty."""
-    lo, hi = stored.layout.span(rank)
+    lo, hi, shape = _part(stored.layout, rank)
     if lo >= hi:
         return None
-    shape = stored.layout.local_shape(rank)
     local = leaf.local
     if hi - lo != local.numel():
         shape = (hi - lo,)
@@ -288,6 +289,12 @@ def outgoing_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OutgoingTensor
         data = _bytes_of(local)[lo * leaf.dtype.itemsize : hi * leaf.dtype.itemsize]
         return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: iter((data,)), stable=True)
     return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: _staged(local, lo, hi, leaf.dtype))
+
+
+@lru_cache(1024)
+def _part(layout: Layout, rank: int) -> tuple[int, int, tuple[int, ...]]:
+    """A rank's span and the shape of its local array. Most tensors of a model share few layouts."""
+    return *layout.span(rank), layout.local_shape(rank)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

@@ -79,23 +79,26 @@ def write_shard(
     ordered = stored_order(tensors)
     if compress:
         return _write_compressed(file, ordered, progress)
-    chunk_counts = sum(-(-tensor.nbytes // CHUNK_BYTES) for tensor in ordered)
-    entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered]
-    entries.append(_table_entry(chunk_counts))
+    sizes = [tensor.nbytes for tensor in ordered]
+    entries = [
+        (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
+        for t, nbytes in zip(ordered, sizes, strict=True)
+    ]
+    entries.append(_table_entry(sum(-(-nbytes // CHUNK_BYTES) for nbytes in sizes)))
     header, _ = build(entries, _metadata(CHUNK_BYTES), align=ALIGN)
-    out = _Gather(file)
-    out.add(header)
     records: list[bytes] = []
     digest, pack = xxhash.xxh3_128_digest, RECORD.pack
-    for tensor in ordered:
-        for chunk, ends_block in _chunks(tensor, CHUNK_BYTES):
-            records.append(pack(digest(chunk), len(chunk)))
-            out.add(chunk)
-            if ends_block and not tensor.stable:
-                out.flush()
-        if progress is not None:
-            progress(tensor.nbytes)
-    return _finish(out, header, records)
+    with _Gather(file) as out:
+        out.add(header)
+        for tensor, nbytes in zip(ordered, sizes, strict=True):
+            for chunk, ends_block in _chunks(tensor, nbytes, CHUNK_BYTES):
+                records.append(pack(digest(chunk), len(chunk)))
+                out.add(chunk)
+                if ends_block and not tensor.stable:
+                    out.flush()
+            if progress is not None:
+                progress(nbytes)
+        return _finish(out, header, records)
 
 
 def _write_compressed(
@@ -109,8 +112,6 @@ def _write_compressed(
     # No entry becomes larger than it is raw, so this header has room for the final one.
     largest = [(t.name, "U8", (t.nbytes,), t.nbytes) for t in tensors]
     reserved, _ = build([*largest, table], metadata, align=ALIGN)
-    out = _Gather(file)
-    out.add(reserved)
     records: list[bytes] = []
     entries = []
 
@@ -119,11 +120,12 @@ def _write_compressed(
         return RECORD.pack(xxhash.xxh3_128_digest(stored), len(stored)), stored
 
     workers = min(4, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, "ckpt-compress") as pool:
+    with _Gather(file) as out, ThreadPoolExecutor(workers, "ckpt-compress") as pool:
+        out.add(reserved)
         for tensor in tensors:
             stored_bytes = 0
             pending: deque[Future[tuple[bytes, Buffer]]] = deque()
-            for chunk, ends_block in _chunks(tensor, COMPRESSED_CHUNK_BYTES):
+            for chunk, ends_block in _chunks(tensor, tensor.nbytes, COMPRESSED_CHUNK_BYTES):
                 pending.append(pool.submit(pack, chunk, tensor.dtype.component_bytes))
                 # What is not stable must be gone before the next block is asked for.
                 room = 0 if ends_block and not tensor.stable else 2 * workers
@@ -137,8 +139,8 @@ def _write_compressed(
             entries.append((tensor.name, "U8", (stored_bytes,), stored_bytes))
             if progress is not None:
                 progress(tensor.nbytes)
-    header, _ = build([*entries, table], metadata, align=ALIGN, reserve_bytes=len(reserved))
-    summary = _finish(out, header, records)
+        header, _ = build([*entries, table], metadata, align=ALIGN, reserve_bytes=len(reserved))
+        summary = _finish(out, header, records)
     file.rewrite_start(header)
     return summary
 
@@ -167,7 +169,9 @@ def _metadata(chunk_bytes: int, codec: str = "raw") -> dict[str, str]:
     return {"format": "pt", "ckpt.chunk_bytes": str(chunk_bytes), "ckpt.codec": codec}
 
 
-def _chunks(tensor: OutgoingTensor, chunk_bytes: int) -> Iterator[tuple[memoryview, bool]]:
+def _chunks(
+    tensor: OutgoingTensor, nbytes: int, chunk_bytes: int
+) -> Iterator[tuple[memoryview, bool]]:
     """The chunks of a stream, each with whether its block ends with it.
 
     A chunk that lies in one block is a view of it, one that spans blocks a copy. Raises FormatError
@@ -185,7 +189,7 @@ def _chunks(tensor: OutgoingTensor, chunk_bytes: int) -> Iterator[tuple[memoryvi
             yield memoryview(held), start == len(block)
             held = bytearray()
         whole = start + (len(block) - start) // chunk_bytes * chunk_bytes
-        is_last = total == tensor.nbytes
+        is_last = total == nbytes
         stop = len(block) if is_last else whole
         for at in range(start, stop, chunk_bytes):
             end = min(at + chunk_bytes, stop)
@@ -194,33 +198,60 @@ def _chunks(tensor: OutgoingTensor, chunk_bytes: int) -> Iterator[tuple[memoryvi
             held += block[whole:]
     if held:
         yield memoryview(held), True
-    if total != tensor.nbytes:
+    if total != nbytes:
         raise FormatError(
-            f"{tensor.name}: its stream has {total} bytes, its shape and dtype {tensor.nbytes}"
+            f"{tensor.name}: its stream has {total} bytes, its shape and dtype {nbytes}"
         )
 
 
 class _Gather:
-    """Collects buffers so that many small ones go to the file in one call."""
+    """Collects buffers so that many small ones go to the file in one call.
+
+    A full batch is written by a thread of its own while the caller prepares the next one: hashing
+    and writing both let go of the GIL. What fits into one batch needs no thread.
+    """
 
     def __init__(self, file: FileWriter) -> None:
         self._file = file
         self._waiting: list[Buffer] = []
         self._waiting_bytes = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
         self.total = 0
 
+    def __enter__(self) -> _Gather:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def add(self, buffer: Buffer) -> None:
+        """Append a buffer, which has to stay as it is until the next `flush` returns."""
         self._waiting.append(buffer)
         self._waiting_bytes += len(buffer)
-        self.total += len(buffer)
         if self._waiting_bytes >= WRITE_BYTES or len(self._waiting) >= WRITE_BUFFERS:
-            self.flush()
+            self._finish_write()
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "ckpt-write")
+            self._writing = self._thread.submit(self._file.write, self._take_batch())
 
     def flush(self) -> None:
+        """Everything added is written when this returns."""
+        self._finish_write()
         if self._waiting:
-            self._file.write(self._waiting)
-            self._waiting = []
-            self._waiting_bytes = 0
+            self._file.write(self._take_batch())
+
+    def _take_batch(self) -> list[Buffer]:
+        batch, self._waiting = self._waiting, []
+        self.total += self._waiting_bytes
+        self._waiting_bytes = 0
+        return batch
+
+    def _finish_write(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 @dataclass(frozen=True, slots=True)

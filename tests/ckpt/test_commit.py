@@ -141,7 +141,8 @@ def save_to_a_full_disk(folder: str, full_rank: int, room_bytes: int) -> str:
     if dist.get_rank() == full_rank:
         local_store.os = FullDisk(room_bytes)
     try:
-        ckpt.save(folder, {"w": torch.zeros(1 << 18), "step": 2}, overwrite=True)
+        note = {"note": "long" * 1000}  # a manifest that needs some room
+        ckpt.save(folder, {"w": torch.zeros(1 << 18), "step": 2}, overwrite=True, metadata=note)
     except (OSError, ckpt.RankError) as error:
         if isinstance(error, ckpt.RankError):
             assert error.rank == full_rank
@@ -154,7 +155,8 @@ def save_to_a_full_disk(folder: str, full_rank: int, room_bytes: int) -> str:
 
 @pytest.mark.parametrize(
     ("full_rank", "room_bytes"),
-    [(1, 0), (0, 0), (0, 600_000)],
+    # Rank 0 writes half of the tensor's MiB, header and table; then the manifest.
+    [(1, 0), (0, 0), (0, (1 << 19) + 2000)],
     ids=["a shard", "rank 0's shard", "the manifest"],
 )
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_checkpoint_stays(
@@ -162,8 +164,6 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_checkpoint_stays
 ) -> None:
     ckpt.save(tmp_path, old())
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    if room_bytes:  # enough for rank 0's shard, and not for the manifest after it
-        room_bytes = (1 << 18) * 4 // 2 + 1000
     raised = clusters(2).run(save_to_a_full_disk, str(tmp_path), full_rank, room_bytes)
     assert raised[full_rank] == "OSError"
     assert raised[1 - full_rank] == "RankError"

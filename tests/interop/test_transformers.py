@@ -1,0 +1,94 @@
+"""Hugging Face models: what transformers saves loads into a model, what we write it opens."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ckpt
+
+TOKENS = torch.arange(24).reshape(2, 12) % 96
+
+
+def llama(tied: bool, seed: int) -> LlamaForCausalLM:
+    """A tiny Llama with random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """What the model says of some tokens."""
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "40KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_model_saved_by_transformers_loads_into_a_model(
+    tmp_path: Path, tied: bool, shard_size: str
+) -> None:
+    saved, fresh = llama(tied, 0), llama(tied, 1)
+    saved.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert not torch.equal(logits(saved), logits(fresh))
+    ckpt.load(tmp_path, fresh)
+    assert torch.equal(logits(saved), logits(fresh))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_transformers_opens_the_model_of_a_training_checkpoint(
+    tmp_path: Path, tied: bool, max_shard_bytes: int
+) -> None:
+    trained = llama(tied, 0)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    trained(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    ckpt.save(tmp_path / "run", {"model": trained, "optim": optimizer, "step": 1})
+    ckpt.convert(
+        tmp_path / "run",
+        tmp_path / "hf",
+        to="hf",
+        select="model",
+        max_shard_bytes=max_shard_bytes,
+    )
+    trained.config.save_pretrained(tmp_path / "hf")
+    opened = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert torch.equal(logits(trained), logits(opened))
+
+
+def load_sharded(folder: str, tied: bool) -> np.ndarray:
+    """The logits of a model that fully_shard divided before it was loaded."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = llama(tied, 7)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ckpt.load(folder, model)
+    return logits(model).numpy()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_hugging_face_folder_loads_straight_into_a_sharded_model(
+    clusters: Callable, tmp_path: Path, tied: bool
+) -> None:
+    saved = llama(tied, 0)
+    saved.save_pretrained(tmp_path, max_shard_size="40KB")
+    for result in clusters(3).run(load_sharded, str(tmp_path), tied):
+        np.testing.assert_allclose(result, logits(saved).numpy(), rtol=1e-5, atol=1e-6)
