@@ -20,7 +20,6 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt
-from ckpt.convert import convert
 
 SAVED_BY = 2
 """Ranks that wrote the checkpoints."""
@@ -60,14 +59,14 @@ def _convert(store: str, rounds: int) -> measure.Samples:
     contestants = {
         report.FLOOR: contestant(copied, fresh),
         "ckpt, to one safetensors file": contestant(
-            lambda: convert(ours, safetensors, to="safetensors"), check_safetensors
+            lambda: ckpt.convert(ours, safetensors, to="safetensors"), check_safetensors
         ),
-        "ckpt, to a torch.save file": contestant(lambda: convert(ours, pt, to="torch"), check_pt),
+        "ckpt, to a torch.save file": contestant(lambda: ckpt.convert(ours, pt, to="torch"), check_pt),
         "torch DCP, to a torch.save file": contestant(
             lambda: _flushed(lambda: dcp_to_torch_save(theirs, pt), pt), check_pt
         ),
         "ckpt, DCP's folder to a torch.save file": contestant(
-            lambda: convert(theirs, pt, to="torch"), check_pt
+            lambda: ckpt.convert(theirs, pt, to="torch"), check_pt
         ),
     }
     return measure.interleaved(contestants, rounds)

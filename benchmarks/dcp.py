@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 
 def save(folder: str, state: dict[str, object]) -> None:
-    """One save with default settings: the files are flushed, and carry CRC32s that no load checks."""
+    """One save with default settings: files are flushed, and carry CRC32s that no load checks."""
     torch_dcp.save(state, checkpoint_id=folder)
 
 

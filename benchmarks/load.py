@@ -7,8 +7,8 @@ Everything is loaded into tensors that exist; after the first round every byte i
 
 from __future__ import annotations
 
-import reshard
 import report
+import reshard
 
 
 def tables(options: report.Options) -> list[report.Table]:

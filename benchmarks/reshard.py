@@ -1,10 +1,10 @@
-"""Loading workload A at another world size: ckpt beside torch DCP and the raw read of what is needed.
+"""Loading workload A at another world size: ckpt beside torch DCP and the raw read of the needed.
 
     python benchmarks/reshard.py --store DIR
 
-The checkpoints are written by one set of processes and read by another. Every rank first loads DCP's
-once: that is what the floor's raw file holds, and what every byte is compared with after the first
-round.
+The checkpoints are written by one set of processes and read by another. Every rank first loads
+DCP's once: that is what the floor's raw file holds, and what every byte is compared with after the
+first round.
 """
 
 from __future__ import annotations

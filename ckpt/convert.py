@@ -25,7 +25,7 @@ from ckpt.commit import committed_files
 from ckpt.errors import ExistsError
 from ckpt.match import Selection
 from ckpt.outgoing import outgoing
-from ckpt.sources import open_source
+from ckpt.sources import Source, open_source
 from ckpt.store import Store, is_file, open_store, split_url
 from ckpt.version import __version__
 from formats import huggingface, safetensors_file
@@ -104,9 +104,8 @@ def convert(
     """
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
-    if _same_place(source, target):
-        raise ExistsError(f"{target} is the source itself; convert to another place")
     with open_source(source) as opened:
+        _check_apart(opened, target, chosen)
         state = outgoing(
             opened.store, opened.catalog, select, Selection.of(include, exclude), dtype, progress
         )
@@ -252,7 +251,22 @@ def _fresh_folder(target: str, overwrite: bool) -> Iterator[str]:
         raise
 
 
-def _same_place(source: str, target: str) -> bool:
-    if "://" in source or "://" in target:
-        return source.rstrip("/") == target.rstrip("/")
-    return Path(source).resolve() == Path(target).resolve()
+def _check_apart(source: Source, target: str, chosen: Format) -> None:
+    """Raise ExistsError where writing the target would take the source away."""
+    here, there = _place(source.url), _place(target)
+    if here == there:
+        raise ExistsError(f"{target} is the source itself; convert to another place")
+    if chosen.is_file and there in [f"{here}/{file.name}" for file in source.catalog.files]:
+        raise ExistsError(f"{target} is a file of the source; convert to another place")
+    if chosen in (Format.HUGGINGFACE, Format.DCP) and here.startswith(f"{there}/"):
+        raise ExistsError(
+            f"{target} holds the source {source.url}, and is replaced as a whole; convert to "
+            "another place"
+        )
+
+
+def _place(url: str) -> str:
+    """One spelling for a path or URL."""
+    if "://" in url and not url.startswith("file://"):
+        return url.rstrip("/")
+    return str(Path(url.removeprefix("file://")).resolve())

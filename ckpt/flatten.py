@@ -14,6 +14,7 @@ from functools import reduce
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
@@ -133,10 +134,12 @@ class _Flattener:
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> TensorRef:
         name = reduce(join, path, "") or ROOT
         self._claim(name, path)
-        if tensor.is_sparse or tensor.is_quantized or tensor.layout != torch.strided:
-            raise StateError(
-                f"{_shown(path)}: a {tensor.layout} tensor cannot be stored: densify it"
-            )
+        if is_lazy(tensor):
+            raise StateError(f"{_shown(path)}: a lazy module has no values yet; run it once")
+        if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+            kinds = {tensor.is_nested: "nested", tensor.is_quantized: "quantized"}
+            kind = kinds.get(True, tensor.layout)
+            raise StateError(f"{_shown(path)}: a {kind} tensor cannot be stored: densify it")
         try:
             dtype = dtype_of_torch(str(tensor.dtype), _shown(path))
         except UnsupportedError as error:

@@ -88,7 +88,8 @@ class TensorHandle:
         """The elements at these indices, as indexing a tensor would give them.
 
         Integers and slices with a positive step; a step above 1 reads the range and drops what it
-        skips. Raises IndexError for an integer out of range, or more indices than dimensions.
+        skips. Raises IndexError for an integer out of range, or more indices than dimensions,
+        TypeError for what else torch takes: masks, lists, None.
         """
         box, steps, dropped = _resolve(index, self.shape, self.name)
         tensor = self._checkpoint.box(self.record, box)
@@ -215,10 +216,10 @@ def _resolve(
 ) -> tuple[Box, tuple[int, ...], frozenset[int]]:
     """The box an index covers, the step in each dimension, and the dimensions that vanish."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    if parts.count(Ellipsis) > 1:
+    ellipses = [at for at, part in enumerate(parts) if part is Ellipsis]
+    if len(ellipses) > 1:
         raise IndexError(f"{name}: an index has one ellipsis at most")
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
+    for at in ellipses:
         parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
     if len(parts) > len(shape):
         raise IndexError(f"{name}: {len(parts)} indices for shape {shape}")
@@ -233,7 +234,7 @@ def _resolve(
             hi.append(max(start, stop))
             steps.append(step)
         else:
-            at = as_int(part)  # type: ignore[arg-type]
+            at = _integer(part, name)
             if not -size <= at < size:
                 raise IndexError(
                     f"{name}: index {at} is out of range in dimension {dim} of {shape}"
@@ -243,3 +244,16 @@ def _resolve(
             steps.append(1)
             dropped.add(dim)
     return Box(tuple(lo), tuple(hi)), tuple(steps), frozenset(dropped)
+
+
+def _integer(part: object, name: str) -> int:
+    """An index as an int: of any integer type, but no bool, which would be a mask in torch."""
+    try:
+        if not isinstance(part, bool):
+            return as_int(part)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(
+        f"{name}: the indices are integers, slices and `...`, not {type(part).__name__}; read the "
+        "range that holds what you want and index the tensor"
+    )

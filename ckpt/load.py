@@ -24,7 +24,7 @@ from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.saved import Rename, Saved
 from ckpt.sources import Source, open_source
 from ckpt.transfer import Request, requests_for, transfer
-from formats.errors import CorruptError
+from formats.errors import FormatError
 from formats.native.shard import Progress
 from sharding.dtensor import describe
 
@@ -184,7 +184,7 @@ def _read(source: Source, fills: list[_Fill], verify: bool, progress: Progress |
             for fill in batch:
                 if fill.into is not fill.target:
                     fill.target.copy_(fill.into)
-    except CorruptError as error:
+    except FormatError as error:
         raise DamagedLoadError(str(error), touched) from error
     except Exception as error:
         raise PartialLoadError(f"{type(error).__name__}: {error}", touched) from error

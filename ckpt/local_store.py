@@ -9,12 +9,14 @@ Rules:
 3. Reads are `pread`s of exact ranges into the caller's memory.
 4. The disk starts on what was written while more is being written, so that the flush which ends a
    file has little left to wait for.
+5. A file that one store has asked the size of, or read from, is the same file until it is pushed
+   out of `OPEN_FILES`, even when another process replaces it: size and content fit together.
 """
 
 from __future__ import annotations
 
-import errno
 import ctypes
+import errno
 import os
 import secrets
 import threading
@@ -45,6 +47,8 @@ class LocalStore:
         self.url = os.fspath(folder)
         self._folder = Path(folder)
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._forgotten = 0
+        """Counts what was replaced, deleted or closed: a read begun before is not kept open."""
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -72,7 +76,8 @@ class LocalStore:
 
     def size(self, name: str) -> int:
         """Bytes in a file."""
-        return (self._folder / name).stat().st_size
+        with self._reading(name) as descriptor:
+            return os.fstat(descriptor).st_size
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
@@ -94,7 +99,7 @@ class LocalStore:
                 if count == 0:
                     raise CorruptError(
                         f"{self._folder / name}: bytes {offset}:{offset + len(view)} are wanted, "
-                        f"the file ends at {offset + done}: it was truncated"
+                        f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
                     )
                 done += count
 
@@ -110,8 +115,8 @@ class LocalStore:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            self._forget(name)
             os.replace(part, self._folder / name)
+            self._forget(name)
         except BaseException:
             with suppress(FileNotFoundError):
                 part.unlink()
@@ -133,7 +138,6 @@ class LocalStore:
             finally:
                 os.close(descriptor)
             self.flush()  # the files this one speaks of must be durable before it is
-            self._forget(name)
             if replace:
                 os.replace(part, target)
             else:
@@ -147,6 +151,7 @@ class LocalStore:
                     if target.exists():
                         raise ExistsError(f"{target} exists already") from error
                     os.replace(part, target)
+            self._forget(name)
         finally:
             with suppress(FileNotFoundError):
                 part.unlink()
@@ -154,9 +159,9 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Remove a file; no error when it is gone already."""
-        self._forget(name)
         with suppress(FileNotFoundError):
             (self._folder / name).unlink()
+        self._forget(name)
 
     def flush(self) -> None:
         """Make the folder's entries durable."""
@@ -169,6 +174,7 @@ class LocalStore:
     def close(self) -> None:
         """Close the files kept open for reading."""
         with self._lock:
+            self._forgotten += 1
             while self._open:
                 os.close(self._open.popitem()[1])
 
@@ -183,21 +189,25 @@ class LocalStore:
         """A descriptor taken out of the cache for the time of one read, so nobody closes it."""
         with self._lock:
             descriptor = self._open.pop(name, None)
+            forgotten = self._forgotten
         if descriptor is None:
             descriptor = os.open(self._folder / name, os.O_RDONLY)
         try:
             yield descriptor
         finally:
             with self._lock:
-                stale = self._open.pop(name, None)
-                self._open[name] = descriptor
-                if stale is None and len(self._open) > OPEN_FILES:
-                    stale = self._open.popitem(last=False)[1]
+                stale: int | None = descriptor
+                if forgotten == self._forgotten:
+                    stale = self._open.pop(name, None)
+                    self._open[name] = descriptor
+                    if stale is None and len(self._open) > OPEN_FILES:
+                        stale = self._open.popitem(last=False)[1]
             if stale is not None:
                 os.close(stale)
 
     def _forget(self, name: str) -> None:
         with self._lock:
+            self._forgotten += 1
             descriptor = self._open.pop(name, None)
         if descriptor is not None:
             os.close(descriptor)

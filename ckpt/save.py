@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from ckpt.commit import committed_files
-from ckpt.errors import ExistsError, StoreError
+from ckpt.errors import ExistsError, StateError, StoreError
 from ckpt.flatten import FlatState, Leaf, flatten
 from ckpt.ranks import HASH_BITS, Ranks, attempt
 from ckpt.save_plan import Described, check_members, merged, stored_layouts
@@ -124,6 +124,9 @@ class _Save:
             raise ExistsError(
                 f"{self._store.url} holds a checkpoint; pass overwrite=True to replace it"
             )
+        for key, text in self._metadata.items():
+            if not isinstance(key, str) or not isinstance(text, str):
+                raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
         flat = flatten(state, self._ranks.mesh)
         if self._ranks.is_subgroup:
             check_members(_described(flat).tensors, self._ranks.mesh)

@@ -138,7 +138,7 @@ class FsspecStore:
         if len(data) != length:
             raise CorruptError(
                 f"{self.url}/{name}: bytes {offset}:{offset + length} are wanted, "
-                f"the file ends at {offset + len(data)}: it was truncated"
+                f"the file ends at {self.size(name)}: it was truncated"
             )
         return data
 

@@ -7,6 +7,7 @@ buffer or goes straight into its target, and works through them in the order of 
 Rules:
 
 1. Bytes with a checksum are verified before they are used, and whole chunks are read to do so.
+   Unverified, uncompressed bytes are read to the byte.
 2. What lies contiguously at both ends, uncompressed, is read straight into the target; only the
    chunks at its two ends, where they hold other bytes too, go through a scratch buffer.
 3. Memory beyond the targets is at most `workers * (SCRATCH_BYTES + one chunk)`, plus what one
@@ -112,8 +113,9 @@ def transfer(
     Raises CorruptError naming file, tensor and bytes for a chunk that is not what was written; what
     the targets hold then is undefined.
     """
+    exact = requests if verify else map(_unchecked, requests)
     bites = sorted(
-        (bite for request in requests for bite in _bites(request)),
+        (bite for request in exact for bite in _bites(request)),
         key=lambda bite: (bite.request.extent.file, bite.lo),
     )
     groups = list(_groups(bites))
@@ -135,6 +137,14 @@ def transfer(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _unchecked(request: Request) -> Request:
+    """The request without checksums, where its bytes lie in the file as they are."""
+    extent = request.extent
+    if extent.chunks is None or extent.chunks.compressed:
+        return request
+    return replace(request, extent=replace(extent, chunks=None))
 
 
 def _bites(request: Request) -> Iterator[_Bite]:
@@ -307,6 +317,7 @@ class _Engine:
         """This thread's scratch memory, aligned to any element; kept, for fresh memory is slow."""
         held: Array | None = getattr(self._scratch, "array", None)
         if held is None or held.nbytes < nbytes:
+            self._scratch.array = held = None  # let go before there are two
             held = np.empty(-(-max(nbytes, SCRATCH_BYTES) // 16) * 2, dtype=np.uint64)
             self._scratch.array = held
         return _bytes(held)[:nbytes]

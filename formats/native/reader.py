@@ -137,11 +137,11 @@ class Shard:
         if self.index.codec == "zstd" and entry.dtype != "U8":
             raise FormatError(f"{self._where}: {name} is compressed and yet {entry.dtype}")
         offset = header.data_offset + entry.begin
-        chunks = ChunkTable(
-            self.index, self._first_chunk(name), offset, entry.end - entry.begin, nbytes
-        )
+        where = f"{self._where}: {name}"
+        first = self._first_chunk(name)
+        chunks = ChunkTable(self.index, first, offset, entry.end - entry.begin, nbytes, where)
         if self.index.codec == "zstd":
-            chunks.check(f"{self._where}: {name}")
+            chunks.check()
         return Extent(self.file.name, offset, nbytes, chunks, dtype.component_bytes)
 
     def _first_chunk(self, name: str) -> int:
@@ -175,8 +175,15 @@ class ChunkTable:
     """The chunks of one tensor in one file, unpacked as they are asked for."""
 
     def __init__(
-        self, index: ShardIndex, first: int, offset: int, stored_bytes: int, raw_bytes: int
+        self,
+        index: ShardIndex,
+        first: int,
+        offset: int,
+        stored_bytes: int,
+        raw_bytes: int,
+        where: str,
     ) -> None:
+        self._where = where
         self.chunk_bytes = index.chunk_bytes
         self.compressed = index.codec != "raw"
         self._table = index.table
@@ -196,17 +203,23 @@ class ChunkTable:
         if self.compressed:
             at = self._stored_starts()[index]
         elif stored != raw:
-            raise FormatError(f"chunk {index} is recorded with {stored} bytes, it has {raw}")
+            raise self._lie(index, stored, raw)
         if not 0 < stored <= raw:
-            raise FormatError(f"chunk {index} is recorded with {stored} bytes, it decodes to {raw}")
+            raise self._lie(index, stored, raw)
         return Chunk(self._offset + at, stored, raw, digest, stored < raw)
 
-    def check(self, where: str) -> None:
+    def _lie(self, index: int, stored: int, raw: int) -> FormatError:
+        return FormatError(
+            f"{self._where}: chunk {index} of {raw} bytes is recorded with {stored} stored ones"
+        )
+
+    def check(self) -> None:
         """Raise FormatError unless compressed chunks are all there and fill their entry exactly."""
         starts = self._stored_starts()
         if len(starts) != len(self) + 1 or starts[-1] != self._stored_bytes:
             raise FormatError(
-                f"{where}: its chunks take {starts[-1]} bytes, its entry has {self._stored_bytes}"
+                f"{self._where}: its chunks take {starts[-1]} bytes, its entry has "
+                f"{self._stored_bytes}"
             )
 
     def _stored_starts(self) -> list[int]:

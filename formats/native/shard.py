@@ -196,12 +196,12 @@ def _chunks(
             yield block[at:end], end == stop
         if not is_last:
             held += block[whole:]
-    if held:
-        yield memoryview(held), True
     if total != nbytes:
         raise FormatError(
             f"{tensor.name}: its stream has {total} bytes, its shape and dtype {nbytes}"
         )
+    if held:
+        yield memoryview(held), True
 
 
 class _Gather:

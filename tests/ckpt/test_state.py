@@ -273,7 +273,7 @@ def test_tensors_below_empty_keys_come_back(tmp_path: Path) -> None:
 
 def test_random_generators_continue_where_they_were(tmp_path: Path) -> None:
     random.seed(3)
-    np.random.seed(4)  # noqa: NPY002
+    np.random.seed(4)
     torch.manual_seed(5)
     generator = np.random.default_rng(6)
 
@@ -281,7 +281,7 @@ def test_random_generators_continue_where_they_were(tmp_path: Path) -> None:
         return {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state(),  # noqa: NPY002
+            "numpy": np.random.get_state(),
             "generator": generator.bit_generator.state,
         }
 
@@ -289,7 +289,7 @@ def test_random_generators_continue_where_they_were(tmp_path: Path) -> None:
         return [
             float(torch.rand(())),
             random.random(),
-            float(np.random.rand()),  # noqa: NPY002
+            float(np.random.rand()),
             float(generator.random()),
         ]
 
@@ -299,7 +299,7 @@ def test_random_generators_continue_where_they_were(tmp_path: Path) -> None:
     loaded = ckpt.load(tmp_path, states())
     torch.set_rng_state(loaded["torch"])
     random.setstate(loaded["python"])  # type: ignore[arg-type]
-    np.random.set_state(loaded["numpy"])  # type: ignore[arg-type]  # noqa: NPY002
+    np.random.set_state(loaded["numpy"])  # type: ignore[arg-type]
     generator.bit_generator.state = loaded["generator"]
     assert draw() == expected
 
@@ -371,6 +371,11 @@ UNSTORABLE: dict[str, tuple[Callable[[], object], str]] = {
     "empty": (lambda: {"": torch.ones(1)}, r"state\[''\]: the name of a top entry"),
     "no text": (lambda: {"\ud800": torch.ones(1)}, "no tensor can have the name"),
     "cycle": (lambda: {"a": cycle()}, r"state\['a'\]\[0\].*a cycle\?"),
+    "nested": (
+        lambda: {"a": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)},
+        r"state\['a'\]: a nested tensor",
+    ),
+    "lazy": (lambda: {"a": nn.LazyLinear(2)}, r"state\['a'\]\['weight'\]: a lazy module"),
     "sparse": (lambda: {"a": torch.eye(2).to_sparse()}, r"state\['a'\]: a torch.sparse_coo tensor"),
     "meta": (lambda: {"a": torch.ones(1, device="meta")}, r"state\['a'\]: .* meta device"),
     "big": (lambda: {"a": 10**5000}, r"state\['a'\]: an integer of 16610 bits"),
@@ -393,3 +398,12 @@ def test_what_cannot_be_stored_is_named_by_its_key_path_and_nothing_is_written(
     with pytest.raises(ckpt.StateError, match=message):
         ckpt.save(tmp_path / "checkpoint", {"first": torch.ones(2), **make()})  # type: ignore[dict-item]
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_metadata_is_text_and_nothing_is_written_where_it_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.StateError, match=r"metadata\['run'\] is 7: metadata holds text only"):
+        ckpt.save(tmp_path / "checkpoint", {}, metadata={"run": 7})  # type: ignore[dict-item]
+    assert not (tmp_path / "checkpoint").exists()
+    ckpt.save(tmp_path, {}, metadata={"run": "seven"})
+    with ckpt.open(tmp_path) as checkpoint:
+        assert checkpoint.metadata["run"] == "seven"

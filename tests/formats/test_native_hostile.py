@@ -216,7 +216,7 @@ def test_a_manifest_no_writer_writes_is_refused_by_name(case: str) -> None:
 
 
 RAW: dict[str, tuple[bytes, type[FormatError]]] = {
-    "deep brackets": (signed(b"{" + b"[" * 100_000), HostileError),
+    "deep brackets": (signed(b'{"a":' + b"[" * 100_000), HostileError),
     "deep objects": (signed(b'{"a":' * 100_000), HostileError),
     "nothing": (b"", CorruptError),
     "no JSON": (signed(b"{nothing}"), FormatError),
@@ -249,7 +249,6 @@ def test_bytes_that_are_no_manifest_are_refused_by_name(case: str) -> None:
         put(5, "files", 0, 1),
         put([], "files"),
         both(mesh([3], [1]), layout("only(2)")),
-        both(mesh([1], [0]), layout("F(1,100)")),
         both(mesh([1], [0]), layout("SS(0,65536)"), tensor("F32", [2**40], 0)),
         put({"$tensor": ["U8", [20], 0]}, "state", "__chunks__"),
     ],
@@ -276,7 +275,9 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["a", "$tensor", "$dict", "$tuple", "names", "sizes"]), inner, max_size=2
+            st.sampled_from(["a", "$tensor", "$dict", "$tuple", "names", "sizes"]),
+            inner,
+            max_size=2,
         )
     ),
     max_leaves=5,
@@ -286,9 +287,8 @@ JSON = st.recursive(
 def places(node: Json, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     """The way to every node of a JSON tree but the root."""
     found = [path] if path else []
-    items = node.items() if isinstance(node, dict) else enumerate(node)
     if isinstance(node, dict | list):
-        for key, item in items:
+        for key, item in node.items() if isinstance(node, dict) else enumerate(node):
             found += places(item, (*path, key))
     return found
 

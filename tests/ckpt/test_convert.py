@@ -1,0 +1,424 @@
+"""From every format to every format, on any terms, without harm to what is there."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.convert import ConvertReport, Format, convert, format_of
+from ckpt.errors import ExistsError, MismatchError, NotACheckpointError
+from ckpt.local_store import LocalStore
+from formats.catalog import TensorRef
+from formats.dtypes import BY_NAME, DTYPES
+from formats.errors import CorruptError
+from formats.native.manifest import Manifest, StoredTensor, dump
+from formats.native.shard import write_shard
+from formats.outgoing import OutgoingTensor
+from sharding.layout import Layout, Mesh, Shard
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+PLACES = {"ckpt": "c", "safetensors": "c.safetensors", "hf": "hf", "torch": "c.pt", "dcp": "dcp"}
+NESTED = ("ckpt", "torch", "dcp")
+"""The formats that hold plain values and nests."""
+SHAPES = ((3, 4), (), (0, 2), (1,), (5, 1, 2))
+
+
+def filled(torch_name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A tensor of random bits; booleans are 0 or 1."""
+    dtype = getattr(torch, torch_name)
+    data = random.Random(seed).randbytes(prod(shape) * dtype.itemsize)
+    if dtype == torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    return (raw.view(dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def every_dtype() -> dict[str, Any]:
+    """A nest with each dtype in each shape, tied tensors and plain values."""
+    tensors: dict[str, Any] = {
+        dtype.torch_name: {
+            "x".join(map(str, shape)) or "scalar": filled(dtype.torch_name, shape, seed)
+            for seed, shape in enumerate(SHAPES)
+        }
+        for dtype in DTYPES
+    }
+    tied = torch.arange(12.0).reshape(3, 4)
+    return {
+        "model": {**tensors, "a": tied, "b": tied},
+        "list": [torch.ones(3), torch.zeros(2, dtype=torch.int64)],
+        "step": 17,
+        "config": {"lr": 1e-3, "betas": (0.9, 0.95), "name": "adam", "flag": True, "none": None},
+    }
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    flat = tensor.contiguous().reshape(-1)
+    raw = bytes(flat.view(torch.uint8).numpy()) if tensor.numel() else b""
+    return tensor.dtype, tuple(tensor.shape), raw
+
+
+def tensors_of(nest: Any, path: str = "") -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """The bits of every tensor of a nest, by key path."""
+    if isinstance(nest, torch.Tensor):
+        return {path: bits(nest)}
+    items: Any = ()
+    if isinstance(nest, dict):
+        items = nest.items()
+    elif isinstance(nest, list | tuple):
+        items = enumerate(nest)
+    found = {}
+    for key, item in items:
+        found.update(tensors_of(item, f"{path}.{key}" if path else str(key)))
+    return found
+
+
+def values_of(nest: Any) -> Any:
+    """A nest with None in the place of every tensor."""
+    if isinstance(nest, torch.Tensor):
+        return None
+    if isinstance(nest, dict):
+        return {key: values_of(item) for key, item in nest.items()}
+    if isinstance(nest, list | tuple):
+        return type(nest)(map(values_of, nest))
+    return nest
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The nest of all dtypes in each format; not to be changed."""
+    root = tmp_path_factory.mktemp("sources")
+    ckpt.save(root / PLACES["ckpt"], every_dtype())
+    for to, name in PLACES.items():
+        if to != "ckpt":
+            convert(root / PLACES["ckpt"], root / name, to=to)
+    return {to: root / name for to, name in PLACES.items()}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A native checkpoint of a training run in small."""
+    state = {
+        "model": {"layers": [{"w": torch.arange(20.0).reshape(4, 5), "b": torch.ones(4)}] * 1},
+        "optimizer": {"exp_avg": torch.full((4, 5), 0.25), "step": 3},
+        "ids": torch.arange(7),
+    }
+    ckpt.save(tmp_path / "small", state)
+    return tmp_path / "small"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(PLACES, PLACES)))
+def test_every_format_becomes_every_format_to_the_bit(
+    sources: dict[str, Path], tmp_path: Path, source: str, target: str
+) -> None:
+    place = tmp_path / PLACES[target]
+    report = convert(sources[source], place, to=target)
+    found: Any = ckpt.read(place)
+    expected = tensors_of(every_dtype())
+    assert tensors_of(found) == expected
+    assert (report.target_format, report.tensors) == (target, len(expected) - 1)  # two are tied
+    tied = found["model"] if source in NESTED and target in NESTED else found
+    names = ("a", "b") if tied is not found else ("model.a", "model.b")
+    assert tied[names[0]] is tied[names[1]]
+    if source in NESTED and target in NESTED:
+        assert values_of(found) == values_of(every_dtype())
+        assert report.left_out == ()
+    if source in NESTED and target not in NESTED:
+        assert {"step", "config.lr", "config.name"} <= set(report.left_out)
+
+
+def test_the_report_says_what_was_written(small: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    report = convert(small, target)
+    assert report == ConvertReport(
+        str(small),
+        str(target),
+        "ckpt",
+        "safetensors",
+        tensors=4,
+        nbytes=(20 + 4 + 20) * 4 + 7 * 8,
+        left_out=("optimizer.step",),
+    )
+
+
+def test_progress_adds_up_to_the_bytes_of_the_tensors(small: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    report = convert(small, tmp_path / "m.pt", progress=seen.append)
+    assert sum(seen) == report.nbytes
+
+
+def test_a_key_path_selects_what_lies_below_it(small: Path, tmp_path: Path) -> None:
+    convert(small, tmp_path / "m.safetensors", select="model")
+    assert set(ckpt.open(tmp_path / "m.safetensors")) == {"layers.0.w", "layers.0.b"}
+    convert(small, tmp_path / "m.pt", select="model.layers.0")
+    assert set(ckpt.open(tmp_path / "m.pt")) == {"w", "b"}
+    convert(small, tmp_path / "c", select="optimizer")
+    found: Any = ckpt.read(tmp_path / "c")
+    assert found["step"] == 3
+    assert torch.equal(found["exp_avg"], torch.full((4, 5), 0.25))
+    convert(small, tmp_path / "one", select="ids")
+    assert tensors_of(ckpt.read(tmp_path / "one")) == {"tensor": bits(torch.arange(7))}
+
+
+def test_a_key_path_that_is_not_there_is_an_error_that_lists_what_is(
+    small: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MismatchError, match=r"modle.*at the top are model, optimizer, ids"):
+        convert(small, tmp_path / "m.safetensors", select="modle")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_include_and_exclude_go_by_the_names_that_are_left(small: Path, tmp_path: Path) -> None:
+    convert(small, tmp_path / "a.safetensors", select="model", include="layers.*.w")
+    assert set(ckpt.open(tmp_path / "a.safetensors")) == {"layers.0.w"}
+    convert(small, tmp_path / "c", exclude=["optimizer*", "*.b"])
+    assert set(ckpt.open(tmp_path / "c")) == {"model.layers.0.w", "ids"}
+    assert "optimizer" not in ckpt.read(tmp_path / "c")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("to", list(PLACES))
+def test_floating_point_tensors_are_cast_when_asked(small: Path, tmp_path: Path, to: str) -> None:
+    convert(small, tmp_path / PLACES[to], to=to, dtype="bfloat16")
+    with ckpt.open(tmp_path / PLACES[to]) as checkpoint:
+        whole = torch.arange(20.0).reshape(4, 5)
+        assert torch.equal(checkpoint["model.layers.0.w"][...], whole.to(torch.bfloat16))
+        assert checkpoint["ids"].dtype == torch.int64
+
+
+def test_a_cast_of_many_blocks_is_a_cast_of_the_whole(tmp_path: Path) -> None:
+    whole = torch.randn(2049, 2053, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ckpt.save(tmp_path / "c", {"w": whole})
+    convert(tmp_path / "c", tmp_path / "m.safetensors", dtype="float16")
+    found: Any = ckpt.read(tmp_path / "m.safetensors")
+    assert torch.equal(found["w"], whole.to(torch.float16))
+
+
+@pytest.mark.parametrize("to", ["ckpt", "hf"])
+def test_files_of_a_folder_are_cut_at_the_size_that_is_asked(tmp_path: Path, to: str) -> None:
+    state = {f"t{i}": torch.full((1000,), float(i)) for i in range(10)} | {
+        "large": torch.ones(5000)
+    }
+    ckpt.save(tmp_path / "c", state)
+    convert(tmp_path / "c", tmp_path / "out", to=to, max_shard_bytes=10_000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    sizes = sorted(file.stat().st_size for file in files)
+    assert len(sizes) == 6
+    assert all(size < 11_000 for size in sizes[:-1])
+    assert 20_000 < sizes[-1] < 21_000  # one tensor is never cut
+    assert tensors_of(ckpt.read(tmp_path / "out")) == tensors_of(state)
+
+
+def test_a_native_copy_is_compressed_when_asked_and_committed(tmp_path: Path) -> None:
+    state = {"w": torch.arange(300_000), "b": torch.ones(7)}
+    torch.save(state, tmp_path / "m.pt")
+    convert(tmp_path / "m.pt", tmp_path / "raw")
+    convert(tmp_path / "m.pt", tmp_path / "zstd", compress=True)
+    sizes = [
+        sum(len(data) for data in snapshot(tmp_path / name).values()) for name in ("raw", "zstd")
+    ]
+    assert sizes[1] < sizes[0] / 2
+    for name in ("raw", "zstd"):
+        assert tensors_of(ckpt.read(tmp_path / name)) == tensors_of(state)
+        assert ckpt.verify(tmp_path / name).sound
+
+
+@pytest.mark.parametrize("target", list(PLACES))
+def test_what_exists_is_refused_and_left_as_it_was(
+    small: Path, tmp_path: Path, target: str
+) -> None:
+    place = tmp_path / "out" / PLACES[target]
+    ckpt.save(tmp_path / "first", {"w": torch.zeros(3)})
+    convert(tmp_path / "first", place, to=target)
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(ExistsError, match="overwrite=True"):
+        convert(small, place, to=target)
+    assert snapshot(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("target", list(PLACES))
+def test_overwriting_replaces_and_leaves_nothing_of_the_old(
+    small: Path, tmp_path: Path, target: str
+) -> None:
+    place, fresh = tmp_path / "out" / PLACES[target], tmp_path / "fresh" / PLACES[target]
+    ckpt.save(tmp_path / "first", {f"w{i}": torch.zeros(300) for i in range(5)})
+    convert(tmp_path / "first", place, to=target, max_shard_bytes=1500)
+    convert(small, place, to=target, overwrite=True)
+    convert(small, fresh, to=target)
+    assert tensors_of(ckpt.read(place)) == tensors_of(ckpt.read(small))
+    assert len(snapshot(tmp_path / "out")) == len(snapshot(tmp_path / "fresh"))
+
+
+def damage(folder: Path) -> None:
+    """Change a byte of the data of a native checkpoint, which has one shard."""
+    (shard,) = folder.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    at = 8 + int.from_bytes(content[:8], "little") + 40
+    content[at] ^= 1
+    shard.write_bytes(content)
+
+
+@pytest.mark.parametrize("target", list(PLACES))
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+def test_a_corrupt_source_changes_nothing_at_the_target(
+    small: Path, tmp_path: Path, target: str, overwrite: bool
+) -> None:
+    place = tmp_path / "out" / PLACES[target]
+    if overwrite:
+        ckpt.save(tmp_path / "first", {"w": torch.zeros(3)})
+        convert(tmp_path / "first", place, to=target)
+    before = snapshot(tmp_path)
+    damage(small)
+    changed = snapshot(small)
+    with pytest.raises(CorruptError, match="bytes"):
+        convert(small, place, to=target, overwrite=overwrite)
+    after = snapshot(tmp_path)
+    assert {name for name in after if after[name] != before.get(name)} == {
+        f"small/{name}" for name in changed if changed[name] != before[f"small/{name}"]
+    }
+
+
+def test_a_source_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError):
+        convert(tmp_path / "absent", tmp_path / "deep" / "c.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_source_is_no_target(small: Path, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    before = snapshot(tmp_path)
+    for source, to in (
+        (small, "ckpt"),
+        (small, "hf"),
+        (tmp_path / "m.pt", "torch"),
+        (tmp_path / "m.pt", "safetensors"),
+    ):
+        same = source.parent / "." / "small" / ".." / source.name
+        with pytest.raises(ExistsError, match="is the source itself"):
+            convert(source, same, to=to, overwrite=True)
+    with pytest.raises(ExistsError, match="is the source itself"):
+        convert(small, f"file://{small}", to="hf", overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_folder_that_holds_the_source_is_not_overwritten(tmp_path: Path, to: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    torch.save({"w": torch.ones(2)}, run / "m.pt")
+    ckpt.save(run / "step-1", {"w": torch.ones(2)})
+    (run / "notes.txt").write_text("precious")
+    before = snapshot(tmp_path)
+    for source in (run / "m.pt", run / "step-1"):
+        with pytest.raises(ExistsError, match="holds the source"):
+            convert(source, run, to=to, overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_file_of_the_source_is_not_overwritten(small: Path, tmp_path: Path) -> None:
+    convert(small, tmp_path / "hf", to="hf", max_shard_bytes=100)
+    before = snapshot(tmp_path)
+    for file in sorted((tmp_path / "hf").glob("*.safetensors")):
+        with pytest.raises(ExistsError, match="is a file of the source"):
+            convert(tmp_path / "hf", file, overwrite=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_target_inside_the_source_is_written_beside_what_is_there(small: Path) -> None:
+    before = snapshot(small)
+    convert(small, small / "export" / "m.safetensors")
+    convert(small, small / "m.pt")
+    after = snapshot(small)
+    assert {name: after[name] for name in before} == before
+    expected = tensors_of(ckpt.read(small))
+    assert tensors_of(ckpt.read(small / "export" / "m.safetensors")) == expected
+    assert tensors_of(ckpt.read(small / "m.pt")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "expected"),
+    [
+        ("m.safetensors", None, Format.SAFETENSORS),
+        ("m.pt", None, Format.TORCH),
+        ("m.pth", None, Format.TORCH),
+        ("pytorch_model.bin", None, Format.TORCH),
+        ("folder", None, Format.CKPT),
+        ("m.pt", "safetensors", Format.SAFETENSORS),
+        ("folder", "hf", Format.HUGGINGFACE),
+    ],
+)
+def test_the_format_is_what_is_asked_or_what_the_name_says(
+    name: str, to: str | None, expected: Format
+) -> None:
+    assert format_of(name, to) is expected
+
+
+def test_an_unknown_format_is_an_error_that_lists_the_known(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="cannot write 'onnx'; known formats are ckpt, safetensors"
+    ):
+        convert(small, tmp_path / "m", to="onnx")
+
+
+@pytest.mark.parametrize("target", list(PLACES))
+def test_a_source_cut_along_its_columns_is_put_together(tmp_path: Path, target: str) -> None:
+    whole = torch.arange(3 * 1001 * 7, dtype=torch.float32).reshape(3, 1001, 7)
+    layout = Layout((3, 1001, 7), Mesh.grid(("tp",), (3,)), (Shard(1),))
+    store = LocalStore(tmp_path / "c")
+    files = []
+    for rank, part in enumerate(whole.chunk(3, dim=1)):
+        assert layout.local_shape(rank) == part.shape
+        name = f"{1:016x}-{rank:05d}.safetensors"
+        block = memoryview(part.contiguous().numpy()).cast("B")
+        tensor = OutgoingTensor("w", tuple(part.shape), BY_NAME["F32"], stream(block))
+        with store.create(name) as file:
+            files.append(write_shard(file, [tensor]).named(name, rank))
+    stored = StoredTensor(layout.shape, BY_NAME["F32"], layout)
+    manifest = Manifest({"w": stored}, {}, {"w": TensorRef("w")}, files)
+    store.commit("manifest.json", dump(manifest), replace=False)
+    convert(tmp_path / "c", tmp_path / "out" / PLACES[target], to=target)
+    found: Any = ckpt.read(tmp_path / "out" / PLACES[target])
+    assert torch.equal(found["w"], whole)
+
+
+def stream(block: memoryview) -> Callable[[], Iterator[memoryview]]:
+    return lambda: iter([block])
+
+
+MEASURED = """
+import resource, sys
+from ckpt.convert import convert
+convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    tensor = torch.arange(32 << 20)
+    ckpt.save(tmp_path / "large", {"w": tensor})
+    assert tensor.nbytes == 256 << 20
+    ckpt.save(tmp_path / "tiny", {"w": torch.ones(1)})
+    peak_bytes = {}
+    for size in ("tiny", "large"):
+        arguments = [str(tmp_path / size), str(tmp_path / f"{size}-out"), "safetensors"]
+        finished = subprocess.run(
+            [sys.executable, "-c", MEASURED, *arguments], capture_output=True, text=True, check=True
+        )
+        peak_bytes[size] = int(finished.stdout) << 10
+    assert peak_bytes["large"] - peak_bytes["tiny"] <= 128 << 20

@@ -1,0 +1,95 @@
+"""Writes the checkpoints of a format version that are kept here, and opened by every later ckpt.
+
+    torchrun --nproc-per-node 2 tests/compat/make.py tests/compat/v1
+
+Run it once per version of the format, commit what it wrote, and never again: what is kept is what
+that version's code wrote, also where it was wrong. tests/formats/test_compat.py has the values.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import ckpt
+
+
+def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """0, 1/8, 2/8, ...: exact in every floating-point type that it is used with."""
+    return (torch.arange(torch.Size(shape).numel()) / 8).reshape(shape).to(dtype)
+
+
+class Model(nn.Module):
+    """Sharded, replicated and tied parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        self.embed = nn.Parameter(distribute_tensor(ramp(5, 4), dp, [Shard(0)]))
+        self.head = self.embed
+        self.wide = nn.Parameter(distribute_tensor(ramp(2, 3), grid, [Replicate(), Shard(1)]))
+        self.norm = nn.Parameter(ramp(4, dtype=torch.bfloat16))
+        self.register_buffer("large", ramp(258, 256))
+
+
+def state() -> dict[str, object]:
+    """What both ranks save."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for number, (_, entries) in enumerate(optimizer.state.items()):
+        entries["exp_avg"].fill_(number + 0.25)
+    with torch.no_grad():
+        for parameter in model.parameters():  # the weight decay of the step is undone
+            parameter.mul_(0).add_(1.5)
+    return {
+        "model": model,
+        "optim": optimizer,
+        "types": dict(typed()),
+        "values": {
+            "step": 100,
+            "big": 2**70,
+            "floats": [0.1, float("inf"), float("-inf"), -0.0],
+            "nothing": None,
+            "truth": (True, False),
+            "text": "é\n",
+            "bytes": b"\x00\xff",
+            "complex": 1 - 2j,
+            "dtype": torch.bfloat16,
+            "numbered": {1: "one", None: "none"},
+            "like a tag": {"$tensor": 1},
+        },
+    }
+
+
+def typed() -> Iterator[tuple[str, torch.Tensor]]:
+    """One small tensor of most types."""
+    for name in ("float64", "float32", "float16", "bfloat16", "complex64", "complex128"):
+        yield name, ramp(3, dtype=getattr(torch, name))
+    for name in ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"):
+        yield name, torch.tensor([0, 1, 2]).to(getattr(torch, name))
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
+        yield name, torch.tensor([0.5, 1.0, 2.0]).to(getattr(torch, name))
+    yield "scalar", torch.tensor(7)
+    yield "empty", torch.zeros(0, 3)
+
+
+def main() -> None:
+    """Write a raw and a compressed checkpoint into the folder on the command line."""
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    for name, compress in (("raw", False), ("zstd", True)):
+        ckpt.save(folder / name, state(), compress=compress, metadata={"run": "compat"})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

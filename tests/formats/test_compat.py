@@ -1,0 +1,98 @@
+"""Checkpoints that older versions wrote are opened, value for value (see tests/compat/make.py)."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+
+VERSION_1 = Path(__file__).parents[1] / "compat" / "v1"
+
+
+def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """0, 1/8, 2/8, ..."""
+    return (torch.arange(math.prod(shape)) / 8).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_checkpoint_of_version_1_has_the_values_it_was_saved_with(codec: str) -> None:
+    state: Any = ckpt.read(VERSION_1 / codec)
+    model = state["model"]
+    assert list(model) == ["embed", "head", "wide", "norm", "large"]
+    assert model["head"] is model["embed"]
+    for name, shape in {"embed": (5, 4), "wide": (2, 3), "norm": (4,)}.items():
+        assert model[name].shape == shape
+        assert (model[name] == 1.5).all()
+    assert model["norm"].dtype == torch.bfloat16
+    assert torch.equal(model["large"], ramp(258, 256))
+
+    assert list(state["optim"]["state"]) == ["embed", "wide", "norm"]
+    for number, (name, entries) in enumerate(state["optim"]["state"].items()):
+        assert entries["step"] == 1
+        assert torch.equal(entries["exp_avg"], torch.full_like(model[name], number + 0.25))
+        assert not entries["exp_avg_sq"].any()
+    (group,) = state["optim"]["param_groups"]
+    assert group["params"] == ["embed", "wide", "norm"]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.9, 0.999), 0.01)
+
+    types = state["types"]
+    for name in ("float64", "float32", "float16", "bfloat16", "complex64", "complex128"):
+        assert torch.equal(types[name], ramp(3, dtype=getattr(torch, name))), name
+    for name in ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"):
+        assert types[name].dtype == getattr(torch, name)
+        assert types[name].tolist() == [0, 1, 2], name
+    assert types["bool"].tolist() == [False, True, True]
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
+        assert types[name].dtype == getattr(torch, name)
+        assert types[name].float().tolist() == [0.5, 1.0, 2.0], name
+    assert torch.equal(types["scalar"], torch.tensor(7))
+    assert types["empty"].shape == (0, 3)
+
+    values = state["values"]
+    assert (values["step"], values["big"], values["nothing"]) == (100, 2**70, None)
+    assert repr(values["floats"]) == "[0.1, inf, -inf, -0.0]"
+    assert values["truth"] == (True, False)
+    assert (values["text"], values["bytes"]) == ("é\n", b"\x00\xff")
+    assert (values["complex"], values["dtype"]) == (1 - 2j, torch.bfloat16)
+    assert values["numbered"] == {1: "one", None: "none"}
+    assert values["like a tag"] == {"$tensor": 1}
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_checkpoint_of_version_1_tells_how_it_was_divided(codec: str) -> None:
+    with ckpt.open(VERSION_1 / codec) as checkpoint:
+        assert checkpoint.metadata["run"] == "compat"
+        assert checkpoint.metadata["world_size"] == "2"
+        assert str(checkpoint["model.embed"].layout) == "dp:2=S(0)"
+        assert str(checkpoint["model.large"].layout) == "world:2=split"
+        assert checkpoint["model.large"][257, 253:].tolist() == [8255.625, 8255.75, 8255.875]
+
+
+class Model(nn.Module):
+    """The same names, nothing sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.zeros(5, 4))
+        self.head = self.embed
+        self.wide = nn.Parameter(torch.zeros(2, 3))
+        self.norm = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("large", torch.zeros(258, 256))
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_training_goes_on_from_a_checkpoint_of_version_1(codec: str) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckpt.load(
+        VERSION_1 / codec,
+        {"model": model, "optim": optimizer},
+        exclude=["types.*", "values.*"],
+    )
+    assert (model.wide == 1.5).all()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert (optimizer.state[model.wide]["exp_avg"] == 1.25).all()
