@@ -23,8 +23,8 @@ from pathlib import Path
 
 from ckpt.commit import committed_files
 from ckpt.errors import ExistsError
-from ckpt.match import Selection
 from ckpt.outgoing import outgoing
+from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
 from ckpt.store import Store, is_file, open_store, split_url
 from ckpt.version import __version__

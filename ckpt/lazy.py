@@ -11,10 +11,10 @@ from types import EllipsisType
 import torch
 
 from ckpt.errors import CkptError
-from ckpt.match import Selection
 from ckpt.memory import array_over, empty_for, torch_dtype
 from ckpt.outgoing import selected
 from ckpt.saved import join
+from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
 from ckpt.transfer import Request, requests_for, transfer
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree

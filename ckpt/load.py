@@ -18,10 +18,12 @@ import torch
 import xxhash
 
 from ckpt.errors import DamagedLoadError, Difference, MismatchError, PartialLoadError
-from ckpt.match import Match, Selection, Want, match
+from ckpt.ledger import Match, Want
+from ckpt.match import match
 from ckpt.memory import array_over, is_plain, torch_dtype
 from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.saved import Rename, Saved
+from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
 from ckpt.transfer import Request, requests_for, transfer
 from formats.errors import FormatError

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ckpt.errors import Difference, MismatchError
-from ckpt.match import Selection
 from ckpt.saved import Missing, Saved, join
+from ckpt.selection import Selection
 from ckpt.transfer import Array, requests_for, transfer
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch

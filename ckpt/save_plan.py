@@ -128,7 +128,8 @@ def _united(
                 f"{_shown(tensor)}; give what differs between ranks a name of its own"
             )
         by_layout.setdefault(layout, []).extend(ranks)
-    if first.layout.mesh == world:
+    # A DTensor's mesh may have all ranks and that name as well: then its placements tell.
+    if first.layout.mesh == world and first.layout.replicas == world.size:
         mesh = Mesh.of_ranks(world.names, (len(by_layout[first.layout]),), _sorted(by_layout))
         return _with_layout(first, Layout(first.shape, mesh, first.layout.placements))
     for layout, ranks in by_layout.items():

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import xxhash
@@ -42,6 +43,8 @@ GAP_BYTES = 64 << 10
 """Bytes worth reading for nothing rather than starting another read."""
 WORKERS = 2
 """Threads that read, hash and copy; all three let go of the GIL."""
+THREAD_BYTES = 2 << 20
+"""Reads of less than this, all together, are done by the caller: threads would cost more."""
 
 Array = np.ndarray
 """One-dimensional, of an unsigned integer type as wide as the tensor's elements."""
@@ -126,7 +129,7 @@ def transfer(
         if progress is not None:
             progress(sum(b.request.source.box.numel * b.request.itemsize for b in group))
 
-    if len(groups) <= 1 or workers <= 1:
+    if len(groups) <= 1 or workers <= 1 or sum(b.hi - b.lo for b in bites) < THREAD_BYTES:
         for group in groups:
             work(group)
         return
@@ -156,7 +159,11 @@ def _bites(request: Request) -> Iterator[_Bite]:
     chunk_bytes = extent.chunks.chunk_bytes if extent.chunks is not None else 0
     nbytes = box.numel * itemsize
     plain = extent.chunks is None or not extent.chunks.compressed
-    if plain and nbytes >= DIRECT_BYTES and source.is_packed and target.is_packed:
+    if source.is_packed and nbytes < DIRECT_BYTES:  # most tensors of most models
+        lo = source.at * itemsize
+        yield _bite(request, lo, lo + nbytes, direct=False)
+        return
+    if plain and source.is_packed and target.is_packed:
         yield from _direct_bites(request, chunk_bytes)
         return
     hull = source.hull_elements * itemsize
@@ -342,6 +349,11 @@ def _place(bite: _Bite, data: memoryview) -> None:
     source, target, itemsize = request.source, request.target, request.itemsize
     start = source.at * itemsize - bite.first
     shape = source.box.shape
+    if source.is_packed and target.is_packed:
+        nbytes = prod(shape) * itemsize
+        at = target.at * itemsize
+        _bytes(request.array)[at : at + nbytes] = data[start : start + nbytes]
+        return
     raw = np.frombuffer(data, dtype=np.uint8)
     here = np.ndarray(
         shape,

@@ -1,0 +1,200 @@
+"""An optimizer as the target: its groups get the saved options, its parameters the saved state.
+
+Rules:
+
+1. Parameters are found by name, whatever group and position they were saved in. A group's options
+   are those of the saved group that had its parameters; if they were in several, that is a
+   difference.
+2. A fresh optimizer gets its state before its first step: in the placement of the parameter where
+   the shape is the parameter's, else whole. State it has already is filled in place.
+3. State comes back in the dtype it was saved in, also where torch's `load_state_dict` would cast it
+   to the parameter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.ledger import Ledger, Step, Want, whole_tensor
+from ckpt.memory import torch_dtype
+from ckpt.saved import Missing, join
+from ckpt.stateful import optimizer_entries
+from formats.catalog import TensorRecord, TensorRef, Tree
+from sharding.dtensor import zeros_placed_like
+
+STEP = "step"
+"""The one entry of an optimizer's state that is never placed like its parameter."""
+
+
+def match_optimizer(ledger: Ledger, optimizer: Optimizer, names: list[str], path: str) -> Step:
+    """Match an optimizer, whose parameters have these names, with what was saved at a path."""
+    if not ledger.selects(path):
+        return lambda: optimizer
+    return _OptimizerMatch(ledger, optimizer, names, path).run()
+
+
+@dataclass(frozen=True)
+class _OptimizerMatch:
+    ledger: Ledger
+    optimizer: Optimizer
+    names: list[str]
+    path: str
+
+    def run(self) -> Step:
+        groups = self._groups()
+        self.ledger.used.add(join(self.path, "state"))  # a leaf where no parameter has any
+        held = optimizer_entries(self.optimizer, self.names, self.path)["state"]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = {
+            index: self._parameter_state(name, parameter, held)
+            for index, (name, parameter) in enumerate(zip(self.names, parameters, strict=True))
+        }
+        others = {
+            key: self.ledger.anything(None, join(self.path, key)) for key in self._other_keys()
+        }
+
+        def install() -> object:
+            state = {index: step() for index, step in states.items()}
+            state = {index: entries for index, entries in state.items() if entries}
+            rest = {key: step() for key, step in others.items()}
+            self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
+            _undo_casts(self.optimizer, parameters, state)
+            return self.optimizer
+
+        return install
+
+    def _other_keys(self) -> list[str]:
+        """What an optimizer saved beside its state and groups."""
+        saved = self.ledger.saved.node(self.path)
+        if not isinstance(saved, dict):
+            return []
+        return [
+            str(key) for key in saved if str(key).partition(".")[0] not in ("state", "param_groups")
+        ]
+
+    # Groups.
+
+    def _groups(self) -> list[dict[str, object]]:
+        """The target's groups with the options that were saved for their parameters (rule 1)."""
+        where = join(self.path, "param_groups")
+        self.ledger.used.update(self.ledger.saved.under(where))
+        saved = _saved_groups(self.ledger.saved.node(where))
+        group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
+        first = 0
+        groups: list[dict[str, object]] = []
+        for position, group in enumerate(self.optimizer.param_groups):
+            members = self.names[first : first + len(group["params"])]
+            options = {key: value for key, value in group.items() if key != "params"}
+            at = self._group_of(members, group_of, f"{where}.{position}")
+            if at is not None:
+                for key, value in saved[at].options.items():
+                    entry = join(join(where, at), key)
+                    options[str(key)] = self._option(value, entry, options.get(str(key)))
+            groups.append({**options, "params": list(range(first, first + len(members)))})
+            first += len(members)
+        return groups
+
+    def _group_of(self, members: list[str], group_of: Mapping[str, int], where: str) -> int | None:
+        """The saved group that these parameters were in; None, and a difference, if no one was."""
+        lacking = [name for name in members if name not in group_of]
+        found = sorted({group_of[name] for name in members if name in group_of})
+        if lacking:
+            self.ledger.differ(
+                where,
+                "missing",
+                f"{len(lacking)} of its {len(members)} parameters are in no group of the "
+                f"checkpoint, the first is {lacking[0]}",
+            )
+        elif len(found) > 1:
+            self.ledger.differ(
+                where,
+                "structure",
+                f"its parameters are in the groups {found} of the checkpoint; give the optimizer "
+                "the same groups",
+            )
+        elif found:
+            return found[0]
+        return None
+
+    def _option(self, value: Tree, path: str, own: object) -> object:
+        """A group's option; a tensor one is filled into a tensor of its own."""
+        if not isinstance(value, TensorRef):
+            return self.ledger.whole(value, path)()
+        record = self.ledger.saved.catalog.tensors[value.name]
+        tensor = whole_tensor(record)
+        if isinstance(own, torch.Tensor):
+            tensor = tensor.to(own.device)
+        self.ledger.wants.append(Want(path, record, tensor))
+        return tensor
+
+    def _renamed(self, name: str) -> str:
+        """A parameter's name in the target, by the rename of its state."""
+        prefix = join(self.path, "state") + "."
+        return self.ledger.saved.rename(prefix + name).removeprefix(prefix)
+
+    # State.
+
+    def _parameter_state(self, name: str, parameter: torch.Tensor, held: object) -> Step:
+        """What was saved for one parameter (rule 2)."""
+        where = join(join(self.path, "state"), name)
+        mine = held.get(name, {}) if isinstance(held, dict) else {}
+        below = self.ledger.saved.under(where)
+        if below and not any(entry in self.ledger.selection for entry in below):
+            return lambda: mine
+        saved = self.ledger.saved.node(where)
+        if isinstance(saved, Missing):
+            return dict
+        self.ledger.used.update(below)
+
+        def like(entry: str, record: TensorRecord) -> torch.Tensor:
+            key = entry[len(where) + 1 :]
+            existing = mine.get(key) if isinstance(mine, dict) else None
+            if (
+                isinstance(existing, torch.Tensor)
+                and tuple(existing.shape) == record.shape
+                and str(existing.dtype) == f"torch.{record.dtype.torch_name}"
+            ):
+                return existing
+            if record.shape == tuple(parameter.shape) and key != STEP:
+                return zeros_placed_like(parameter, torch_dtype(record.dtype.torch_name))
+            return whole_tensor(record)
+
+        return self.ledger.whole(saved, where, like)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedGroup:
+    """A parameter group of the checkpoint."""
+
+    names: list[str]
+    options: dict[object, Tree]
+
+
+def _saved_groups(saved: Tree | Missing) -> dict[int, _SavedGroup]:
+    """The checkpoint's groups by position; those without names of parameters are left out."""
+    groups = {}
+    for position, entry in enumerate(saved if isinstance(saved, list) else []):
+        names = entry.get("params") if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and isinstance(names, list | tuple):
+            options: dict[object, Tree] = {k: v for k, v in entry.items() if k != "params"}
+            groups[position] = _SavedGroup([str(name) for name in names], options)
+    return groups
+
+
+def _undo_casts(
+    optimizer: Optimizer, parameters: list[torch.Tensor], state: Mapping[int, object]
+) -> None:
+    """Put back what torch cast to the parameter's dtype (rule 3)."""
+    for index, entries in state.items():
+        if not isinstance(entries, dict):
+            continue
+        now = optimizer.state[parameters[index]]
+        for key, value in entries.items():
+            held = now.get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)
+            if both and held.dtype != value.dtype:
+                now[key] = value.to(held.device)
