@@ -7,6 +7,7 @@
     weights = ckpt.open("runs/step-100")["model.embed.weight"][0:16]
 
 Names are imported when they are first used: `ckpt inspect`, `verify` and `ls` never import torch.
+No module has the name of a function here (`ckpt.saving` has `save`): importing it would hide it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ckpt.version import __version__
 check_neighbours()
 
 if TYPE_CHECKING:
-    from ckpt.convert import convert
-    from ckpt.diff import diff
+    from ckpt.converting import convert
+    from ckpt.diffing import diff
     from ckpt.errors import (
         CkptError,
         DamagedLoadError,
@@ -33,21 +34,21 @@ if TYPE_CHECKING:
         StateError,
     )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
-    from ckpt.load import load
-    from ckpt.save import save
-    from ckpt.verify import verify
+    from ckpt.loading import load
+    from ckpt.saving import save
+    from ckpt.verifying import verify
     from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 
 _WHERE = {
-    "save": "ckpt.save",
-    "load": "ckpt.load",
+    "save": "ckpt.saving",
+    "load": "ckpt.loading",
     "open": "ckpt.lazy",
     "read": "ckpt.lazy",
     "Checkpoint": "ckpt.lazy",
     "TensorHandle": "ckpt.lazy",
-    "convert": "ckpt.convert",
-    "diff": "ckpt.diff",
-    "verify": "ckpt.verify",
+    "convert": "ckpt.converting",
+    "diff": "ckpt.diffing",
+    "verify": "ckpt.verifying",
     "CkptError": "ckpt.errors",
     "StateError": "ckpt.errors",
     "ExistsError": "ckpt.errors",

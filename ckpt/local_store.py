@@ -106,7 +106,7 @@ class LocalStore:
     @contextmanager
     def create(self, name: str, rewritable: bool = False) -> Iterator[LocalFileWriter]:
         """A new file (rule 1). `rewritable` costs nothing here: a local file always is."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -127,7 +127,7 @@ class LocalStore:
 
         Raises ExistsError, without `replace`, when the file is there already.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         target = self._folder / name
         part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -165,11 +165,7 @@ class LocalStore:
 
     def flush(self) -> None:
         """Make the folder's entries durable."""
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _flush(self._folder)
 
     def close(self) -> None:
         """Close the files kept open for reading."""
@@ -205,6 +201,16 @@ class LocalStore:
             if stale is not None:
                 os.close(stale)
 
+    def _make_folder(self) -> None:
+        """The folder exists, and the folders above it durably know of it."""
+        made, folder = [], self._folder.absolute()
+        while not folder.exists():
+            made.append(folder)
+            folder = folder.parent
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            _flush(folder.parent)
+
     def _forget(self, name: str) -> None:
         with self._lock:
             self._forgotten += 1
@@ -236,6 +242,14 @@ class LocalFileWriter:
         view, done = memoryview(data).cast("B"), 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done:], done)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> int:

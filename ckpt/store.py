@@ -52,6 +52,10 @@ class Store(Reader, Protocol):
         """Remove a file; no error when it is gone already."""
         ...
 
+    def flush(self) -> None:
+        """Files that were created are durable under their names."""
+        ...
+
     def close(self) -> None:
         """Let go of what is open."""
         ...
@@ -179,6 +183,9 @@ class FsspecStore:
         if self.exists(name):
             self._fs.rm_file(self._path(name))
 
+    def flush(self) -> None:
+        """Nothing to do: a driver's file is stored when it is closed."""
+
     def close(self) -> None:
         """Nothing is kept open: drivers pool their own connections."""
 
@@ -205,6 +212,7 @@ class FsspecStore:
         remote.close()
 
     def _listing(self, kind: str) -> list[str]:
+        self._fs.invalidate_cache(self._root)  # other processes write here too
         try:
             entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):

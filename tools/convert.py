@@ -63,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Convert, and print what was written and what was left out."""
-    from ckpt.convert import convert
+    from ckpt.converting import convert
 
     began = time.monotonic()
     with progress("convert", lambda: tensor_bytes(options.src)) as advance:

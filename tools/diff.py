@@ -11,7 +11,7 @@ from tools.progress import progress, tensor_bytes
 from tools.text import count, json_text, printable, shortened, size
 
 if TYPE_CHECKING:
-    from ckpt.diff import Comparison
+    from ckpt.diffing import Comparison
 
 SUMMARY = "compare names, shapes, dtypes, elements and plain values of two checkpoints"
 
@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Print the differences; DIFFERENT where there is one."""
-    from ckpt.diff import diff
+    from ckpt.diffing import diff
 
     with progress("diff", lambda: tensor_bytes(options.a)) as advance:
         found = diff(

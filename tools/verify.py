@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Print the report; DIFFERENT where something is wrong."""
-    from ckpt.verify import verify
+    from ckpt.verifying import verify
 
     with progress("verify", lambda: file_bytes(options.url)) as advance:
         report = verify(options.url, advance)

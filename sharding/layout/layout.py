@@ -188,6 +188,8 @@ def _check(placement: Placement, size: int, shape: Shape) -> None:
 
 def _check_flats_fit(layout: Layout) -> None:
     """Raise ValueError where flat axes leave some elements to nobody."""
+    if not any(isinstance(placement, FlatShard) for placement in layout.placements):
+        return
     # Coordinate 0 of an axis that cuts dimensions has the most: the others need no look.
     most = prod(map(length, layout._segments((0,) * len(layout.placements))))
     for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):

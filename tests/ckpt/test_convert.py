@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.convert import ConvertReport, Format, convert, format_of
+from ckpt.converting import ConvertReport, Format, convert, format_of
 from ckpt.errors import ExistsError, MismatchError, NotACheckpointError
 from ckpt.local_store import LocalStore
 from formats.catalog import TensorRef
@@ -403,7 +403,7 @@ def stream(block: memoryview) -> Callable[[], Iterator[memoryview]]:
 
 MEASURED = """
 import resource, sys
-from ckpt.convert import convert
+from ckpt.converting import convert
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt.convert import convert
-from ckpt.diff import diff
+from ckpt.converting import convert
+from ckpt.diffing import diff
 from ckpt.errors import NotACheckpointError
-from ckpt.save import save
+from ckpt.saving import save
 from formats.errors import CorruptError
 
 FLOATS = (
@@ -181,7 +181,7 @@ def test_tensors_of_any_shape_are_compared(pair, shape):
 
 @pytest.mark.parametrize("block_bytes", [4, 12, 100, 1000])
 def test_large_tensors_are_compared_block_by_block(pair, monkeypatch, block_bytes):
-    monkeypatch.setattr(import_module("ckpt.diff"), "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(import_module("ckpt.diffing"), "BLOCK_BYTES", block_bytes)
     a = torch.arange(5 * 6 * 7, dtype=torch.float32).reshape(5, 6, 7)
     b = a.clone()
     b[2, 3, 4] += 1

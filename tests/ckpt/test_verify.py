@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt import verify_native
-from ckpt.convert import convert
+from ckpt.converting import convert
 from ckpt.errors import NotACheckpointError
 from ckpt.local_store import LocalStore
-from ckpt.save import save
-from ckpt.verify import verify
+from ckpt.saving import save
+from ckpt.verifying import verify
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import UnsupportedError

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from ckpt.save import save
+from ckpt.saving import save
 from tools.exit_codes import ExitCode
 from tools.inspect import selects
 

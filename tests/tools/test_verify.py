@@ -48,7 +48,7 @@ def test_strays_are_notes(run, saved):
 
 
 def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
-    from ckpt.save import save
+    from ckpt.saving import save
 
     save(tmp_path / "c", {f"w{i:02d}": torch.ones(4) for i in range(30)})
     (shard,) = (tmp_path / "c").glob("*.safetensors")

@@ -197,25 +197,32 @@ def _write_file(chosen: Format, target: str, state: Outgoing, overwrite: bool) -
     folder, name = split_url(target)
     if not overwrite and is_file(target):
         raise ExistsError(f"{target} exists; pass overwrite=True to replace it")
+    left_out: tuple[str, ...] = ()
     with open_store(folder) as store:
         if chosen is Format.SAFETENSORS:
-            return safetensors_file.write(store, name, state)
-        from formats import torch_save
+            left_out = safetensors_file.write(store, name, state)
+        else:
+            from formats import torch_save
 
-        torch_save.write(store, name, state)
-        return ()
+            torch_save.write(store, name, state)
+        store.flush()
+    return left_out
 
 
 def _write_folder(
     chosen: Format, target: str, state: Outgoing, overwrite: bool, max_shard_bytes: int
 ) -> tuple[str, ...]:
+    left_out: tuple[str, ...] = ()
     with _fresh_folder(target, overwrite) as folder, open_store(folder) as store:
         if chosen is Format.HUGGINGFACE:
-            return huggingface.write(store, state, max_shard_bytes)
-        from formats import dcp
+            left_out = huggingface.write(store, state, max_shard_bytes)
+        else:
+            from formats import dcp
 
-        dcp.write(store, state)
-        return ()
+            dcp.write(store, state)
+        if state.tensors:
+            store.flush()
+    return left_out
 
 
 @contextmanager
@@ -236,17 +243,19 @@ def _fresh_folder(target: str, overwrite: bool) -> Iterator[str]:
     local.parent.mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(4)
     fresh = local.parent / f".{local.name}.{mark}{PART_SUFFIX}"
+    old = local.parent / f".{local.name}.{mark}.old"
     try:
         yield str(fresh)
         fresh.mkdir(exist_ok=True)  # nothing to write is an empty folder
         if local.exists():
-            old = local.parent / f".{local.name}.{mark}.old"
             local.rename(old)
-            fresh.rename(local)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(local)
+        fresh.rename(local)
+        with open_store(str(local.parent)) as parent:
+            parent.flush()
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
+        if old.exists() and not local.exists():
+            old.rename(local)
         shutil.rmtree(fresh, ignore_errors=True)
         raise
 
