@@ -104,27 +104,25 @@ def convert(
     """
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
+    selection = Selection.of(include, exclude)
     with open_source(source) as opened:
         _check_apart(opened, target, chosen)
-        state = outgoing(
-            opened.store, opened.catalog, select, Selection.of(include, exclude), dtype, progress
-        )
-        left_out: tuple[str, ...] = ()
-        if chosen.is_file:
-            left_out = _write_file(chosen, target, state, overwrite)
-        elif chosen is Format.CKPT:
-            with open_store(target) as store:
-                write_native(store, state, overwrite, compress, max_shard_bytes)
-        else:
-            left_out = _write_folder(chosen, target, state, overwrite, max_shard_bytes)
-        nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        with outgoing(opened.store, opened.catalog, select, selection, dtype, progress) as state:
+            left_out: tuple[str, ...] = ()
+            if chosen.is_file:
+                left_out = _write_file(chosen, target, state, overwrite)
+            elif chosen is Format.CKPT:
+                with open_store(target) as store:
+                    write_native(store, state, overwrite, compress, max_shard_bytes)
+            else:
+                left_out = _write_folder(chosen, target, state, overwrite, max_shard_bytes)
         return ConvertReport(
             source,
             target,
             opened.catalog.format,
             chosen.value,
             len(state.tensors),
-            nbytes,
+            sum(tensor.nbytes for tensor in state.tensors.values()),
             left_out,
         )
 

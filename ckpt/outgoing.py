@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.saved import Missing, Saved, join
 from ckpt.selection import Selection
-from ckpt.transfer import Array, requests_for, transfer
+from ckpt.transfer import Array, Transfer, requests_for
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -28,6 +29,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
+@contextmanager
 def outgoing(
     reader: Reader,
     catalog: Catalog,
@@ -35,12 +37,12 @@ def outgoing(
     selection: Selection,
     dtype: str | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Outgoing:
+) -> Iterator[Outgoing]:
     """The part of a checkpoint that `select` and `selection` name, ready to be written.
 
     `select` is a key path: what lies below it, under names without it. `selection` then goes by
-    those names. `dtype`, a torch name, casts the floating-point tensors. Raises MismatchError when
-    nothing lies at `select`.
+    those names. `dtype`, a torch name, casts the floating-point tensors. The streams are read one
+    at a time, within the block. Raises MismatchError when nothing lies at `select`.
     """
     tree = _below(catalog, select or "", reader.url)
     target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
@@ -53,7 +55,7 @@ def outgoing(
             first = first_names.setdefault(node.name, path)
             if first == path:
                 record = catalog.tensors[node.name]
-                tensors[path] = _stream(reader, record, path, target, progress)
+                tensors[path] = streams.stream(record, path, target)
             else:
                 aliases[path] = first
             return TensorRef(first)
@@ -71,8 +73,10 @@ def outgoing(
             return items if isinstance(node, list) else tuple(items)
         return node
 
-    whole = walk(tree, "")
-    return Outgoing(tensors, whole, aliases, {})
+    with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
+        streams = _Streams(reader, ahead, progress)
+        whole = walk(tree, "")
+        yield Outgoing(tensors, whole, aliases, {})
 
 
 def selected(tree: Tree, path: str, selection: Selection) -> bool:
@@ -106,65 +110,70 @@ def _below(catalog: Catalog, select: str, url: str) -> Tree:
     return {"tensor": found} if isinstance(found, TensorRef) else found
 
 
-def _stream(
-    reader: Reader,
-    record: TensorRecord,
-    name: str,
-    target: DType | None,
-    progress: Callable[[int], None] | None,
-) -> OutgoingTensor:
-    if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
-        return OutgoingTensor(
-            name, record.shape, record.dtype, lambda: blocks(reader, record, progress)
-        )
-    wanted = target
+class _Streams:
+    """The streams of one conversion, which share their memory: one is read at a time."""
 
-    def cast() -> Iterator[memoryview]:
+    def __init__(
+        self,
+        reader: Reader,
+        ahead: ThreadPoolExecutor,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._transfer = Transfer(reader)
+        self._ahead = ahead
+        self._progress = progress
+        # Two blocks: one that is being read, one that is being written. Fresh memory for every
+        # tensor would cost as much as reading it.
+        self._memory: list[Array] = []
+
+    def stream(self, record: TensorRecord, name: str, target: DType | None) -> OutgoingTensor:
+        """A tensor under another name, its elements cast where `target` says so."""
+        if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
+            return OutgoingTensor(name, record.shape, record.dtype, lambda: self._blocks(record))
+        wanted = target
+        return OutgoingTensor(name, record.shape, wanted, lambda: self._cast(record, wanted))
+
+    def _blocks(self, record: TensorRecord) -> Iterator[memoryview]:
+        """A tensor's packed row-major bytes, verified; each block is valid until the next."""
+        itemsize = record.dtype.itemsize
+        total = record.nbytes // itemsize
+        step = BLOCK_BYTES // itemsize
+        spans = [(lo, min(lo + step, total)) for lo in range(0, total, step)]
+
+        def fill(index: int) -> memoryview:
+            lo, hi = spans[index]
+            memory = self._buffer(index % 2, (hi - lo) * itemsize)
+            array: Array = memory.view(_UNSIGNED[itemsize])
+            pieces, at = [], 0
+            for box in span_boxes(record.shape, lo, hi):
+                pieces.append(Piece.packed(box, at))
+                at += box.numel
+            self._transfer.run(list(requests_for(record, pieces, array)), self._progress)
+            return memoryview(array.view(np.uint8).data)
+
+        if len(spans) <= 1:
+            for index in range(len(spans)):
+                yield fill(index)
+            return
+        coming = self._ahead.submit(fill, 0)
+        for index in range(len(spans)):
+            block = coming.result()
+            if index + 1 < len(spans):
+                coming = self._ahead.submit(fill, index + 1)
+            yield block
+
+    def _cast(self, record: TensorRecord, target: DType) -> Iterator[memoryview]:
         import torch
 
         from ckpt.memory import array_over, torch_dtype
 
-        here, there = torch_dtype(record.dtype.torch_name), torch_dtype(wanted.torch_name)
-        for block in blocks(reader, record, progress):
+        here, there = torch_dtype(record.dtype.torch_name), torch_dtype(target.torch_name)
+        for block in self._blocks(record):
             cast_block = torch.frombuffer(block, dtype=here).to(there)
             yield memoryview(array_over(cast_block).view(np.uint8).data)
 
-    return OutgoingTensor(name, record.shape, wanted, cast)
-
-
-def blocks(
-    reader: Reader,
-    record: TensorRecord,
-    progress: Callable[[int], None] | None = None,
-    block_bytes: int = BLOCK_BYTES,
-) -> Iterator[memoryview]:
-    """A tensor's packed row-major bytes, verified, in order; each block is valid until the next."""
-    itemsize = record.dtype.itemsize
-    total = record.nbytes // itemsize
-    step = max(1, block_bytes // itemsize)
-    spans = [(lo, min(lo + step, total)) for lo in range(0, total, step)]
-    buffers: list[Array] = [
-        np.empty(min(step, total), dtype=_UNSIGNED[itemsize]) for _ in range(min(2, len(spans)))
-    ]
-
-    def fill(index: int) -> memoryview:
-        lo, hi = spans[index]
-        array = buffers[index % len(buffers)]
-        pieces, at = [], 0
-        for box in span_boxes(record.shape, lo, hi):
-            pieces.append(Piece.packed(box, at))
-            at += box.numel
-        transfer(reader, list(requests_for(record, pieces, array)), progress=progress)
-        return memoryview(array[: hi - lo].view(np.uint8).data)
-
-    if len(spans) <= 1:
-        for index in range(len(spans)):
-            yield fill(index)
-        return
-    with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
-        coming = ahead.submit(fill, 0)
-        for index in range(len(spans)):
-            block = coming.result()
-            if index + 1 < len(spans):
-                coming = ahead.submit(fill, index + 1)
-            yield block
+    def _buffer(self, which: int, nbytes: int) -> Array:
+        """The first bytes of one of the two blocks."""
+        while len(self._memory) <= which:
+            self._memory.append(np.empty(BLOCK_BYTES, dtype=np.uint8))
+        return self._memory[which][:nbytes]

@@ -116,30 +116,7 @@ def transfer(
     Raises CorruptError naming file, tensor and bytes for a chunk that is not what was written; what
     the targets hold then is undefined.
     """
-    exact = requests if verify else map(_unchecked, requests)
-    bites = sorted(
-        (bite for request in exact for bite in _bites(request)),
-        key=lambda bite: (bite.request.extent.file, bite.lo),
-    )
-    groups = list(_groups(bites))
-    engine = _Engine(reader, verify)
-
-    def work(group: list[_Bite]) -> None:
-        engine.do(group)
-        if progress is not None:
-            progress(sum(b.request.source.box.numel * b.request.itemsize for b in group))
-
-    if len(groups) <= 1 or workers <= 1 or sum(b.hi - b.lo for b in bites) < THREAD_BYTES:
-        for group in groups:
-            work(group)
-        return
-    with ThreadPoolExecutor(workers, "ckpt-read") as pool:
-        try:
-            for _ in pool.map(work, groups):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    Transfer(reader, verify, workers).run(requests, progress)
 
 
 def _unchecked(request: Request) -> Request:
@@ -269,15 +246,48 @@ def _groups(bites: Sequence[_Bite]) -> Iterator[list[_Bite]]:
         yield group
 
 
-class _Engine:
-    """Does groups of bites; safe to use from several threads."""
+class Transfer:
+    """Does requests from one reader, as `transfer` does, and keeps its scratch memory for the next.
 
-    def __init__(self, reader: Reader, verify: bool) -> None:
+    Safe to use from several threads.
+    """
+
+    def __init__(self, reader: Reader, verify: bool = True, workers: int = WORKERS) -> None:
         self._reader = reader
         self._verify = verify
+        self._workers = workers
         self._scratch = threading.local()
 
-    def do(self, group: list[_Bite]) -> None:
+    def run(
+        self, requests: Sequence[Request], progress: Callable[[int], None] | None = None
+    ) -> None:
+        """All requests are done when this returns. Raises as `transfer` does."""
+        exact = requests if self._verify else map(_unchecked, requests)
+        bites = sorted(
+            (bite for request in exact for bite in _bites(request)),
+            key=lambda bite: (bite.request.extent.file, bite.lo),
+        )
+        groups = list(_groups(bites))
+
+        def work(group: list[_Bite]) -> None:
+            self._do(group)
+            if progress is not None:
+                progress(sum(b.request.source.box.numel * b.request.itemsize for b in group))
+
+        nbytes = sum(bite.hi - bite.lo for bite in bites)
+        if len(groups) <= 1 or self._workers <= 1 or nbytes < THREAD_BYTES:
+            for group in groups:
+                work(group)
+            return
+        with ThreadPoolExecutor(self._workers, "ckpt-read") as pool:
+            try:
+                for _ in pool.map(work, groups):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _do(self, group: list[_Bite]) -> None:
         file = group[0].request.extent.file
         if group[0].direct:
             (bite,) = group
