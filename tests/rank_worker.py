@@ -25,7 +25,8 @@ def load(file: str) -> ModuleType:
     """The test module in a file, imported once per worker."""
     if file not in _modules:
         spec = importlib.util.spec_from_file_location(f"worker_module_{len(_modules)}", file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

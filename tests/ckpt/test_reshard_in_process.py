@@ -1,7 +1,7 @@
 """Resharding at 8 and 16 ranks in one process: every layout into every layout.
 
-Plays all ranks of a world one after the other: each writes its shard file from its local storage, as
-a save does, and reads its own part, as a load does.
+Plays all ranks of a world one after the other: each writes its shard file from its local storage,
+as a save does, and reads its own part, as a load does.
 """
 
 from itertools import product
@@ -88,7 +88,10 @@ def _view(storage: Array, piece) -> np.ndarray:
 
 def save(folder: Path, world_size: int) -> None:
     """A checkpoint of all layouts, written rank by rank."""
-    state = {name: StoredTensor(l.shape, I32, l) for name, l in layouts(world_size).items()}
+    state = {
+        name: StoredTensor(layout.shape, I32, layout)
+        for name, layout in layouts(world_size).items()
+    }
     stored = stored_layouts(state)
     files = []
     with open_store(str(folder)) as store:

@@ -284,8 +284,10 @@ def test_plain_zeros_keep_shape_and_strides() -> None:
     [
         ("import sharding, sharding.layout, sharding.errors", "torch"),
         (
-            "import torch, sharding.dtensor as d, sharding.layout as l; "
-            "d.describe(torch.ones(2), 'w', l.Mesh.grid(('world',), (2,)))",
+            (
+                "import torch, sharding.dtensor as d, sharding.layout as l; "
+                "d.describe(torch.ones(2), 'w', l.Mesh.grid(('world',), (2,)))"
+            ),
             "torch.distributed.tensor",
         ),
     ],
