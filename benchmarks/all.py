@@ -1,8 +1,10 @@
 """All benchmarks, on a tmpfs and on a disk; `--write-table` puts the results into README.md.
 
-    python benchmarks/all.py --short          a small state, few rounds: is everything still fast?
-    python benchmarks/all.py --write-table    the tables of README.md, made anew: keep the machine
-                                              quiet for the half hour that this takes
+    python benchmarks/all.py --short
+    python benchmarks/all.py --write-table
+
+The first takes a few minutes: a small state, two ranks, few rounds, so fixed costs weigh more than
+in the tables. Keep the machine quiet for the half hour that the second takes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ SCRIPTS: tuple[Tables, ...] = (
 )
 
 
-def run(stores: Sequence[str], world_sizes: Sequence[int], gib: float, rounds: int) -> Iterator[str]:
+def run(
+    stores: Sequence[str], world_sizes: Sequence[int], gib: float, rounds: int
+) -> Iterator[str]:
     """The texts of all tables, each as soon as it is measured."""
     for tables in SCRIPTS:
         for store in stores:
@@ -59,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="64 MiB, 2 ranks, 3 rounds, tmpfs")
+    parser.add_argument("--short", action="store_true", help="128 MiB, 2 ranks, 3 rounds, tmpfs")
     parser.add_argument("--write-table", action="store_true", help="write the tables to README.md")
     parser.add_argument("--tmpfs", default=TMPFS, help=f"by default {TMPFS}")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="by default where /tmp is")
@@ -70,7 +74,7 @@ def main() -> None:
     print(heading, end="\n\n", flush=True)
     if given.short:
         tmpfs = given.tmpfs if os.path.isdir(given.tmpfs) else given.disk
-        texts = run([tmpfs], [2], 1 / 16, 3)
+        texts = run([tmpfs], [2], 1 / 8, 3)
     else:
         texts = run([given.tmpfs, given.disk], [1, 2, 4], given.gib, given.rounds)
     done = [heading + "\n"]

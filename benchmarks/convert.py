@@ -61,7 +61,9 @@ def _convert(store: str, rounds: int) -> measure.Samples:
         "ckpt, to one safetensors file": contestant(
             lambda: ckpt.convert(ours, safetensors, to="safetensors"), check_safetensors
         ),
-        "ckpt, to a torch.save file": contestant(lambda: ckpt.convert(ours, pt, to="torch"), check_pt),
+        "ckpt, to a torch.save file": contestant(
+            lambda: ckpt.convert(ours, pt, to="torch"), check_pt
+        ),
         "torch DCP, to a torch.save file": contestant(
             lambda: _flushed(lambda: dcp_to_torch_save(theirs, pt), pt), check_pt
         ),
