@@ -65,7 +65,7 @@ def _convert(store: str, rounds: int) -> measure.Samples:
             lambda: ckpt.convert(ours, pt, to="torch"), check_pt
         ),
         "torch DCP, to a torch.save file": contestant(
-            lambda: _flushed(lambda: dcp_to_torch_save(theirs, pt), pt), check_pt
+            lambda: floor.flushed(lambda: dcp_to_torch_save(theirs, pt), pt), check_pt
         ),
         "ckpt, DCP's folder to a torch.save file": contestant(
             lambda: ckpt.convert(theirs, pt, to="torch"), check_pt
@@ -78,15 +78,6 @@ def _check_weight(ours: str, found: torch.Tensor) -> None:
     with ckpt.open(ours) as checkpoint:
         if not torch.equal(found, checkpoint["model.norm.weight"][:]):
             raise RuntimeError("the converted file has other values than the checkpoint")
-
-
-def _flushed(action: Callable[[], None], path: str) -> None:
-    action()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def tables(options: report.Options) -> list[report.Table]:

@@ -9,7 +9,7 @@ reads that file back into the same memory. No names, no checksums, no commit.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import measure
 import report
@@ -48,6 +48,16 @@ def copy(source: str, target: str) -> None:
         while count := reading.readinto(buffer):
             _whole(os.writev, writing.fileno(), [buffer[:count]])
         os.fsync(writing.fileno())
+
+
+def flushed(action: Callable[[], object], path: str) -> None:
+    """Do something that writes a file, and flush the file to the disk."""
+    action()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def calls(buffers: Sequence[memoryview]) -> list[list[memoryview]]:

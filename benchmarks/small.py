@@ -8,6 +8,7 @@ The floor is torch.save and torch.load; safetensors stands beside, with neither 
 from __future__ import annotations
 
 import dcp
+import floor
 import measure
 import report
 import torch
@@ -37,8 +38,12 @@ def _on_rank(store: str, rounds: int) -> tuple[measure.Samples, measure.Samples]
 
     saved = measure.interleaved(
         {
-            report.FLOOR: measure.Contestant(lambda: torch.save(state, pt), fresh),
-            "safetensors": measure.Contestant(lambda: save_file(state, safetensors), fresh),
+            report.FLOOR: measure.Contestant(
+                lambda: floor.flushed(lambda: torch.save(state, pt), pt), fresh
+            ),
+            "safetensors": measure.Contestant(
+                lambda: floor.flushed(lambda: save_file(state, safetensors), safetensors), fresh
+            ),
             "ckpt": measure.Contestant(lambda: ckpt.save(ours, state), fresh),
             "torch DCP": measure.Contestant(lambda: dcp.save(theirs, dict(state)), fresh),
         },

@@ -246,7 +246,7 @@ def _customised(module: nn.Module) -> bool:
 
 def _is_torchs(hook: object) -> bool:
     function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "sharding."))
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed.")
 
 
 def _holds_target(node: object) -> bool:
