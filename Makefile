@@ -8,8 +8,6 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 # The disk to measure on, and for example --gib 2 --world-size 4.
-BENCH_STORE ?= benchmarks/scratch
-BENCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Exists only where the whole installation went well, and is as old as what it was made from.
@@ -67,11 +65,8 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 bench: $(STAMP)
-	mkdir -p $(BENCH_STORE)
-	set -e; for script in save load reshard convert small; do \
-	    $(BIN)/python benchmarks/$$script.py --store $(BENCH_STORE) $(BENCH_ARGS); \
-	done
+	$(BIN)/python benchmarks/all.py --short
 
 clean:
-	rm -rf $(VENV) benchmarks/scratch build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -50,8 +50,7 @@ def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
     try:
         return torch.empty(tuple(shape), dtype=dtype)
     except RuntimeError:
-        for _ in record.pieces:
-            pass  # opening the files shows whether they have as much
+        list(record.pieces)  # opening the files shows whether they have as much
         raise
 
 
