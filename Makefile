@@ -7,7 +7,6 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-# The disk to measure on, and for example --gib 2 --world-size 4.
 VENV := .venv
 BIN := $(VENV)/bin
 # Exists only where the whole installation went well, and is as old as what it was made from.
