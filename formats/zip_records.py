@@ -212,7 +212,7 @@ class Archive:
             ValueError,
             OverflowError,
             StructError,
-            NotImplementedError,
+            NotImplementedError,  # what zipfile raises for zip versions it does not know
         ) as error:
             raise CorruptError(
                 f"{self.where}: the zip directory at its end cannot be read ({error}): the file "
