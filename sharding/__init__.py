@@ -1,4 +1,79 @@
-"""Which rank holds which piece of which tensor: `sharding.layout`, the algebra, knows no torch.
+"""A sharding runtime with torch's two front doors, and the algebra that says who holds what.
 
-`sharding.dtensor` describes torch's tensors in its terms.
+`sharding.layout`, the algebra, knows no torch; `sharding.dtensor` describes torch's tensors in its
+terms. The runtime's names are those of `torch.distributed.fsdp` and are imported when first used,
+so that whoever needs the algebra alone does not wait for torch.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sharding.per_parameter import (
+        FSDPModule,
+        UnshardHandle,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+    from sharding.policies import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+
+_FROM = {
+    "FSDPModule": "per_parameter",
+    "UnshardHandle": "per_parameter",
+    "fully_shard": "per_parameter",
+    "register_fsdp_forward_method": "per_parameter",
+}
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'sharding' has no attribute {name!r}")
+    value = getattr(import_module(f"sharding.{_FROM.get(name, 'policies')}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,77 @@
+"""The memory that whole parameters are views of: it comes and goes, its storage stays.
+
+Autograd saves views of parameters in forward and reads them in backward. The buffer is emptied in
+between and filled again, in the same storage: what was saved is right again. What fills it writes
+through a second tensor over the same storage, with a version counter of its own: to autograd the
+parameters never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sharding.packing import Slot, Span
+
+
+class FullBuffer:
+    """One buffer, and a leaf of autograd for every slot."""
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        leaf: Callable[[int, torch.Tensor], torch.Tensor],
+        over: torch.Tensor | None = None,
+    ) -> None:
+        """Memory of its own; or, `over` a flat tensor, that tensor's, which is never given back.
+
+        `leaf` makes the parameter of a slot's index and the view of its elements.
+        """
+        self.numel = numel
+        self._owns = over is None
+        with torch.inference_mode(False), torch.no_grad():
+            full = torch.empty(0, dtype=dtype, device=device)
+            self._storage = full.untyped_storage() if over is None else over.untyped_storage()
+            offset = 0 if over is None else over.storage_offset()
+            if over is None:
+                self._storage.resize_(numel * dtype.itemsize)
+            full.set_(self._storage, offset, (numel,), (1,))
+            self.raw = torch.empty(0, dtype=dtype, device=device)
+            """The buffer as who fills it sees it."""
+            self.raw.set_(self._storage, offset, (numel,), (1,))
+            self.leaves = [leaf(index, _view(full, slot)) for index, slot in enumerate(slots)]
+            """By slot, the whole parameter."""
+
+    def allocate(self) -> None:
+        """There is memory; what is in it is not defined, unless it was there before."""
+        if self._owns:
+            self._storage.resize_(self.numel * self.raw.itemsize)
+
+    def free(self) -> None:
+        """There is no memory."""
+        if self._owns:
+            self._storage.resize_(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are live now."""
+        return self._storage.nbytes()
+
+    def parts(self, spans: tuple[Span, ...]) -> list[torch.Tensor]:
+        """Ranges of the buffer, to be filled."""
+        return [self.raw[lo:hi] for lo, hi in spans]
+
+
+def _view(full: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A slot's parameter: a tensor of its own over the buffer's memory."""
+    view = full[slot.at : slot.at + slot.numel].view(slot.stored_shape)
+    return (view.movedim(0, slot.dim) if slot.shape else view.view(())).data
+
+
+def plain(index: int, view: torch.Tensor) -> torch.Tensor:
+    """The view itself."""
+    return view

@@ -1,0 +1,87 @@
+"""Tensors of which every rank has a part, joined in memory that comes and goes.
+
+What the ranks give is joined along one dimension, of which ranks may have different numbers of
+indices: their *rows*. Parts travel as bytes, rows first. A rank's rows are then one range of bytes,
+which arrives in its final place where the dimension is the first, and is moved there where not.
+
+The storage is one for good: what refers to it finds the same tensor when it is filled again. To
+autograd nothing changes: what is written goes through aliases with version counters of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the ranks' inputs lie in an output."""
+
+    counts: tuple[int, ...]
+    """By rank, its rows: the indices of the dimension along which the inputs are joined."""
+    rest: tuple[int, ...]
+    """The sizes of the other dimensions."""
+    along: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.rest) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output."""
+        return sum(self.counts) * self.row_bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The output's shape."""
+        return (*self.rest[: self.along], sum(self.counts), *self.rest[self.along :])
+
+    def rows_first(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """This rank's input without padding, as it travels: bytes, rows first."""
+        tensor = tensor.detach().narrow(self.along, 0, self.counts[rank])
+        return tensor.movedim(self.along, 0).contiguous().view(-1).view(torch.uint8)
+
+
+class Output:
+    """One tensor that is gathered: its memory comes and goes, its storage stays (rule 2)."""
+
+    def __init__(self, form: Form, device: torch.device) -> None:
+        self.form = form
+        self._tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
+        self._storage = self._tensor.untyped_storage()
+        # What arrives is written through aliases that have version counters of their own.
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._bytes.set_(self._storage, 0, (form.nbytes,), (1,))
+        self._alias = torch.empty(0, dtype=form.dtype, device=device)
+        self._alias.set_(self._storage, 0, form.shape, self._tensor.stride())
+        self._landing = self._bytes
+
+    def allocate(self) -> None:
+        """There is memory for what arrives."""
+        self._storage.resize_(self.form.nbytes)
+        if self.form.along:
+            self._landing = torch.empty_like(self._bytes)
+
+    def place(self, rank: int) -> torch.Tensor:
+        """Where the bytes of a rank's input go."""
+        lo = sum(self.form.counts[:rank]) * self.form.row_bytes
+        return self._landing[lo : lo + self.form.counts[rank] * self.form.row_bytes]
+
+    def joined(self) -> torch.Tensor:
+        """The ranks' inputs, joined; all have arrived."""
+        if self._landing is not self._bytes:
+            rows = self._landing.view(self.form.dtype).view(-1, *self.form.rest)
+            self._alias.copy_(rows.movedim(0, self.form.along))
+            self._landing = self._bytes
+        return self._tensor
+
+    def free(self) -> None:
+        """There is no memory."""
+        self._landing = self._bytes
+        self._storage.resize_(0)

@@ -1,0 +1,140 @@
+"""Where each parameter of a bucket lies: in the full buffer, and in every rank's shard.
+
+The full buffer holds the parameters end to end, each in one contiguous *slot*, so that a parameter
+is a view of it and is never copied out. What a rank holds is a list of *spans*, ranges of the full
+buffer; end to end they are its shard. There are two ways to divide:
+
+- `ChunkPacking`: each parameter by torch.chunk's rule along one dimension, a span per parameter. A
+  slot's rows run along that dimension (a parameter sharded on another than its first lies
+  transposed in its slot). A parameter without dimensions cannot be divided: every rank holds it.
+- `FlatPacking`: the whole buffer in equal parts, one span per rank, padded at the end.
+
+Pure integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+Span = tuple[int, int]
+"""`[lo, hi)`, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the full buffer."""
+
+    shape: tuple[int, ...]
+    """The unsharded shape."""
+    dim: int
+    """The dimension whose indices are the slot's rows."""
+    at: int
+    """The slot's first element in the full buffer."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Indices of the sharded dimension."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The slot's shape: the sharded dimension first."""
+        if not self.shape:
+            return (1,)
+        return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    def chunk(self, size: int, rank: int) -> Span:
+        """What `rank` of `size` holds of the parameter by torch.chunk's rule, in the full buffer.
+
+        >>> Slot((5, 2), 0, 100).chunk(2, 1)
+        (106, 110)
+        >>> Slot((), 0, 100).chunk(2, 1)
+        (100, 101)
+        """
+        if not self.shape:
+            return self.at, self.at + 1
+        lo, hi = chunk(self.rows, size, rank)
+        inner = self.numel // self.rows if self.rows else 0
+        return self.at + lo * inner, self.at + hi * inner
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPacking:
+    """Each parameter is divided by torch.chunk's rule along its dimension."""
+
+    slots: tuple[Slot, ...]
+    size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full buffer."""
+        return _end(self.slots)
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What a rank holds: a span for every slot."""
+        return tuple(slot.chunk(self.size, rank) for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPacking:
+    """The buffer, padded, is divided into equal parts.
+
+    >>> packing = FlatPacking(pack([(3,), (2, 2)], [0, 0]), 2)
+    >>> packing.numel, packing.spans(1), packing.piece(1, 0), packing.piece(1, 1)
+    (8, ((4, 8),), (0, 1), (1, 4))
+    """
+
+    slots: tuple[Slot, ...]
+    size: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard."""
+        return -(-_end(self.slots) // self.size)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full buffer, with the padding."""
+        return self.shard_numel * self.size
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What a rank holds: one span."""
+        return ((rank * self.shard_numel, (rank + 1) * self.shard_numel),)
+
+    def piece(self, index: int, rank: int) -> Span:
+        """Which elements of parameter `index`, in row-major order, a rank holds."""
+        slot, lo = self.slots[index], rank * self.shard_numel
+        first = min(max(lo - slot.at, 0), slot.numel)
+        return first, min(max(lo + self.shard_numel - slot.at, first), slot.numel)
+
+
+def chunk(rows: int, size: int, rank: int) -> Span:
+    """The rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; empty for the last of many."""
+    step = -(-rows // size)
+    return min(rows, rank * step), min(rows, (rank + 1) * step)
+
+
+def pack(
+    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], align: int = 1
+) -> tuple[Slot, ...]:
+    """Slots for parameters of these shapes, one after the other, each beginning at a multiple.
+
+    >>> [slot.at for slot in pack([(3, 3), (4,)], [0, 0], align=8)]
+    [0, 16]
+    """
+    slots, at = [], 0
+    for shape, dim in zip(shapes, dims, strict=True):
+        slots.append(Slot(shape, dim, at))
+        at += -(-prod(shape) // align) * align
+    return tuple(slots)
+
+
+def _end(slots: Sequence[Slot]) -> int:
+    return slots[-1].at + slots[-1].numel if slots else 0

@@ -1,0 +1,77 @@
+"""Which parameters a unit takes: those of its modules that no unit below has, each once.
+
+A parameter may be in several modules, and in modules of several units: *tied*. Within a unit it is
+one parameter with several owners. Across units, the unit that sharded it first has it, and the
+others borrow its bucket; what ties them is an attribute that sharding leaves on the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from sharding.bucket import Bucket, Parameter
+from sharding.runtime import units_of
+
+_TIED = "_sharding_entry"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A parameter and every place in the modules that has it."""
+
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    name: str
+
+    @property
+    def borrowed(self) -> Parameter | None:
+        """What another unit made of it."""
+        tied = getattr(self.parameter, _TIED, None)
+        return tied.entry if isinstance(tied, _Tied) else None
+
+    def taken_as(self, entry: Parameter) -> None:
+        """A unit has it now: whoever else has it borrows it."""
+        setattr(self.parameter, _TIED, _Tied(entry))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    entry: Parameter
+
+
+def free_parameters(
+    modules: tuple[nn.Module, ...],
+    ignored: Iterable[nn.Parameter] = (),
+    ignored_modules: Iterable[nn.Module] = (),
+) -> Iterator[Found]:
+    """The parameters that no unit below has yet, in the modules' order."""
+    left_out = {id(parameter) for parameter in ignored}
+    skipped = {part for module in ignored_modules for part in module.modules()}
+    for unit in units_of(modules):
+        for bucket in unit.buckets:
+            left_out |= {id(parameter.sharded) for parameter in bucket.parameters}
+    found: dict[int, Found] = {}
+    for root in modules:
+        for prefix, part in root.named_modules():
+            if part in skipped:
+                continue
+            for key, parameter in part._parameters.items():
+                if parameter is None or id(parameter) in left_out:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                entry = found.setdefault(id(parameter), Found(parameter, [], name))
+                entry.owners.append((part, key))
+    yield from found.values()
+
+
+def borrowed_bucket(found: Found) -> Bucket | None:
+    """The bucket that has a tied parameter already, which gets the new places besides."""
+    entry = found.borrowed
+    if entry is None or entry.bucket is None:
+        return None
+    entry.owners += found.owners
+    entry.bucket.placed_more(entry)
+    return entry.bucket

@@ -1,0 +1,83 @@
+"""Which ranks share the shards of a unit, and which hold copies of the same shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TAGS = 1024
+"""How many tags of messages a bucket has."""
+_FIRST_TAG = 1 << 16
+_tags: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""By group: its members count alike, whatever else each of them shards with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of a group, or some of them, and which of them this process is."""
+
+    group: ProcessGroup | None
+    """None: this process alone."""
+    members: tuple[int, ...]
+    """Ranks in the group."""
+    rank: int
+    """This process' index in `members`."""
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Peers:
+        """All ranks of a group."""
+        return cls(group, tuple(range(dist.get_world_size(group))), dist.get_rank(group))
+
+    @classmethod
+    def alone(cls) -> Peers:
+        """This process and no other: nothing is divided."""
+        return cls(None, (0,), 0)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+    @property
+    def others(self) -> list[int]:
+        """The other indices, beginning behind this one so that not all turn to one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def part(self, size: int) -> Peers:
+        """Those of the same run of `size` as this process: all are divided into such runs."""
+        first = self.rank // size * size
+        return Peers(self.group, self.members[first : first + size], self.rank - first)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Over which ranks a unit is sharded, and over which it is replicated besides."""
+
+    peers: Peers
+    replicas: Peers
+    """The ranks that hold the same shard."""
+
+    @property
+    def size(self) -> int:
+        """Ranks whose gradients are summed."""
+        return self.peers.size * self.replicas.size
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group that names the unit's messages."""
+        group = self.peers.group or self.replicas.group
+        if group is None:
+            raise ValueError("a unit must be shared over at least one process group")
+        return group
+
+    def next_tag(self) -> int:
+        """The first of the tags of a new bucket, the same on all ranks of the group."""
+        return next(_tags.setdefault(self.group, count(_FIRST_TAG, TAGS)))

@@ -1,0 +1,61 @@
+"""How tensors get from rank to rank: one interface, two ways, chosen by the group's back end.
+
+Every method is called by all ranks of the peers, in the same order, with the same sizes. `tag`
+tells the messages of one call from those of others; `all_reduce` takes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from sharding.collectives import Collectives
+from sharding.messages import Messages
+from sharding.peers import Peers
+
+
+class Gathering(Protocol):
+    """A gather on its way."""
+
+    def wait(self) -> None:
+        """What was gathered is in its places. Called once."""
+        ...
+
+
+class Summing(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """This rank's sums. Called once."""
+        ...
+
+
+class Transport(Protocol):
+    """Between the ranks of `peers`. All tensors are contiguous and of one dimension and dtype."""
+
+    peers: Peers
+
+    def gather(
+        self, mine: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], tag: int
+    ) -> Gathering:
+        """Start to fill `places[r]` with what rank r has as `mine`, this rank's own included."""
+        ...
+
+    def reduce(self, parts: Sequence[Sequence[torch.Tensor]], tag: int) -> Summing:
+        """Start to sum, on every rank r, what all ranks have as `parts[r]`."""
+        ...
+
+    def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
+        """`flat` is the sum over ranks, on all of them the same."""
+        ...
+
+
+def transport_between(peers: Peers, device: torch.device) -> Transport:
+    """The fastest way between these ranks for tensors on this device."""
+    by_message = peers.group is None or "gloo" in str(dist.get_backend(peers.group))
+    if by_message and device.type == "cpu":
+        return Messages(peers)
+    return Collectives(peers)
