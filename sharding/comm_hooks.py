@@ -1,0 +1,150 @@
+"""Communication hooks: ready-made replacements for the runtime's own averaging of gradients.
+
+A hook is registered with `register_comm_hook(state, hook)` and is called once per gradient, on all
+ranks, in the same order:
+
+* `hook(state, grad)` where nothing is sharded: `grad` is averaged in place;
+* `hook(state, grad, output)` where it is: `grad` is the flat gradient of a whole unit, padded so
+  that the ranks divide it evenly, and `output` receives this rank's part of the average.
+
+Rules that hold in this file:
+
+1. The order is: cast, divide by `gradient_predivide_factor`, sum over the ranks, divide by
+   `gradient_postdivide_factor`, cast back. That is what the runtime does of its own under
+   `MixedPrecision(reduce_dtype=...)`, so that the results are equal bit for bit.
+2. The sum is the library's collective, and so is the order of its summands. Two summands have one
+   sum; with more ranks it may differ in the last bit from a sum in the order of the ranks.
+3. Only collectives that every backend has for these dtypes are used; nothing needs an accelerator.
+
+Names and signatures are those of `torch.distributed.algorithms._comm_hooks.default_hooks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "DefaultState",
+    "LowPrecisionState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "reduce_scatter_hook",
+]
+
+# The newer of two names for one collective; where it exists, the older one warns.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(slots=True, eq=False)
+class DefaultState:
+    """The ranks that average with each other, and how the division is split in two.
+
+    Dividing before the sum keeps it from overflowing, dividing after it keeps the summands from
+    underflowing; each takes about the square root of the number of ranks.
+
+    Raises: ValueError without a process group.
+    """
+
+    process_group: dist.ProcessGroup
+    """Its ranks hold the summands."""
+    world_size: int = field(init=False)
+    gradient_predivide_factor: float = field(init=False)
+    """Divides each summand; see `predivide_factor`."""
+    gradient_postdivide_factor: float = field(init=False)
+    """Divides the sum; the product of the two factors is `world_size`."""
+
+    def __post_init__(self) -> None:
+        if self.process_group is None:
+            raise ValueError(
+                f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}."
+            )
+        self.world_size = dist.get_world_size(self.process_group)
+        self.gradient_predivide_factor = predivide_factor(self.world_size)
+        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+
+
+@dataclass(slots=True, eq=False)
+class LowPrecisionState(DefaultState):
+    """What a hook needs that sends gradients in another dtype than the parameters'."""
+
+    parameter_type: torch.dtype = torch.float32
+    """The dtype that gradients are given back in."""
+
+
+def predivide_factor(world_size: int) -> float:
+    """The power of two that gradients are divided by before they are summed.
+
+    It is the least whose square is `world_size` or more, or the least that does not divide it.
+
+    >>> [predivide_factor(world_size) for world_size in (1, 2, 3, 4, 6, 8, 16)]
+    [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0]
+    """
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
+    """`grad` becomes its average over the ranks, in place. A collective of `state`'s group."""
+    _divide(grad, state.gradient_predivide_factor)
+    dist.all_reduce(grad, group=state.process_group)
+    _divide(grad, state.gradient_postdivide_factor)
+
+
+def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+    """`output` becomes this rank's part of the average of `grad`, whose values are lost.
+
+    `grad` has `world_size` times the elements of `output` and the same dtype. A collective of
+    `state`'s group.
+    """
+    _divide(grad, state.gradient_predivide_factor)
+    _reduce_scatter(output, grad, group=state.process_group)
+    _divide(output, state.gradient_postdivide_factor)
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Averages in float16; the result is in `state.parameter_type`, whatever it was before."""
+    _compress(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Averages in bfloat16; the result is in `state.parameter_type`, whatever it was before."""
+    _compress(torch.bfloat16, state, grad, output)
+
+
+def _compress(
+    dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    _cast(grad, dtype)
+    if output is None:
+        allreduce_hook(state, grad)
+        _cast(grad, state.parameter_type)
+    else:
+        _cast(output, dtype)
+        reduce_scatter_hook(state, grad, output)
+        _cast(output, state.parameter_type)
+
+
+def _divide(tensor: torch.Tensor, factor: float) -> None:
+    if factor > 1:
+        tensor.div_(factor)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """The same tensor object, for all who hold it, with its values in another dtype."""
+    if tensor.dtype == dtype:
+        return
+    values = tensor.data
+    tensor.data = values.to(dtype)
+    if values.device.type != "cpu":
+        # The memory came from another stream than the one which still reads it.
+        values.record_stream(torch.accelerator.current_stream(values.device))

@@ -1,0 +1,256 @@
+"""Which submodules become units of their own: policies that decide it, and wrapping by hand.
+
+A policy has one of two forms, and every function here that takes a policy takes both:
+
+* an object with a method `_run_policy`, which looks at the whole tree at once and may give each
+  module its own keyword arguments (`ModuleWrapPolicy`, `CustomPolicy`);
+* a callable `policy(module=, recurse=, nonwrapped_numel=)`, asked from the root downwards whether
+  to look into a module (`recurse=True`) and, on the way back up, whether to wrap it
+  (`recurse=False`). `nonwrapped_numel` counts the elements of its parameters: on the way down all
+  of them, on the way up those which no wrapped submodule has.
+
+Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. What a policy makes of a
+module tree is worked out in `sharding.wrap_plan`. Nothing here knows the runtime.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+ModuleClasses = Iterable[type[nn.Module]]
+
+
+class CallablePolicy(Protocol):
+    """A policy that is asked module by module."""
+
+    def __call__(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        """Whether to look into the module (`recurse`), or to wrap it (not `recurse`)."""
+        ...
+
+
+# --- Policies that see the whole tree ------------------------------------------------------------
+
+
+class _Policy(ABC):
+    """The base of policies that name their modules, each with its keyword arguments."""
+
+    @abstractmethod
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        """The modules to wrap, the root perhaps among them, with what to pass to the wrapper.
+
+        `root_kwargs` is what the root gets; it is not changed, and no result is the same dict.
+        """
+
+
+class ModuleWrapPolicy(_Policy):
+    """Wraps every module of the given classes, with the root's keyword arguments.
+
+    Can also be called, as the other form of policy.
+    """
+
+    def __init__(self, module_classes: ModuleClasses) -> None:
+        self._module_classes = frozenset(module_classes)
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        classes = tuple(self._module_classes)
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, classes)
+        }
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
+        """Looks into every module; wraps those of the classes."""
+        return recurse or isinstance(module, tuple(self._module_classes))
+
+    def __repr__(self) -> str:
+        names = sorted(c.__qualname__ for c in self._module_classes)
+        return f"{type(self).__name__}({{{', '.join(names)}}})"
+
+
+class CustomPolicy(_Policy):
+    """Wraps what a function of the module says: True, False, or arguments that differ.
+
+    A dict overrides the root's keyword arguments one by one; an empty dict counts as False.
+
+    >>> policy = CustomPolicy(lambda module: {"forward_prefetch": True})
+    >>> relu = nn.ReLU()
+    >>> policy._run_policy(relu, set(), {"device_id": None}) == {
+    ...     relu: {"device_id": None, "forward_prefetch": True}
+    ... }
+    True
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        found: dict[nn.Module, dict[str, Any]] = {}
+        for module in root_module.modules():
+            if module in ignored_modules:
+                continue
+            answer = self._lambda_fn(module)
+            if not isinstance(answer, bool | dict):
+                raise ValueError(
+                    "The lambda_fn passed to CustomPolicy should return "
+                    f"False/True or a kwarg dict, but it returned {answer}"
+                )
+            if answer:
+                found[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+        return found
+
+
+# --- Policies that are asked module by module ----------------------------------------------------
+
+
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
+    """True: every submodule is looked into and wrapped."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wraps the modules for which `lambda_fn` is true; fix it with `functools.partial`."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: ModuleClasses,
+) -> bool:
+    """Wraps the modules of the given classes; fix these with `functools.partial`.
+
+    Parameters shared between layers outside those classes, such as tied embeddings, then stay
+    together in the unit around them.
+    """
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[CallablePolicy],
+) -> bool:
+    """True where one of the policies says so; asks them in order until one does."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps a module once the parameters left to it have `min_num_params` elements or more.
+
+    Modules of `force_leaf_modules` are not looked into, those of `exclude_wrap_modules` not
+    wrapped. None stands for this function's attributes of the same names in capitals: attention,
+    whose parts are not called as modules, and containers, which have no forward.
+    """
+    barred = force_leaf_modules if recurse else exclude_wrap_modules
+    if barred is None:
+        defaults = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
+        barred = getattr(size_based_auto_wrap_policy, defaults)
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+
+
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {  # type: ignore[attr-defined]
+    nn.ModuleList,
+    nn.ModuleDict,
+}
+
+
+# --- Wrapping by hand ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """What `wrap` does at present."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: dict[str, Any]
+
+
+_wrapping: ContextVar[_Wrapping | None] = ContextVar("sharding.wrap", default=None)
+"""Each thread has its own, so that ranks can be threads of one process."""
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Within it, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; in this thread only.
+
+    Contexts nest: the innermost holds, and whatever was in force before it does so again after.
+
+    >>> def wrapper(module, **kwargs):
+    ...     return nn.Sequential(module)
+    >>> with enable_wrap(wrapper_cls=wrapper):
+    ...     wrap(nn.ReLU())
+    Sequential(
+      (0): ReLU()
+    )
+    >>> wrap(nn.ReLU())
+    ReLU()
+    """
+    token = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wrapping.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The module, wrapped as the `enable_wrap` around this call says; outside one, as it is.
+
+    A layer written with it can be built both ways. Where both give a keyword argument, this
+    call's counts.
+    """
+    wrapping = _wrapping.get()
+    if wrapping is None:
+        return module
+    return wrapping.wrapper_cls(module, **{**wrapping.kwargs, **wrap_overrides})
