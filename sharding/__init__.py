@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sharding.flat_bucket import FlatParameter
     from sharding.per_parameter import (
         FSDPModule,
         UnshardHandle,
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
+    from sharding.wrapper import FullyShardedDataParallel
 
 _FROM = {
+    "FlatParameter": "flat_bucket",
+    "FullyShardedDataParallel": "wrapper",
     "FSDPModule": "per_parameter",
     "UnshardHandle": "per_parameter",
     "fully_shard": "per_parameter",
@@ -50,8 +54,10 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -71,7 +77,12 @@ __all__ = [
 ]
 
 
+_MODULES = ("comm_hooks", "composable", "sharded_grad_scaler", "wrap")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"sharding.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'sharding' has no attribute {name!r}")
     value = getattr(import_module(f"sharding.{_FROM.get(name, 'policies')}"), name)

@@ -17,7 +17,7 @@ Rules:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ TURNS = 64
 """How many turns of one purpose go by before a tag is used again."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Parameter:
     """One parameter of a unit, and every place in the modules that has it."""
 
@@ -86,6 +86,9 @@ class Bucket(ABC):
         self.index = -1
         """Its place among the buckets of its runtime, the same on all ranks."""
         self.is_whole = False
+        """Whether the full buffer has the whole parameters."""
+        self._is_shown = False
+        """Whether the modules have them."""
         self.holders: set[object] = set()
         """Who needs the parameters whole now."""
         self.on_gradient: Callable[[Bucket], None] = _nobody
@@ -101,6 +104,8 @@ class Bucket(ABC):
         """Uses in forward that backward has not reached yet."""
         self.arrived: set[int] = set()
         """Of which parameters this backward has completed the gradient, not reduced yet."""
+        self.trained_elsewhere = False
+        """Whether another rank has said that it trains it in this iteration."""
         self.reduced = False
         """Whether this backward has started a reduction."""
         self.reduces = True
@@ -175,6 +180,11 @@ class Bucket(ABC):
         where no rank has a gradient.
         """
 
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Every place in the modules that has a parameter of the bucket."""
+        for parameter in self.parameters:
+            yield from parameter.owners
+
     def placed_more(self, parameter: Parameter) -> None:
         """A parameter has more places than before: what is there is what is in the others."""
         parameter.place(parameter.sharded)
@@ -198,6 +208,11 @@ class Bucket(ABC):
     def requires_grad(self) -> bool:
         """True when some parameter is to be trained."""
         return any(self.wants_gradient(index) for index in range(len(self.parameters)))
+
+    @property
+    def is_trained(self) -> bool:
+        """True when some parameter is to be trained, here or on a rank that said so."""
+        return self.requires_grad or self.trained_elsewhere
 
     # Whole and sharded.
 
@@ -233,7 +248,16 @@ class Bucket(ABC):
         if not self.is_whole:
             self.is_whole = True
             self._wanted = sum(map(self._prepare_for_autograd, range(len(self.parameters))))
+            self._is_shown = False
+        if not self._is_shown:
+            self._is_shown = True
             self._place_whole()
+
+    def show_sharded(self) -> None:
+        """The modules have the sharded parameters, whether the whole ones stay in memory or not."""
+        if self._is_shown:
+            self._is_shown = False
+            self._place_sharded()
 
     def reshard(self) -> None:
         """The sharded parameters are in the modules, and the full buffer has no memory."""
@@ -244,7 +268,7 @@ class Bucket(ABC):
             self._free()
         if self.is_whole:
             self.is_whole = False
-            self._place_sharded()
+            self.show_sharded()
             self._free()
 
     def release(self, holder: object) -> None:
@@ -368,7 +392,7 @@ class Bucket(ABC):
                     gradient = self._local(index, gradient).to(self.reduce_dtype)
                     self._held[index] = self._plus_held(index, gradient)
 
-    def reduce(self) -> Reduction:
+    def reduce(self) -> Reduction | Finished:
         """Start reducing the gradients of the whole parameters, which lose them."""
         packing, transport = self._settled()
         self.reduced, self.owes = True, False
@@ -399,7 +423,7 @@ class Bucket(ABC):
         self.first = None
         self.outstanding = 0
         self.arrived.clear()
-        self.reduced = False
+        self.reduced = self.trained_elsewhere = False
 
     def _parts(
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
@@ -504,6 +528,13 @@ class Reduction:
         if self._divide != 1 and sums:
             torch._foreach_div_(sums, self._divide)
         self.bucket.deliver(sums, flags.tolist())
+
+
+class Finished:
+    """A reduction that was done when it was started."""
+
+    def finish(self) -> None:
+        """The shards have their gradients."""
 
 
 class _Nothing:

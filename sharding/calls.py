@@ -28,7 +28,9 @@ class Call:
         "imminent",
         "index",
         "kept",
+        "recomputed",
         "run",
+        "served",
         "start",
         "unit",
         "versions",
@@ -45,6 +47,8 @@ class Call:
         """Its place in `run.calls`; -1 for what is recomputed in backward."""
         self.visible = False
         """Whether autograd will tell when backward comes to it."""
+        self.recomputed = False
+        """Whether it is a checkpoint that runs it, in backward: perhaps not to its end."""
         self.imminent = False
         """Whether it is a reentrant checkpoint's recomputation, whose backward follows at once."""
         self.begun = False
@@ -53,6 +57,8 @@ class Call:
         """Whether its parameters stay whole after forward."""
         self.versions: list[list[int]] = []
         """The version counters of its shards in forward."""
+        self.served: list[tuple[Call, bool]] = []
+        """Calls of other ranks that were gathered with this one; whether they are trained there."""
         self.given: set[tuple[int, int]] = set()
         """The tensors it was given: to tell what it made from what it handed on."""
 

@@ -10,6 +10,7 @@ though its mesh dimension stands behind: torch's `_StridedShard` says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,8 @@ class ChunkBucket(Bucket):
         super().__init__(parameters, placing.sharing, precision, tag)
         self.placing = placing
         self.policy = policy
+        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
+        """Called on what was reduced, flat, with the flags behind."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -148,12 +151,11 @@ class ChunkBucket(Bucket):
             current = module._parameters[attribute]
             if current is parameter.sharded or current is None:
                 continue
-            size = parameter.sharded.shape
-            if not isinstance(current, DTensor) or current.shape != size:
+            if not _fits(current, parameter.sharded):
                 raise TypeError(
-                    f"{parameter.name} of shape {tuple(size)} was sharded by fully_shard and "
-                    f"replaced by a {type(current).__name__} of shape {tuple(current.shape)}; "
-                    "replace it by a DTensor with its mesh and placements, or copy_ into it"
+                    f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, was "
+                    f"replaced by {_described(current)}; replace it by a DTensor with its mesh and "
+                    "placements, or copy_ into it"
                 )
             parameter.sharded = current
             parameter.place(current)
@@ -162,9 +164,22 @@ class ChunkBucket(Bucket):
 
     def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """The shards have got what was reduced."""
+        sums, flags = self._through_hook(sums, flags)
         for parameter, flag, flat in zip(self.parameters, flags, sums, strict=True):
             if flag > 0:
                 self._accumulate(parameter, self._as_shard(parameter, flat))
+
+    def _through_hook(
+        self, sums: list[torch.Tensor], flags: list[float]
+    ) -> tuple[list[torch.Tensor], list[float]]:
+        """What the user's hook makes of them, where there is one."""
+        if self.reduced_hook is None:
+            return sums, flags
+        marks = torch.tensor(flags, dtype=sums[0].dtype, device=sums[0].device)
+        flat = torch.cat([*(part.reshape(-1) for part in sums), marks])
+        self.reduced_hook(flat)
+        *parts, marks = torch.split(flat, [*(part.numel() for part in sums), len(flags)])
+        return parts, marks.tolist()
 
     def _pack(self) -> ChunkPacking:
         dtype = self.dtype
@@ -224,3 +239,25 @@ class ChunkBucket(Bucket):
             sharded.grad = as_dtensor(gradient, sharded._spec)  # type: ignore[attr-defined]
         else:
             sharded.grad._local_tensor += gradient  # type: ignore[attr-defined]
+        for hook in tuple((getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(sharded)
+
+
+def _fits(current: nn.Parameter, sharded: nn.Parameter) -> bool:
+    """Whether a parameter can take the place of a sharded one."""
+    if not isinstance(current, DTensor) or not isinstance(sharded, DTensor):
+        return False
+    alike = current.shape == sharded.shape and current.placements == sharded.placements
+    if not alike or current.device_mesh != sharded.device_mesh:
+        return False
+    return current._local_tensor.shape == sharded._local_tensor.shape
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    local = tuple(tensor._local_tensor.shape)
+    return (
+        f"a DTensor of shape {tuple(tensor.shape)}, {local} on this rank, with "
+        f"{tensor.placements} over {tensor.device_mesh}"
+    )

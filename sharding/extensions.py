@@ -82,8 +82,9 @@ def settled(bucket: Bucket) -> list[Bucket]:
     return list(dict.fromkeys(p.bucket for p in bucket.parameters if p.bucket is not None))
 
 
-def _move(parameters: list[Parameter], to: Bucket, of: Bucket) -> None:
+def _move(parameters: list[Parameter], to: ChunkBucket, of: ChunkBucket) -> None:
     to.reduces, to.replicates, to.divide = of.reduces, of.replicates, of.divide
+    to.reduced_hook = of.reduced_hook
     for parameter in parameters:
         parameter.bucket = to
 
@@ -172,6 +173,7 @@ class ExtensionBucket(ChunkBucket):
 
     def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """The shards have got what was reduced, put together again."""
+        sums, flags = self._through_hook(sums, flags)
         left = iter(sums)
         for extension, flag in zip(self._extensions, flags, strict=True):
             entry = extension.entry

@@ -31,6 +31,7 @@ class FullBuffer:
 
         `leaf` makes the parameter of a slot's index and the view of its elements.
         """
+        self.slots = slots
         self.numel = numel
         self._owns = over is None
         with torch.inference_mode(False), torch.no_grad():
@@ -55,6 +56,14 @@ class FullBuffer:
         """There is no memory."""
         if self._owns:
             self._storage.resize_(0)
+
+    def to(self, device: torch.device) -> FullBuffer:
+        """The buffer on another device, with leaves that are plain tensors."""
+        if self.raw.device == device:
+            return self
+        moved = FullBuffer(self.slots, self.numel, self.raw.dtype, device, plain)
+        moved.raw.copy_(self.raw)
+        return moved
 
     @property
     def nbytes(self) -> int:

@@ -49,17 +49,18 @@ def free_parameters(
 ) -> Iterator[Found]:
     """The parameters that no unit below has yet, in the modules' order."""
     left_out = {id(parameter) for parameter in ignored}
+    taken: set[tuple[int, str]] = set()
     skipped = {part for module in ignored_modules for part in module.modules()}
     for unit in units_of(modules):
         for bucket in unit.buckets:
-            left_out |= {id(parameter.sharded) for parameter in bucket.parameters}
+            taken |= {(id(owner), key) for owner, key in bucket.places()}
     found: dict[int, Found] = {}
     for root in modules:
         for prefix, part in root.named_modules():
             if part in skipped:
                 continue
             for key, parameter in part._parameters.items():
-                if parameter is None or id(parameter) in left_out:
+                if parameter is None or id(parameter) in left_out or (id(part), key) in taken:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
                 entry = found.setdefault(id(parameter), Found(parameter, [], name))

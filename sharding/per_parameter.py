@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, NoReturn, TypeVar, cast, overload
 
@@ -98,31 +98,32 @@ def fully_shard(
     >>> dist.destroy_process_group()
     """
     modules = tuple(module) if isinstance(module, list) else (module,)
-    for part in modules:
-        _check(part)
+    _check(modules)
     if mesh is None:
         mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
     placing = MeshSharing.of(mesh)
-    reshard = _reshard_setting(reshard_after_forward, placing)
+    reshard = _reshard_setting(reshard_after_forward, placing.sharing.peers.size)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
-    own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-    borrowed: dict[int, Bucket] = {}
-    for found in free_parameters(modules, ignored_params or ()):
-        bucket = borrowed_bucket(found)
-        if bucket is not None:
-            borrowed[id(bucket)] = bucket
-            continue
-        entry = _sharded(found, placing, shard_placement_fn, offload)
-        own.setdefault((found.parameter.dtype, found.parameter.requires_grad), []).append(entry)
+    free = list(free_parameters(modules, ignored_params or ()))
+    taken = [found for found in free if found.borrowed is None]
+    # What can fail, for every parameter, before any is replaced.
+    dims = [_dimension(found, shard_placement_fn) for found in taken]
+    entries = list(map(partial(_sharded, placing, offload), taken, dims))
+    borrowed = list(dict.fromkeys(b for b in map(borrowed_bucket, free) if b is not None))
+    alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+    for found, entry in zip(taken, entries, strict=True):
+        entry.place(entry.sharded)
+        found.taken_as(entry)
+        alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
     buckets: list[Bucket] = []
-    for entries in own.values():
-        bucket = ChunkBucket(entries, placing, mp_policy, placing.sharing.next_tag())
+    for together in alike.values():
+        bucket = ChunkBucket(together, placing, mp_policy, placing.sharing.next_tag())
         buckets.append(bucket)
-        for entry in entries:
+        for entry in together:
             entry.bucket = bucket
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     casts = Casts(inputs, inputs, mp_policy.output_dtype)
-    unit = Unit(modules, buckets, list(borrowed.values()), casts, reshard)
+    unit = Unit(modules, buckets, borrowed, casts, reshard)
     for part in modules:
         unit.hook(part)
         unit.hook_state_dict(part)
@@ -155,6 +156,16 @@ class FSDPModule:
         """The unit's parameters are sharded, and the memory of the whole ones is free."""
         _unit(self).reshard()
 
+    def reset_iter_state(self) -> None:
+        """What an error in forward or backward left behind is gone, with its gradients.
+
+        The next forward does this by itself.
+        """
+        for unit in _units(self, recurse=True):
+            for bucket in unit.buckets:
+                bucket.forget()
+            unit.refresh()
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, and without effect: every backward ends with all gradients in place."""
 
@@ -173,9 +184,11 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
     ) -> None:
-        """Whether the whole parameters are freed after forward."""
-        for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+        """Whether the whole parameters are freed after forward; a number as in `fully_shard`."""
+        units = _units(self, recurse)
+        settings = [_reshard_setting(reshard_after_forward, _peers(unit)) for unit in units]
+        for unit, setting in zip(units, settings, strict=True):
+            unit.reshard_after_forward = setting
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -186,20 +199,46 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """What to gather while this module runs forward, in place of what followed it last."""
-        _unit(self).forward_prefetch = [_unit(module) for module in modules]
+        _unit(self).forward_prefetch = _units_given(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """What to gather while this module runs backward, in place of what ran before it."""
-        _unit(self).backward_prefetch = [_unit(module) for module in modules]
+        _unit(self).backward_prefetch = _units_given(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What sums of gradients are divided by, in place of the number of ranks."""
         for bucket in _buckets(self, recurse=False):
             bucket.divide = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Have `hook(reduced)` called on what a shard gets, flat, before it is the gradient.
+
+        It may change the tensor in place, by a sum over further ranks for one. Behind the
+        gradients it has one more element for each parameter: positive where it has a gradient.
+        """
+        for bucket in _buckets(self, recurse=False):
+            cast(ChunkBucket, bucket).reduced_hook = hook
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted, and without effect: gradients are always summed, then divided."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted, and without effect: a parameter unused on some ranks counts as zero there."""
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers the parameters: False where it does not need them."""
         _unit(self).unshards_in_backward = unshard_in_backward
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `float` and the like change is the sharded parameters."""
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused: shards and process groups cannot be copied or pickled."""
@@ -220,14 +259,18 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """The whole parameters are in the modules."""
-        self._unit.wait()
+        """The whole parameters are in the modules, unless they were resharded since."""
+        for bucket in self._unit.used:
+            if bucket.holders:
+                bucket.wait()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of a sharded module gather and free parameters as `forward` does."""
     if not isinstance(module, FSDPModule):
         return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     method = getattr(module, method_name)
     unit = _unit(module)
 
@@ -239,29 +282,37 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(as_forward, module))
 
 
-def _sharded(
-    found: Found, placing: MeshSharing, placement_fn: PlacementFunction | None, offload: bool
-) -> Parameter:
+def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:
+    """Which dimension of a parameter is divided."""
     parameter = found.parameter
     placement = placement_fn(parameter) if placement_fn is not None else None
-    dim = 0 if placement is None else placement.dim
-    if placement is not None and not -parameter.ndim <= dim < parameter.ndim:
-        raise ValueError(f"{found.name} of shape {tuple(parameter.shape)} has no dimension {dim}")
-    dim %= max(1, parameter.ndim)
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn gave {placement!r} for {found.name}; it gives a Shard(dim), or "
+            "None for the first dimension"
+        )
+    if not -parameter.ndim <= placement.dim < parameter.ndim:
+        raise ValueError(
+            f"{found.name} of shape {tuple(parameter.shape)} has no dimension {placement.dim}"
+        )
+    return placement.dim % parameter.ndim
+
+
+def _sharded(placing: MeshSharing, offload: bool, found: Found, dim: int) -> Parameter:
+    parameter = found.parameter
     sharded = placing.parameter(parameter, dim, offload)
     is_hooked(sharded, found.name)
     distributed = parameter._spec if isinstance(parameter, DTensor) else None
     whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     entry = Parameter(found.name, found.owners, sharded, dim, tuple(whole.shape))
     entry.distributed = distributed
-    entry.place(sharded)
-    found.taken_as(entry)
     return entry
 
 
-def _reshard_setting(given: bool | int | None, placing: MeshSharing) -> bool | int | None:
+def _reshard_setting(given: bool | int | None, size: int) -> bool | int | None:
     """The setting, where it makes sense: a number divides the ranks that share."""
-    size = placing.sharing.peers.size
     if given is None or isinstance(given, bool):
         return given
     if given < 1 or size % given:
@@ -272,16 +323,21 @@ def _reshard_setting(given: bool | int | None, placing: MeshSharing) -> bool | i
     return {1: False, size: True}.get(given, given)
 
 
-def _check(module: nn.Module) -> None:
-    if isinstance(module, FSDPModule) or hasattr(module, UNIT):
-        raise ValueError(
-            f"{type(module).__name__} has been given to fully_shard before; call it once a module"
-        )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"fully_shard does not support containers that do not implement forward: {module}; "
-            "call it on the modules in it"
-        )
+def _check(modules: tuple[nn.Module, ...]) -> None:
+    if not modules or len(set(map(id, modules))) < len(modules):
+        names = ", ".join(type(module).__name__ for module in modules) or "none"
+        raise ValueError(f"fully_shard takes modules, each once; given in one list: {names}")
+    for module in modules:
+        if isinstance(module, FSDPModule) or hasattr(module, UNIT):
+            raise ValueError(
+                f"{type(module).__name__} has been given to fully_shard before; call it once a "
+                "module"
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {module}; "
+                "call it on the modules in it"
+            )
 
 
 def _device_type() -> str:
@@ -291,6 +347,18 @@ def _device_type() -> str:
 
 def _unit(module: object) -> Unit:
     return cast(Unit, getattr(module, UNIT))
+
+
+def _units_given(modules: Iterable[object]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{type(module).__name__} was not given to fully_shard: {module}")
+    return [_unit(module) for module in modules]
+
+
+def _peers(unit: Unit) -> int:
+    """Over how many ranks a unit's own parameters are sharded."""
+    return unit.buckets[0].sharing.peers.size if unit.buckets else 1
 
 
 def _units(module: object, recurse: bool) -> list[Unit]:
@@ -305,6 +373,5 @@ def _buckets(module: object, recurse: bool) -> list[Bucket]:
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class with FSDPModule's methods: one for every class, so that `type(a) is type(b)`."""
-    if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-    return _classes[cls]
+    made = _classes.get(cls) or type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _classes.setdefault(cls, made)

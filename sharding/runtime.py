@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from sharding.bucket import Bucket, Reduction
+from sharding.bucket import Bucket, Finished, Reduction
 from sharding.calls import Call, Run
+from sharding.order_check import OrderCheck
 
 if TYPE_CHECKING:
     from sharding.unit import Unit
@@ -41,6 +42,7 @@ class Runtime:
         self.root = root
         self.units = units
         self.prefetches_forward = root.prefetches_forward
+        self.order_check: OrderCheck | None = None
         self.run = Run(False)
         self._last_run = self.run
         """The run before, by which to gather ahead."""
@@ -53,7 +55,7 @@ class Runtime:
         """What this backward is still to reduce, in order."""
         self._passed = 0
         """The lowest end of the calls that backward has come to: what began later is done."""
-        self._in_flight: deque[Reduction] = deque()
+        self._in_flight: deque[Reduction | Finished] = deque()
 
     @classmethod
     def rooted_at(cls, root: Unit) -> Runtime:
@@ -62,6 +64,9 @@ class Runtime:
         for unit in runtime.units:
             unit.runtime, unit.is_root = runtime, unit is root
         runtime.number_buckets()
+        for unit in runtime.units:
+            if unit.prepare is not None:
+                unit.prepare(runtime)
         return runtime
 
     def number_buckets(self) -> None:
@@ -86,15 +91,20 @@ class Runtime:
         if self.in_backward:
             return
         self._last_run, self.run = self.run, Run(torch.is_grad_enabled())
+        if self.order_check is not None:
+            self.order_check.begin_forward()
         for unit in self.units:
             unit.refresh()
 
     def end_forward(self) -> None:
         """The root has run: let go of what was gathered ahead and then not used."""
         if not self.in_backward:
-            for bucket in self._buckets():
-                if not bucket.holders:
-                    bucket.reshard()
+            for unit in self.units:
+                for bucket in unit.buckets:
+                    if not bucket.holders:
+                        bucket.reshard()
+                    elif unit.shows_sharded:
+                        bucket.show_sharded()
 
     def next_after(self, unit: Unit) -> list[Unit]:
         """What to gather ahead while a unit computes: what began after it the last time."""
@@ -157,6 +167,8 @@ class Runtime:
         if call in call.run.open:
             call.run.open.remove(call)
             call.unit.leave(call)
+            if call.unit.prefetches_late:
+                self._gather_ahead(call)
 
     def _reach(self, run: Run) -> None:
         """Backward has come to a run: what it used is to be reduced."""
@@ -168,7 +180,7 @@ class Runtime:
             for bucket in call.unit.used:
                 if bucket.first is None or call.start < bucket.first:
                     bucket.first = call.start
-        due = [b for b in self._buckets() if b.first is not None and b.requires_grad]
+        due = [b for b in self._buckets() if b.first is not None and b.is_trained]
         self._schedule = sorted(
             (b for b in due if not b.reduced), key=lambda b: (-(b.first or 0), b.index)
         )
@@ -187,15 +199,17 @@ class Runtime:
             unit.acquire(call)
         for bucket in unit.used:
             bucket.outstanding -= 1
-        for ahead in self._ahead(call):
-            ahead.unshard()
-
-    def _ahead(self, call: Call) -> list[Unit]:
-        unit = call.unit
         if unit.backward_prefetch is not None:
-            return unit.backward_prefetch
+            for ahead in unit.backward_prefetch:
+                ahead.unshard()
+        elif unit.prefetches_backward:
+            self._gather_ahead(call)
+
+    def _gather_ahead(self, call: Call) -> None:
+        """Start gathering what backward comes to after a call."""
         before = call.run.before(call) if call.index >= 0 else None
-        return [before.unit] if unit.prefetches_backward and before is not None else []
+        if before is not None and not before.begun and before.unit.unshards_in_backward:
+            before.unit.unshard()
 
     def _advance(self, to_the_end: bool = False) -> None:
         """Reduce what is complete or passed, in order."""
@@ -223,7 +237,7 @@ class Runtime:
                 self._come_to(skipped)
         self._advance(to_the_end=True)
         for bucket in self._buckets():  # reached by ways that forward did not show
-            if bucket.arrived and bucket.requires_grad:
+            if bucket.arrived and bucket.is_trained:
                 self._complete(bucket)
         while self._in_flight:
             self._in_flight.popleft().finish()
@@ -231,6 +245,8 @@ class Runtime:
             bucket.end_backward()
         self._forget_backward()
         self._ending = None
+        if self.order_check is not None:
+            self.order_check.end_backward()
         for unit in self.units:
             unit.end_backward()
 

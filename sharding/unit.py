@@ -24,6 +24,7 @@ that is not reentrant, is only for what it saves; then backward goes on where it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from torch import nn
 from sharding.bucket import Bucket
 from sharding.calls import Call
 from sharding.extensions import settled
+from sharding.order_check import OrderCheck
 from sharding.outputs import in_dtype, tensors_in
 from sharding.runtime import Runtime
 
@@ -72,9 +74,19 @@ class Unit:
         """None: all but the root. A number: to that many ranks."""
         self.reshard_after_backward = True
         self.prefetches_forward = self.prefetches_backward = True
+        self.prefetches_late = False
+        """Whether backward gathers ahead when it leaves the unit, not when it comes to it."""
         self.unshards_in_backward = True
+        self.keeps_unreduced = False
+        """Whether the whole parameters stay after a backward that does not reduce."""
+        self.shows_sharded = False
+        """Whether modules have the sharded parameters once the root has run, come what may."""
+        self.prepare: Callable[[Runtime], None] | None = None
+        """Called once the runtime is known: what a front door does before the first forward."""
         self.runtime: Runtime | None = None
         self.is_root = False
+        self.summoned = False
+        """Whether a user has its whole parameters before them."""
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.hidden = 0
@@ -99,6 +111,16 @@ class Unit:
             register(self._before_state_dict)  # type: ignore[no-untyped-call]
 
     # Whole and sharded.
+
+    @property
+    def full_precision(self) -> bool:
+        """Whether it computes in the dtype that its parameters are kept in, whatever the policy."""
+        return any(bucket.full_precision for bucket in self.buckets)
+
+    @property
+    def is_running(self) -> bool:
+        """True inside its forward, and in a backward of its root."""
+        return bool(self._calls) or (self.runtime is not None and self.runtime.in_backward)
 
     @property
     def used(self) -> tuple[Bucket, ...]:
@@ -187,7 +209,7 @@ class Unit:
         else:
             call = self._calls[-1]
         cast = self.casts.root_inputs if self.is_root else self.casts.inputs
-        if cast is not None:
+        if cast is not None and not self.full_precision:
             args, kwargs = in_dtype(args, cast), in_dtype(kwargs, cast)
         call.given.clear()
         if torch.is_grad_enabled():
@@ -213,13 +235,44 @@ class Unit:
 
     def _begin(self, call: Call, runtime: Runtime) -> None:
         if runtime.in_backward:
+            call.recomputed = True
             call.imminent = self.hidden > 0
             self.hidden -= call.imminent
             self.acquire(call)
             return
+        check = runtime.order_check
+        if check is not None and self.buckets and self.modules[0].training:
+            self._agree(call, runtime, check)
+            return
         self.acquire(call)
         for unit in runtime.next_after(self):
             unit.unshard()
+
+    def _agree(self, call: Call, runtime: Runtime, check: OrderCheck) -> None:
+        """Gather what any rank runs now, in one order; all others than this unit for them."""
+        place = runtime.units.index(self)
+        others = check.called(self, runtime.units)
+        for unit, trained in others:
+            if runtime.units.index(unit) < place:
+                unit._serve(Call(unit, call.run, runtime.tick()), trained, runtime)
+        self.acquire(call)
+        for unit, trained in others:
+            if runtime.units.index(unit) > place:
+                served = Call(unit, call.run, call.start)
+                unit.acquire(served)
+                call.served.append((served, trained))
+
+    def _serve(self, call: Call, trained: bool, runtime: Runtime) -> None:
+        """Another rank runs this unit and this one does not: it is gathered for that rank."""
+        self.acquire(call)
+        self._end_served(call, trained, runtime)
+
+    def _end_served(self, call: Call, trained: bool, runtime: Runtime) -> None:
+        for bucket in self.buckets:
+            bucket.trained_elsewhere |= trained
+        call.visible = torch.is_grad_enabled()
+        call.versions = self._versions()
+        self._end(call, runtime)
 
     def _end(self, call: Call, runtime: Runtime) -> None:
         """A call has ended: it is filed for backward, and its parameters are kept or not."""
@@ -238,6 +291,8 @@ class Unit:
                 bucket.outstanding += 1
         if not call.kept:
             self._let_go(call)
+        for served, trained in call.served:
+            served.unit._end_served(served, trained, runtime)
         if self.is_root:
             runtime.end_forward()
 
@@ -266,12 +321,20 @@ class Unit:
             return
         made = False
         for tensor in tensors_in(output):
-            if not tensor.requires_grad or (id(tensor), tensor._version) in call.given:
-                made |= tensor.requires_grad
+            if not tensor.requires_grad:
+                continue
+            if (id(tensor), tensor._version) in call.given:
+                made = True
+                tensor.register_hook(partial(_entered, runtime))  # type: ignore[no-untyped-call]
                 continue
             made = True
-            for node in _nodes(tensor):
-                node.register_prehook(partial(_came, runtime, call))
+            came = partial(_came, runtime, call)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(came)  # type: ignore[no-untyped-call]
+                call.visible = True
+            # A view changed in place gets another maker; what it is a view of keeps its own.
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                tensor._base.grad_fn.register_prehook(came)
                 call.visible = True
         if call.visible:
             call.versions = self._versions()
@@ -301,6 +364,7 @@ class Unit:
     def end_backward(self) -> None:
         """Nothing is whole, but what is to be."""
         self.hidden = 0
+        self._calls = [call for call in self._calls if not call.recomputed]  # not all of them end
         for bucket in self.buckets:
             if self._keeps_after_backward and bucket.is_whole:
                 bucket.holders.clear()
@@ -310,6 +374,8 @@ class Unit:
 
     @property
     def _keeps_after_backward(self) -> bool:
+        if self.keeps_unreduced and not any(bucket.reduces for bucket in self.buckets):
+            return True
         return not self.reshard_after_backward
 
     def _on_gradient(self, bucket: Bucket) -> None:
@@ -327,16 +393,11 @@ def _came(runtime: Runtime, call: Call, gradients: object) -> None:
     runtime.begin(call)
 
 
+def _entered(runtime: Runtime, gradient: object) -> None:
+    """What is called when backward comes to a tensor that a unit handed on."""
+    runtime.enter_backward()
+
+
 def _left(runtime: Runtime, call: Call, gradients: object) -> None:
     """What is called before the node that made an input runs backward."""
     runtime.left(call)
-
-
-def _nodes(tensor: torch.Tensor) -> list[Any]:
-    """Where backward comes to a tensor: what made it, and what made the tensor it is a view of.
-
-    A view that is changed in place gets another maker, but what it is a view of keeps its own.
-    """
-    base = tensor._base
-    nodes = [tensor.grad_fn, None if base is None else base.grad_fn]
-    return [node for node in dict.fromkeys(nodes) if node is not None]

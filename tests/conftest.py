@@ -91,6 +91,8 @@ class Cluster:
         if dead:
             raise RankDied(dead, errors)
         if errors:
+            if len(errors) < self.world_size:  # the others' messages to those have broken the group
+                self.close()
             raise RankFailed(errors)
         return [results[rank] for rank in range(self.world_size)]
 

@@ -1,0 +1,106 @@
+"""`fully_shard` with flat parameters: the front door that leaves the module and its class alone.
+
+Torch had a function of this name and form up to 2.5. The function of the same name with a DTensor
+for each parameter is `sharding.fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from sharding.flat_setup import FlatSettings
+from sharding.front_door import (
+    DOOR,
+    FrontDoor,
+    check_not_sharded,
+    front_door_of,
+    ignored_of,
+)
+from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
+from sharding.state_dicts import hook_state_dicts
+from sharding.strategies import Groups, chosen_groups, settled_strategy
+from sharding.wrap_plan import auto_wrap, planned
+
+__all__ = ["fully_shard"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def fully_shard(
+    module: ModuleT,
+    *,
+    process_group: Groups | None = None,
+    policy: Any = None,
+    strategy: ShardingStrategy | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    cpu_offload: CPUOffload | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    device_id: int | torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+    forward_prefetch: bool = False,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+) -> ModuleT:
+    """`module`, whose parameters, gradients and optimizer state are spread over ranks.
+
+    The module stays of its class, with its names; its parameters are the ones it had, each as what
+    this rank has of it. What the arguments mean, `FullyShardedDataParallel` says; `policy` is its
+    `auto_wrap_policy`. `state_dict()` gives whole plain tensors unless
+    `FullyShardedDataParallel.set_state_dict_type` says otherwise. All ranks call it.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fully_shard(nn.Linear(2, 3), strategy=ShardingStrategy.NO_SHARD)
+    >>> type(model).__name__, {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    ('Linear', {'weight': (3, 2), 'bias': (3,)})
+    >>> dist.destroy_process_group()
+    """
+    check_not_sharded(module)
+    ignored = ignored_of(module, ignored_modules, ignored_states)
+    groups = chosen_groups(
+        strategy or ShardingStrategy.FULL_SHARD, process_group, None, policy is not None
+    )
+    given: dict[str, Any] = {
+        "process_group": groups,
+        "strategy": strategy,
+        "mixed_precision": mixed_precision,
+        "cpu_offload": cpu_offload,
+        "device_id": device_id,
+        "param_init_fn": param_init_fn,
+        "sync_module_states": sync_module_states,
+        "forward_prefetch": forward_prefetch,
+        "ignored_states": list(ignored.parameters),
+    }
+    if policy is not None:
+        plan = planned(
+            module,
+            policy,
+            root_kwargs=given,
+            ignored_modules=ignored.modules,
+            ignored_params=ignored.parameters,
+            is_wrapped=lambda part: front_door_of(part) is not None,
+        )
+        auto_wrap(module, plan, fully_shard)
+    settings = FlatSettings(
+        strategy=settled_strategy(strategy, groups),
+        groups=groups,
+        use_orig_params=True,
+        offload=cpu_offload is not None and cpu_offload.offload_params,
+        mixed_precision=mixed_precision or MixedPrecision(),
+        device_id=device_id,
+        param_init_fn=param_init_fn,
+        sync_module_states=sync_module_states,
+        forward_prefetch=forward_prefetch,
+        ignored_modules=ignored.modules,
+        ignored_params=ignored.parameters,
+    )
+    door = FrontDoor(module, module, settings, "")
+    module.__dict__[DOOR] = door
+    hook_state_dicts(door)
+    module.register_forward_pre_hook(door.hooked_before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(door.unit.after_forward)
+    return module

@@ -1,0 +1,116 @@
+"""Where a wrapped module's parameters must lie, and the warnings and errors that say so.
+
+The texts are torch's. Without an accelerator the CPU is the compute device, and nothing has to be
+said about it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+def device_given(device_id: int | torch.device | None, rank: int) -> torch.device | None:
+    """The device that `device_id` means. Warns where it lacks an index.
+
+    Raises RuntimeError where there is no such device.
+    """
+    if device_id is None:
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if not isinstance(device_id, torch.device):
+        if accelerator is None:
+            raise RuntimeError(
+                f"device_id={device_id} names an accelerator, but this machine has none; pass "
+                'torch.device("cpu") or nothing'
+            )
+        device = torch.device(accelerator.type, device_id)
+    else:
+        device = device_id
+    if device.type in ("cpu", "meta"):
+        return device
+    if accelerator is None or device.type != accelerator.type:
+        raise RuntimeError(f"device_id={device_id} is not a device of this machine")
+    index: int | None = device.index
+    if index is None:
+        current = torch.device(device.type, torch.accelerator.current_device_index())
+        warnings.warn(
+            f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an "
+            f"explicit index. FSDP will use the current device {current}. If this is incorrect, "
+            "please explicitly set the current device before FSDP initialization or pass in the "
+            "explicit device index as the `device_id` argument.",
+            stacklevel=4,
+        )
+        return current
+    if index >= torch.accelerator.device_count():
+        raise RuntimeError(
+            f"device_id={device_id} does not exist: this machine has "
+            f"{torch.accelerator.device_count()} devices of type {device.type}"
+        )
+    return device
+
+
+def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | None) -> torch.device:
+    """Where a module computes: where it is told to, or where its parameters are.
+
+    An accelerator, where there is one, for parameters in host memory. Raises ValueError where the
+    parameters are on another device than the one given.
+    """
+    found = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
+    if given is not None and given.type != "meta":
+        if found is not None and found != given:
+            raise ValueError(f"Inconsistent compute device and `device_id`: {found} vs {given}")
+        return given
+    if found is not None:
+        return found
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return CPU
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None) -> None:
+    """Raise RuntimeError where a module is on several devices and was not told which is its own."""
+    devices = {tensor.device for tensor in tensors}
+    real = {device for device in devices if device.type not in ("cpu", "meta")}
+    if len(real) > 1:
+        raise RuntimeError(
+            f"FSDP only supports single device modules but got params on {sorted(map(str, real))}"
+        )
+    if len(devices) > 1 and given is None:
+        raise RuntimeError(
+            f"The module has parameters on {sorted(map(str, devices))}; please pass in device_id "
+            "to have it on one device"
+        )
+
+
+def warn_of_host_memory(parameters: Iterable[nn.Parameter], compute: torch.device) -> None:
+    """Tell a user who has an accelerator that the module is not on it."""
+    if compute.type != "cpu" and any(p.device.type == "cpu" for p in parameters):
+        warnings.warn(
+            "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
+            "run on CPU, which may be slower than on GPU. We recommend passing in the `device_id` "
+            "argument for FSDP to move `module` to GPU for the sharding initialization. `module` "
+            "must also be on GPU device to work with the `sync_module_states=True` flag since "
+            "that requires GPU communication.",
+            stacklevel=4,
+        )
+
+
+def check_trainable_on(device: torch.device, compute: torch.device, offload: bool) -> None:
+    """Raise RuntimeError where parameters were moved away since they were sharded."""
+    if offload and device.type != "cpu":
+        raise RuntimeError(
+            "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+            f"{device}. Make sure to not move the module from CPU when offloading parameters."
+        )
+    if not offload and device != compute:
+        raise RuntimeError(
+            f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move "
+            f"the module to {compute} before training."
+        )

@@ -1,0 +1,76 @@
+"""Making a module's own parameters real and equal on all ranks before they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sharding.peers import Sharing
+
+
+def own_modules(
+    root: nn.Module, ignored: Set[nn.Module], inner: Set[nn.Module]
+) -> Iterator[nn.Module]:
+    """The module and those below that are neither ignored nor in an inner unit, parents first."""
+    if root in ignored or root in inner:
+        return
+    yield root
+    for child in root.children():
+        yield from own_modules(child, ignored, inner)
+
+
+def materialize(
+    modules: list[nn.Module],
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+) -> None:
+    """Parameters and buffers that are on the meta device are on `device`, with values.
+
+    `init` is called with each of the modules, in order; without it, those that have something on
+    the meta device are made empty and told to `reset_parameters()`. Raises TypeError where such a
+    module cannot, and RuntimeError where something is on the meta device still.
+    """
+    for module in modules:
+        own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+        if init is not None:
+            init(module)
+        elif any(tensor.is_meta for tensor in own):
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise TypeError(
+                    f"{type(module).__name__} has parameters on the meta device and no "
+                    "reset_parameters(); pass param_init_fn to say how it gets its values"
+                )
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                reset()
+
+
+def broadcast_states(tensors: list[torch.Tensor], sharing: Sharing) -> None:
+    """Every rank's tensors are those of the first rank, among those that share and replicate.
+
+    All ranks call it with tensors of the same shapes.
+    """
+    groups = [p.group for p in (sharing.peers, sharing.replicas) if p.group is not None]
+    for group in groups:
+        first = dist.get_global_rank(group, 0)
+        works = [dist.broadcast(t.detach(), first, group=group, async_op=True) for t in tensors]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+def check_reachable(tensors: list[torch.Tensor], sharing: Sharing) -> None:
+    """Raise ValueError where the group cannot send what is in host memory."""
+    if str(dist.get_backend(sharing.group)) == "nccl" and any(
+        t.device.type == "cpu" for t in tensors
+    ):
+        raise ValueError(
+            "The module has CPU parameters or buffers when `sync_module_states=True`, which "
+            "requires them to be on GPU. Please specify the `device_id` argument or move the "
+            "module to GPU before passing it to FSDP."
+        )

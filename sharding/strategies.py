@@ -1,0 +1,126 @@
+"""Which ranks share and which replicate, for every sharding strategy and way to name groups."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from socket import gethostname
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding.peers import Peers, Sharing
+from sharding.policies import ShardingStrategy
+
+HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
+KEEPS_AFTER_FORWARD = {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
+
+Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup | None]
+"""One group, or for hybrid strategies the ranks to shard over and those to replicate over."""
+
+
+def chosen_groups(
+    strategy: ShardingStrategy,
+    given: Groups | None,
+    mesh: DeviceMesh | None,
+    has_policy: bool,
+) -> Groups:
+    """The groups that a user names or means. All ranks call it: groups may have to be made.
+
+    Raises ValueError where a hybrid strategy has no groups and no policy, since every instance
+    would make its own, or where group and mesh contradict the strategy.
+    """
+    if given is not None and mesh is not None:
+        raise ValueError("Cannot pass both process_group and device_mesh at the same time.")
+    hybrid = strategy in HYBRID
+    if mesh is not None:
+        if mesh.ndim != 1 + hybrid:
+            raise ValueError(
+                f"{strategy} takes a device_mesh of {1 + hybrid} dimensions, not of {mesh.ndim}"
+            )
+        return (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
+    if given is not None:
+        if hybrid != isinstance(given, tuple):
+            raise ValueError(
+                f"Expected process_group to be passed in as a {'tuple' if hybrid else 'group'} for "
+                f"{strategy}, but got {type(given)}"
+            )
+        return given
+    if not hybrid:
+        return _world()
+    if not has_policy:
+        raise ValueError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or "
+            "device_mesh."
+        )
+    return _by_node()
+
+
+def sharing_of(strategy: ShardingStrategy, groups: Groups) -> Sharing:
+    """Who shares and who replicates."""
+    if isinstance(groups, tuple):
+        to_shard, to_replicate = groups
+        replicas = Peers.alone() if to_replicate is None else Peers.of(to_replicate)
+        return Sharing(Peers.of(to_shard), replicas)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Sharing(Peers.alone(), Peers.of(groups))
+    return Sharing(Peers.of(groups), Peers.alone())
+
+
+def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:
+    """The strategy; over one rank NO_SHARD, with a UserWarning where another was asked for."""
+    asked = strategy or ShardingStrategy.FULL_SHARD
+    if isinstance(groups, tuple) or dist.get_world_size(groups) > 1:
+        return asked
+    if asked is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {asked} since the world size is 1.",
+            stacklevel=4,
+        )
+    return ShardingStrategy.NO_SHARD
+
+
+def _by_node() -> Groups:
+    """To shard over: the ranks of a node. To replicate over: those in the same place in all nodes.
+
+    A node is what LOCAL_WORLD_SIZE says, as torchrun does; else the ranks of one host name.
+    """
+    size = dist.get_world_size()
+    said = os.environ.get("LOCAL_WORLD_SIZE")
+    if said is not None and said.isdigit() and 0 < int(said) <= size:
+        node = int(said)
+    else:
+        hosts: list[str] = [""] * size
+        dist.all_gather_object(hosts, gethostname())
+        node = hosts.count(hosts[0])
+        if any(hosts[r] != hosts[r // node * node] for r in range(size)):
+            node = 0
+    if node == 0 or size % node:
+        raise ValueError(
+            f"the {size} ranks are not spread evenly over nodes, one after the other; pass "
+            "process_group=(to shard over, to replicate over) or a device_mesh"
+        )
+    if node == size:
+        return _world(), None
+    mine: tuple[ProcessGroup, ProcessGroup | None] = (_world(), None)
+    rank = dist.get_rank()
+    for first in range(0, size, node):
+        group = dist.new_group(list(range(first, first + node)))
+        if first <= rank < first + node and group is not None:
+            mine = group, mine[1]
+    for place in range(node):
+        group = dist.new_group(list(range(place, size, node)))
+        if rank % node == place and group is not None:
+            mine = mine[0], group
+    return mine
+
+
+def _world() -> ProcessGroup:
+    group: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise ValueError(
+            "there is no default process group; call torch.distributed.init_process_group first, "
+            "or pass process_group"
+        )
+    return group
