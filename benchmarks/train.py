@@ -1,12 +1,14 @@
 """A training step under each sharding runtime: ours, torch's FSDP2 and FSDP1, and DDP.
 
-python benchmarks/train.py --world-size 2
+    python benchmarks/train.py --world-size 2
+    python benchmarks/train.py --write-table
 
 Three workloads: 8 transformer blocks of width 1,024 (105 M parameters) with 64 tokens a rank, where
 communication is most of a step, and with 512; and 32 tiny units, where the fixed cost of a unit is.
 Every runtime holds the same weights and sees the same data; the losses of the sharded ones are
 compared bit for bit with FSDP2's. Memory is measured apart, one runtime in a process, with AdamW:
-the highest resident memory of the steps over the memory before the model was built.
+the highest resident memory of the steps over the memory before the model was built. Its floor is
+what cannot be less: shards, their gradients and moments, two whole units, and what autograd saves.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import measure
 import report
@@ -27,10 +30,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from sharding.per_parameter import fully_shard
+import sharding
 
 WARM_UP = 2
-OURS, FSDP2 = "ckpt fully_shard", "torch FSDP2"
+OURS, FSDP2, DDP = "ckpt fully_shard", "torch FSDP2", "torch DDP"
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- training: written by train.py -->", "<!-- end of training -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Workload:
 WORKLOADS = (
     Workload("105 M parameters, 64 tokens a rank", 8, 1024, 64, FSDP2),
     Workload("105 M parameters, 512 tokens a rank", 8, 1024, 512, FSDP2),
-    Workload("32 tiny units", 32, 32, 16, "torch DDP"),
+    Workload("32 tiny units", 32, 32, 16, DDP),
 )
 
 
@@ -73,11 +78,18 @@ def _model(workload: Workload) -> nn.Sequential:
     return nn.Sequential(*(Block(workload.width) for _ in range(workload.blocks)))
 
 
-def _ours(workload: Workload) -> nn.Module:
+def _ours(workload: Workload, blocks_a_unit: int = 1) -> nn.Module:
     model = _model(workload)
-    for block in model:
-        fully_shard(block)
-    return fully_shard(model)
+    for first in range(0, len(model), blocks_a_unit):
+        sharding.fully_shard(list(model[first : first + blocks_a_unit]))
+    return sharding.fully_shard(model)
+
+
+def _our_wrapper(workload: Workload) -> nn.Module:
+    model = _model(workload)
+    for name, block in list(model.named_children()):
+        model.add_module(name, sharding.FullyShardedDataParallel(block, use_orig_params=True))
+    return sharding.FullyShardedDataParallel(model, use_orig_params=True)
 
 
 def _fsdp2(workload: Workload) -> nn.Module:
@@ -101,10 +113,11 @@ def _ddp(workload: Workload) -> nn.Module:
 
 
 RUNTIMES: dict[str, Callable[[Workload], nn.Module]] = {
-    "torch DDP": _ddp,
+    DDP: _ddp,
     "torch FSDP1": _fsdp1,
     FSDP2: _fsdp2,
     OURS: _ours,
+    "ckpt FullyShardedDataParallel": _our_wrapper,
 }
 
 
@@ -144,15 +157,35 @@ def _times(workload: Workload, rounds: int) -> tuple[measure.Samples, dict[str, 
     return {name: found[WARM_UP:] for name, found in samples.items()}, losses
 
 
-def _peak(workload: Workload, name: str) -> int:
+def _peak(workload: Workload, build: Callable[[Workload], nn.Module]) -> int:
     """On one rank: bytes that training under one runtime takes at most."""
 
     def train() -> None:
-        training = _Training(workload, RUNTIMES[name], torch.optim.AdamW)
+        training = _Training(workload, build, torch.optim.AdamW)
         for _ in range(4):
             training.step()
 
     return measure.sampled(train).extra_bytes
+
+
+def _least_memory(workload: Workload, world_size: int, blocks_a_unit: int = 1) -> int:
+    """Bytes a rank that no fully sharded training step can do without."""
+    model = _model(workload)
+    parameters = sum(p.nbytes for p in model.parameters())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(torch.randn(1, workload.tokens, workload.width)).square().mean()
+    whole_units = 2 * parameters * blocks_a_unit // workload.blocks
+    del output
+    return 4 * parameters // world_size + min(whole_units, parameters) + sum(saved.values())
 
 
 def tables(world_size: int, rounds: int) -> list[report.Table]:
@@ -177,9 +210,16 @@ def tables(world_size: int, rounds: int) -> list[report.Table]:
                 ]
             )
     workload = WORKLOADS[0]
-    for name in RUNTIMES:
-        peak = max(measure.on_ranks(world_size, partial(_peak, workload, name)))
-        memory.append([name, f"{peak / 2**20:,.0f}"])
+    least = _least_memory(workload, world_size)
+    for name, build in RUNTIMES.items():
+        peak = max(measure.on_ranks(world_size, _peak, workload, build))
+        memory.append([name, f"{peak / 2**20:,.0f}", f"{peak / least:.2f}"])
+    units = []
+    for blocks in (1, 2, 4, 8):
+        build = partial(_ours, blocks_a_unit=blocks)
+        peak = max(measure.on_ranks(world_size, _peak, workload, build))
+        least = _least_memory(workload, world_size, blocks)
+        units.append([str(blocks), f"{peak / 2**20:,.0f}", f"{peak / least:.2f}"])
     heads = (
         "workload",
         "",
@@ -188,18 +228,30 @@ def tables(world_size: int, rounds: int) -> list[report.Table]:
         "CPU seconds",
         "losses of FSDP2, to the bit",
     )
+    figures = ("MiB a rank over the memory before", "ratio to the floor")
+    title = f"{workload.name}, AdamW, {world_size} ranks"
     return [
         report.Table(
             f"Training step, {world_size} ranks; ratio to FSDP2, for tiny units to DDP",
             heads,
             times,
         ),
+        report.Table(f"Peak memory of training, {title}", ("", *figures), memory),
         report.Table(
-            f"Peak memory of training, {workload.name}, AdamW, {world_size} ranks",
-            ("", "MiB a rank over the memory before"),
-            memory,
+            f"Peak memory of {OURS} by the size of units, {title}",
+            ("blocks a unit", *figures),
+            units,
         ),
     ]
+
+
+def _write(text: str) -> None:
+    """Replace what stands between the two marks in README.md."""
+    before, begin, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{README}: the lines {BEGIN} and {END} are not there")
+    README.write_text("\n".join([before + begin, "", text, end + after]))
 
 
 def main() -> None:
@@ -209,10 +261,15 @@ def main() -> None:
     )
     parser.add_argument("--world-size", type=int, default=2, help="by default 2")
     parser.add_argument("--rounds", type=int, default=7, help="by default 7")
+    parser.add_argument("--write-table", action="store_true", help="write the tables to README.md")
     given = parser.parse_args()
-    print(report.machine(), end="\n\n")
+    texts = [report.machine() + "\n"]
+    print(texts[0], flush=True)
     for table in tables(given.world_size, given.rounds):
-        print(table)
+        texts.append(str(table))
+        print(table, flush=True)
+    if given.write_table:
+        _write("\n".join(texts))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,17 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
         return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def local_part(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """This rank's part of a tensor that may be a DTensor, placed as a spec says."""
+    if spec is None or not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.placements != spec.placements:
+        tensor = tensor.redistribute(spec.mesh, spec.placements)
+    local = tensor.to_local()
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
 def stored(parameter: Parameter) -> torch.Tensor:
     """This rank's shard, the very tensor that is in the sharded parameter."""
     tensor: torch.Tensor = parameter.sharded._local_tensor  # type: ignore[attr-defined]
@@ -153,8 +164,8 @@ class ChunkBucket(Bucket):
                 continue
             if not _fits(current, parameter.sharded):
                 raise TypeError(
-                    f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, was "
-                    f"replaced by {_described(current)}; replace it by a DTensor with its mesh and "
+                    f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, "
+                    f"was replaced by {_described(current)}; replace it by a DTensor with its mesh and "
                     "placements, or copy_ into it"
                 )
             parameter.sharded = current
@@ -206,14 +217,7 @@ class ChunkBucket(Bucket):
         return nn.Parameter(view, requires_grad=False)
 
     def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        spec = self.parameters[index].distributed
-        if spec is None or not isinstance(gradient, DTensor):
-            return gradient
-        if gradient.placements != spec.placements:
-            gradient = gradient.redistribute(spec.mesh, spec.placements)
-        local = gradient.to_local()
-        wait = getattr(local, "wait", None)
-        return local if wait is None else wait()
+        return local_part(gradient, self.parameters[index].distributed)
 
     def _place_whole(self) -> None:
         for parameter, whole in zip(self.parameters, self.whole, strict=True):

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from sharding.flat_bucket import flat_buckets
+from sharding.bucket import Parameter
+from sharding.flat_bucket import FlatBucket, flat_buckets
 from sharding.runtime import units_of
+
+Groups = tuple[ProcessGroup, ...]
 
 
 def clip_grad_norm(
@@ -21,18 +24,16 @@ def clip_grad_norm(
 
     All ranks that share its parameters call it. What is not sharded counts once.
     """
-    sharded: dict[ProcessGroup | None, list[torch.Tensor]] = {}
+    divided: dict[Groups, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for unit in units_of((module,)):
         for bucket in flat_buckets(unit.buckets):
-            gradients = sharded.setdefault(bucket.sharing.peers.group, [])
-            for parameter in bucket.seen():
-                seen.add(id(parameter))
-                if parameter.grad is not None:
-                    gradients.append(parameter.grad)
+            seen |= {id(parameter) for parameter in bucket.seen()}
+            for parameter, part in bucket.gradient_parts():
+                divided.setdefault(_groups(bucket, parameter), []).append(part)
     rest = [p.grad for p in module.parameters() if id(p) not in seen and p.grad is not None]
-    sharded.setdefault(None, []).extend(rest)
-    every = [gradient for gradients in sharded.values() for gradient in gradients]
+    divided.setdefault((), []).extend(rest)
+    every = [gradient for gradients in divided.values() for gradient in gradients]
     if not every:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- "
@@ -43,8 +44,8 @@ def clip_grad_norm(
     for gradient in every:
         dtype = torch.promote_types(dtype, gradient.dtype)
     total = torch.zeros((), dtype=dtype, device=device)
-    for group, gradients in sharded.items():
-        total = _joined(total, _norm(gradients, norm_type, dtype, device, group), norm_type)
+    for groups, gradients in divided.items():
+        total = _joined(total, _norm(gradients, norm_type, dtype, device, groups), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in every:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
@@ -52,14 +53,24 @@ def clip_grad_norm(
     return total.to(widest.pop()) if len(widest) == 1 else total
 
 
+def _groups(bucket: FlatBucket, parameter: Parameter) -> Groups:
+    """The groups over which a parameter is divided: of the bucket, and of tensor parallelism."""
+    groups = [] if bucket.sharing.peers.group is None else [bucket.sharing.peers.group]
+    spec = parameter.distributed
+    if spec is not None:
+        axes = [axis for axis, placed in enumerate(spec.placements) if not placed.is_replicate()]
+        groups += [spec.mesh.get_group(axis) for axis in axes]
+    return tuple(groups)
+
+
 def _norm(
     gradients: list[torch.Tensor],
     norm_type: float,
     dtype: torch.dtype,
     device: torch.device,
-    group: ProcessGroup | None,
+    groups: Groups,
 ) -> torch.Tensor:
-    """The norm of gradients of which each rank of a group has a part."""
+    """The norm of gradients of which each rank of some groups has a part."""
     norms = [
         torch.linalg.vector_norm(gradient.detach().to(dtype), norm_type).to(device)
         for gradient in gradients
@@ -68,14 +79,14 @@ def _norm(
     mine = torch.zeros((), dtype=dtype, device=device)
     if norms:
         mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if group is None:
-        return mine
-    if norm_type == math.inf:
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
-        return mine
-    power = torch.pow(mine, norm_type)
-    dist.all_reduce(power, group=group)
-    return torch.pow(power, 1.0 / norm_type)
+    for group in groups:
+        if norm_type == math.inf:
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+        else:
+            power = torch.pow(mine, norm_type)
+            dist.all_reduce(power, group=group)
+            mine = torch.pow(power, 1.0 / norm_type)
+    return mine
 
 
 def _joined(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -8,14 +8,20 @@ places. The order of a sum is the library's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from sharding.peers import Peers
 
 Tensors = Sequence[torch.Tensor]
+# torch 2.13 gave them other names, and warns of the former ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_parts: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+"""Groups of some of a group's members, by their ranks in it."""
 
 
 class Gathering:
@@ -59,6 +65,7 @@ class Collectives:
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
+        self._group = _group_of(peers)
 
     def gather(self, mine: Tensors, places: Sequence[Tensors], tag: int) -> Gathering:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
@@ -71,7 +78,7 @@ class Collectives:
         if size == 1:
             return Gathering(None, packed, places, size)
         padded = packed[self.peers.rank * numel :][:numel].clone()
-        work = dist.all_gather_into_tensor(packed, padded, group=self.peers.group, async_op=True)
+        work = _all_gather(packed, padded, group=self._group, async_op=True)
         return Gathering(work, packed, places, size)
 
     def reduce(self, parts: Sequence[Tensors], tag: int) -> Summing:
@@ -84,13 +91,27 @@ class Collectives:
         if size == 1:
             return Summing(None, packed, _sizes(mine))
         result = packed.new_empty(numel)
-        work = dist.reduce_scatter_tensor(result, packed, group=self.peers.group, async_op=True)
+        work = _reduce_scatter(result, packed, group=self._group, async_op=True)
         return Summing(work, result, _sizes(mine))
 
     def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
         """`flat` is the sum of all ranks', on all of them the same. Waits."""
         if self.peers.size > 1:
-            dist.all_reduce(flat, group=self.peers.group)
+            dist.all_reduce(flat, group=self._group)
+
+
+def _group_of(peers: Peers) -> ProcessGroup | None:
+    """A group of just these peers, made by them when it is first asked for."""
+    group = peers.group
+    if group is None or peers.size == dist.get_world_size(group):
+        return group
+    groups = _parts.setdefault(group, {})
+    if peers.members not in groups:
+        ranks = [dist.get_global_rank(group, member) for member in peers.members]
+        groups[peers.members] = dist.new_group(
+            ranks, backend=dist.get_backend(group), use_local_synchronization=True
+        )
+    return groups[peers.members]
 
 
 def _sizes(tensors: Tensors) -> list[int]:

@@ -103,4 +103,5 @@ def fully_shard(
     hook_state_dicts(door)
     module.register_forward_pre_hook(door.hooked_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(door.unit.after_forward)
+    door.unit.hook_errors(module)
     return module

@@ -2,8 +2,8 @@
 
 The flat parameter is this rank's shard. What the optimizer sees is the flat parameter itself, or,
 with `use_orig_params`, the original parameters, each a view of what of it lies in this rank's
-shard, which may be nothing. Over one rank (NO_SHARD) the shard is the full buffer: nothing is copied, and
-original parameters keep their shapes.
+shard, which may be nothing. Over one rank (NO_SHARD) the shard is the full buffer: nothing is
+copied, and original parameters keep their shapes.
 
 Rules:
 
@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sharding.bucket import GATHER, REDUCE, Bucket, Finished, Parameter, Precision, Reduction
+from sharding.chunk_bucket import as_dtensor, local_part
 from sharding.full_buffer import FullBuffer
 from sharding.packing import ChunkPacking, FlatPacking, pack
 from sharding.peers import Sharing
@@ -125,6 +127,14 @@ class FlatBucket(Bucket):
         if self.form.use_orig_params:
             return [parameter.sharded for parameter in self.parameters]
         return [self.flat]
+
+    def gradient_parts(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
+        """This rank's part of every parameter's gradient, in the memory of the gradient."""
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.sharded.grad
+            if gradient is not None:
+                shared = not self.form.use_orig_params
+                yield parameter, self.shard_view(index, gradient) if shared else gradient
 
     def registered(self) -> list[nn.Parameter]:
         """What the modules have in the place of what the optimizer sees: replaced perhaps."""
@@ -291,7 +301,8 @@ class FlatBucket(Bucket):
         wholes = []
         if not self.form.use_orig_params:
             del self.form.home._parameters[self.form.name]
-        for parameter, leaf in zip(self.parameters, buffer.leaves, strict=True):
+        for index, parameter in enumerate(self.parameters):
+            leaf = self._as_it_was(index, buffer.leaves[index])
             whole = nn.Parameter(leaf, requires_grad=parameter.sharded.requires_grad)
             wholes.append(whole)
             for module, attribute in parameter.owners:
@@ -308,9 +319,11 @@ class FlatBucket(Bucket):
         for parameter, leaf in zip(self.parameters, buffer.leaves, strict=True):
             module, attribute = parameter.owners[0]
             current = module._parameters.get(attribute)
-            if current is not None and current.data_ptr() != leaf.data_ptr():
-                with torch.no_grad():
-                    leaf.copy_(current)
+            if current is None:
+                continue
+            mine = local_part(current.detach(), parameter.distributed)
+            if mine.data_ptr() != leaf.data_ptr():
+                leaf.copy_(mine)
 
     def place_full_no_more(self) -> None:
         """The modules have what they have when sharded."""
@@ -353,9 +366,18 @@ class FlatBucket(Bucket):
         return self._buffers[dtype]
 
     def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        view = self._as_it_was(index, view)
         if self.form.use_orig_params:
             return nn.Parameter(view, requires_grad=False)
         return view
+
+    def _as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        """The whole parameter: a DTensor, where it was divided before."""
+        spec = self.parameters[index].distributed
+        return view if spec is None else as_dtensor(view, spec)
+
+    def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return local_part(gradient, self.parameters[index].distributed)
 
     def _parts(
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
@@ -377,7 +399,7 @@ class FlatBucket(Bucket):
         local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
         for index, parameter in enumerate(self.parameters):
             begin, lo, hi = self.piece(index)
-            whole = parameter.sharded.detach().reshape(-1)
+            whole = local_part(parameter.sharded.detach(), parameter.distributed).reshape(-1)
             local[begin : begin + hi - lo].copy_(whole[lo:hi])
         return self._named(FlatParameter(local, requires_grad=first.requires_grad))
 
@@ -391,7 +413,12 @@ class FlatBucket(Bucket):
     def _view_shard(self) -> None:
         """The original parameters are views of the shard."""
         for index, parameter in enumerate(self.parameters):
-            parameter.sharded.data = self.shard_view(index, self.flat.data)
+            view = self.shard_view(index, self.flat.data)
+            if isinstance(parameter.sharded, DTensor):  # whose data cannot be other than it is
+                trained = parameter.sharded.requires_grad
+                parameter.sharded = nn.Parameter(view, requires_grad=trained)
+            else:
+                parameter.sharded.data = view
 
     def _take_over_originals(self) -> None:
         first = self.parameters[0].sharded

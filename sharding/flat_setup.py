@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sharding.bucket import Bucket, Parameter, Precision
+from sharding.chunk_bucket import local_part
 from sharding.device_rules import (
     check_one_device,
     compute_device,
@@ -107,7 +109,10 @@ def _buckets(
             borrowed[id(bucket)] = bucket
             continue
         parameter = each.parameter
-        entry = Parameter(each.name, each.owners, parameter, 0, tuple(parameter.shape))
+        spec = parameter._spec if isinstance(parameter, DTensor) else None
+        local = local_part(parameter, spec)
+        entry = Parameter(each.name, each.owners, parameter, 0, tuple(local.shape))
+        entry.distributed = spec
         each.taken_as(entry)
         own.setdefault((parameter.dtype, parameter.requires_grad), []).append(entry)
     mixed = settings.mixed_precision

@@ -85,7 +85,9 @@ class FrontDoor:
                 kwargs = mapped(kwargs, lambda tensor: tensor.to(self.compute_device))
         if runtime.order_check is None:
             runtime.order_check = self.order_check
-        return unit.before_forward(self.owner, args, kwargs)
+        ready: tuple[tuple[Any, ...], dict[str, Any]]
+        ready = unit.before_forward(self.owner, args, kwargs)
+        return ready
 
     def hooked_before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -276,8 +276,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @wraps(method)
     def as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.before_forward(self, args, kwargs)
-        return unit.after_forward(self, args, method(*args, **kwargs))
+        try:
+            args, kwargs = unit.before_forward(self, args, kwargs)
+            return unit.after_forward(self, args, method(*args, **kwargs))
+        finally:
+            unit._after_error(self, args, None)
 
     setattr(module, method_name, MethodType(as_forward, module))
 

@@ -85,8 +85,13 @@ class Runtime:
         self._clock += 1
         return self._clock
 
+    @property
+    def is_running(self) -> bool:
+        """True inside a forward of one of its units: of the root's, most of the time."""
+        return self.root.is_open or any(unit.is_open for unit in self.units)
+
     def begin_forward(self) -> None:
-        """The root begins to run: what was whole for an earlier forward may be out of date."""
+        """The outermost unit begins to run: what was whole before may be out of date."""
         self.recover()
         if self.in_backward:
             return
@@ -97,7 +102,7 @@ class Runtime:
             unit.refresh()
 
     def end_forward(self) -> None:
-        """The root has run: let go of what was gathered ahead and then not used."""
+        """The outermost unit has run: let go of what was gathered ahead and then not used."""
         if not self.in_backward:
             for unit in self.units:
                 for bucket in unit.buckets:

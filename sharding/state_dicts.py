@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from sharding.bucket import Parameter
 from sharding.flat_bucket import flat_buckets
 from sharding.front_door import FrontDoor, front_doors
 from sharding.policies import (
@@ -101,6 +102,8 @@ class _Hooks:
             if key in own and isinstance(value, torch.Tensor):
                 if self._kind is StateDictType.SHARDED_STATE_DICT:
                     value = _as_sharded(value, door)
+                elif isinstance(value, DTensor):  # divided by tensor parallelism besides
+                    value = value.full_tensor()
                 if config.offload_to_cpu and not isinstance(value, DTensor):
                     value = value.cpu()
             state[prefix + key[len(inside) :]] = value
@@ -127,12 +130,13 @@ class _Hooks:
                     state[inside + key[len(prefix) :]] = state.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             return
-        for name in _own_names(door):
-            value = state.get(inside + name)
-            if isinstance(value, DTensor):
-                state[inside + name] = value.full_tensor()
         if not door.unit.summoned:
             self._open.enter_context(whole_unit(door.unit, writeback=True))
+        for bucket in flat_buckets(door.unit.buckets):
+            for parameter in bucket.parameters:
+                for name in _names_of(door, parameter):
+                    if isinstance(value := state.get(inside + name), torch.Tensor):
+                        state[inside + name] = _as_whole(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:
         """The shards are what was loaded; names in complaints are those of the module."""
@@ -143,12 +147,24 @@ class _Hooks:
 
 
 def _own_names(door: FrontDoor) -> list[str]:
-    """The names of a unit's own parameters inside its module, tied ones under all of them."""
-    names = []
-    for bucket in flat_buckets(door.unit.buckets):
-        for owner, attribute in bucket.places():
-            names += [f"{path}{attribute}" for path in _paths(door, owner)]
-    return names
+    """The names of a unit's own parameters inside its module."""
+    buckets = flat_buckets(door.unit.buckets)
+    return [n for b in buckets for parameter in b.parameters for n in _names_of(door, parameter)]
+
+
+def _names_of(door: FrontDoor, parameter: Parameter) -> list[str]:
+    """The names of a parameter inside the module: all of them, where it is tied."""
+    return [f"{path}{name}" for owner, name in parameter.owners for path in _paths(door, owner)]
+
+
+def _as_whole(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """A loaded value as the whole parameter takes it."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    spec = parameter.distributed
+    if spec is None:
+        return value
+    return distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
 
 
 def _paths(door: FrontDoor, part: nn.Module) -> list[str]:
@@ -166,7 +182,7 @@ def _is_first(door: FrontDoor) -> bool:
 def _as_sharded(whole: torch.Tensor, door: FrontDoor) -> torch.Tensor:
     """This rank's chunk of rows, as a DTensor over the ranks that share; whole if not divided."""
     peers = door.unit.buckets[0].sharing.peers
-    if peers.group is None or whole.ndim == 0:
+    if peers.group is None or whole.ndim == 0 or isinstance(whole, DTensor):
         return whole
     if peers.group not in _meshes:
         _meshes[peers.group] = DeviceMesh.from_group(peers.group, door.compute_device.type)

@@ -1,11 +1,16 @@
 """How tensors get from rank to rank: one interface, two ways, chosen by the group's back end.
 
+The environment variable SHARDING_TRANSPORT, read where a unit is first gathered, chooses by hand:
+`collectives` for gloo's own, to compare with, or where many ranks share a network that point-to-
+point messages overload; `messages`, the default with gloo. It must be the same on all ranks.
+
 Every method is called by all ranks of the peers, in the same order, with the same sizes. `tag`
 tells the messages of one call from those of others; `all_reduce` takes two.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,8 +59,22 @@ class Transport(Protocol):
 
 
 def transport_between(peers: Peers, device: torch.device) -> Transport:
-    """The fastest way between these ranks for tensors on this device."""
-    by_message = peers.group is None or "gloo" in str(dist.get_backend(peers.group))
-    if by_message and device.type == "cpu":
+    """The fastest way between these ranks for tensors on this device, unless another is asked for.
+
+    Raises ValueError where the way asked for does not exist.
+    """
+    asked = os.environ.get("SHARDING_TRANSPORT", "")
+    if asked not in ("", "messages", "collectives"):
+        raise ValueError(
+            f"SHARDING_TRANSPORT={asked!r}: there are 'messages' and 'collectives'; unset it for "
+            "the faster of them"
+        )
+    if peers.group is None:
         return Messages(peers)
-    return Collectives(peers)
+    by_message = "gloo" in str(dist.get_backend(peers.group)) and device.type == "cpu"
+    if asked == "messages" and not by_message:
+        raise ValueError(
+            f"SHARDING_TRANSPORT='messages' needs gloo and tensors in host memory, not "
+            f"{dist.get_backend(peers.group)} and {device}; unset it"
+        )
+    return Messages(peers) if by_message and asked != "collectives" else Collectives(peers)

@@ -95,12 +95,19 @@ class Unit:
         """Which of its modules a forward has still to come by."""
         self._calls: list[Call] = []
         """Those that run now, the innermost last."""
+        self._returned = False
+        """Whether the forward that ended last came to its end."""
         self._take_gradients()
 
     def hook(self, module: nn.Module) -> None:
         """Have this unit called around a module's forward."""
         module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after_forward)
+        self.hook_errors(module)
+
+    def hook_errors(self, module: nn.Module) -> None:
+        """Have this unit told of a module's forward that ends with an error."""
+        module.register_forward_hook(self._after_error, always_call=True)
 
     def hook_state_dict(self, module: nn.Module) -> None:
         """Have the sharded parameters in a module while its state dict is made or loaded."""
@@ -120,7 +127,12 @@ class Unit:
     @property
     def is_running(self) -> bool:
         """True inside its forward, and in a backward of its root."""
-        return bool(self._calls) or (self.runtime is not None and self.runtime.in_backward)
+        return self.is_open or (self.runtime is not None and self.runtime.in_backward)
+
+    @property
+    def is_open(self) -> bool:
+        """True inside its forward."""
+        return bool(self._calls)
 
     @property
     def used(self) -> tuple[Bucket, ...]:
@@ -194,13 +206,16 @@ class Unit:
 
     # Forward.
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The parameters are whole; the inputs have the policy's dtype."""
         runtime = self.runtime or Runtime.rooted_at(self)
-        if len(self.modules) == 1 or module not in self._to_run or not self._calls:
-            if self.is_root:
+        self._returned = False
+        first = len(self.modules) == 1 or module not in self._to_run or not self._calls
+        if first:
+            if not runtime.is_running:
                 runtime.begin_forward()
             self._to_run = set(self.modules)
             call = Call(self, runtime.run, runtime.tick())
@@ -213,14 +228,16 @@ class Unit:
             args, kwargs = in_dtype(args, cast), in_dtype(kwargs, cast)
         call.given.clear()
         if torch.is_grad_enabled():
-            self._await_end_of_backward(call, (args, kwargs), runtime)
+            self._note_given(call, (args, kwargs), runtime, first)
         return args, kwargs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:
         """The parameters are let go, unless they stay until backward."""
         runtime = self.runtime
         if runtime is None or not self._calls:
             return output
+        self._returned = True
         self._to_run.discard(module)
         call = self._calls[-1]
         if self.casts.outputs is not None:
@@ -232,6 +249,14 @@ class Unit:
         self._calls.pop()
         self._end(call, runtime)
         return output
+
+    def _after_error(self, module: nn.Module, args: object, output: object) -> None:
+        """A forward that ended with an error is not running any more."""
+        if self._returned:
+            self._returned = False
+        elif self._calls:
+            self._to_run.clear()
+            self.release(self._calls.pop())
 
     def _begin(self, call: Call, runtime: Runtime) -> None:
         if runtime.in_backward:
@@ -293,7 +318,7 @@ class Unit:
             self._let_go(call)
         for served, trained in call.served:
             served.unit._end_served(served, trained, runtime)
-        if self.is_root:
+        if not runtime.is_running:
             runtime.end_forward()
 
     def _let_go(self, call: Call) -> None:
@@ -307,12 +332,16 @@ class Unit:
                 bucket.keep_part(reshard)
             self.release(call)
 
-    def _await_end_of_backward(self, call: Call, given: object, runtime: Runtime) -> None:
-        """Have the parameters let go where backward leaves this call by one of its inputs."""
+    def _note_given(self, call: Call, given: object, runtime: Runtime, first: bool) -> None:
+        """Have the parameters let go where backward leaves this call by one of its inputs.
+
+        Those are the inputs of the first of its modules: what the others are given may come from
+        the first.
+        """
         for tensor in tensors_in(given):
             if tensor.requires_grad:
                 call.given.add((id(tensor), tensor._version))
-                if tensor.grad_fn is not None:
+                if first and tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(partial(_left, runtime, call))
 
     def _await_backward(self, call: Call, output: object, runtime: Runtime) -> None:

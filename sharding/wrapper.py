@@ -164,6 +164,7 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self._sharding_door = FrontDoor(self, module, settings, f"{WRAPPED}.")
         hook_state_dicts(self._sharding_door)
+        self._unit.hook_errors(self)
 
     # What a user sees of it.
 
