@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from sharding.batches import AHEAD_BYTES, Gathers, Reductions
 from sharding.full_buffer import FullBuffer, plain
 from sharding.packing import ChunkPacking, FlatPacking
 from sharding.peers import Peers, Sharing
@@ -226,18 +227,27 @@ class Bucket(ABC):
         """True once it has been gathered: its form is settled."""
         return bool(self._buffers)
 
-    def unshard(self) -> None:
-        """Start gathering, unless the parameters are whole or on their way."""
-        if not self.is_whole and self._gathering is None:
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer, as it was used last; as if large where there is none."""
+        return AHEAD_BYTES if self.buffer is None else self.buffer.numel * self.buffer.raw.itemsize
+
+    def unshard(self, batch: Gathers) -> None:
+        """Gather with the batch, unless the parameters are whole or on their way."""
+        if not self.is_gathered:
             self.take_over_replaced()
             self._gathered_versions = self.versions()
-            self._gathering = self._gather()
+            self._gathering = self._gather(batch)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True when the parameters are whole or on their way."""
+        return self.is_whole or self._gathering is not None
 
     @property
     def is_stale(self) -> bool:
         """True when the shards are known to have changed since they were gathered."""
-        gathered = self.is_whole or self._gathering is not None
-        return gathered and self._gathered_versions != self.versions()
+        return self.is_gathered and self._gathered_versions != self.versions()
 
     def wait(self) -> None:
         """The whole parameters are in the modules."""
@@ -293,8 +303,8 @@ class Bucket(ABC):
         packing, transport = self._settled()
         stored = self.stored_dtype
         buffer = FullBuffer(packing.slots, packing.numel, stored, self.device, plain)
-        places = [buffer.parts(packing.spans(r)) for r in range(self.sharing.peers.size)]
-        transport.gather(self._outgoing(stored), places, self._next_tag(GATHER)).wait()
+        outgoing, places = self._outgoing(stored), buffer.places(packing)
+        transport.gather(outgoing, places, self._next_tag(GATHER)).wait()
         return buffer
 
     def _settled(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
@@ -304,7 +314,7 @@ class Bucket(ABC):
             self._replication = transport_between(self.sharing.replicas, self.device)
         return self._packing, self._transport
 
-    def _gather(self) -> Gathering:
+    def _gather(self, batch: Gathers) -> Gathering:
         """Start filling the full buffer."""
         packing, transport = self._settled()
         self.buffer = self._buffer(self.dtype)
@@ -315,11 +325,11 @@ class Bucket(ABC):
             ranges = [_even_part(self.buffer.numel, peers.size, r) for r in range(peers.size)]
             among = transport_between(peers, self.device)
             places = [[self.buffer.raw[lo:hi]] for lo, hi in ranges]
-            return among.gather([part], places, self._next_tag(REGATHER))
+            return batch.add(among, [part], places, self._next_tag(REGATHER))
         if not self._needs_gathering(self.buffer):
             return _Nothing()
-        places = [self.buffer.parts(packing.spans(r)) for r in range(self.sharing.peers.size)]
-        return transport.gather(self._outgoing(self.dtype), places, self._next_tag(GATHER))
+        outgoing, places = self._outgoing(self.dtype), self.buffer.places(packing)
+        return batch.add(transport, outgoing, places, self._next_tag(GATHER))
 
     def _needs_gathering(self, buffer: FullBuffer) -> bool:
         """Whether the buffer is other memory than the shards'."""
@@ -392,8 +402,8 @@ class Bucket(ABC):
                     gradient = self._local(index, gradient).to(self.reduce_dtype)
                     self._held[index] = self._plus_held(index, gradient)
 
-    def reduce(self) -> Reduction | Finished:
-        """Start reducing the gradients of the whole parameters, which lose them."""
+    def reduce(self, batch: Reductions) -> Reduction | Finished:
+        """Reduce the gradients of the whole parameters, which lose them, with the batch."""
         packing, transport = self._settled()
         self.reduced, self.owes = True, False
         self.arrived.clear()
@@ -404,9 +414,14 @@ class Bucket(ABC):
         if before != 1:
             torch._foreach_div_(gradients, before)
         parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
-        summing = transport.reduce(parts, self._next_tag(REDUCE))
+        summing = batch.add(transport, parts, self._next_tag(REDUCE))
         replicate = partial(self._replicate, self._next_tag(REPLICATE))
         return Reduction(self, summing, replicate, after)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients as they are reduced."""
+        return self._settled()[0].numel * self.reduce_dtype.itemsize
 
     def forget(self) -> None:
         """A backward ended with an error: its gradients that are not in the shards are gone."""
@@ -429,11 +444,11 @@ class Bucket(ABC):
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
     ) -> list[list[torch.Tensor]]:
         """By rank, what it gets of every slot's gradient."""
-        parts = []
-        for rank in range(self.sharing.peers.size):
-            spans = zip(packing.slots, gradients, packing.spans(rank), strict=True)
-            parts.append([flat[lo - slot.at : hi - slot.at] for slot, flat, (lo, hi) in spans])
-        return parts
+        assert isinstance(packing, ChunkPacking)
+        return [
+            [flat[lo:hi] for flat, (lo, hi) in zip(gradients, packing.cuts(rank), strict=True)]
+            for rank in range(self.sharing.peers.size)
+        ]
 
     def _divisors(self) -> tuple[float, float]:
         """What gradients are divided by before and after they are summed.
@@ -488,7 +503,9 @@ class Bucket(ABC):
             if whole is not None:
                 gradient, whole.grad = whole.grad, None
             if gradient is not None:
-                gradient = self._local(index, gradient.detach()).to(dtype)
+                gradient = self._local(index, gradient.detach())
+                if gradient.dtype != dtype:
+                    gradient = gradient.to(dtype)
             taken.append(self._plus_held(index, gradient))
             self._held[index] = None
         return taken

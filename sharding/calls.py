@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sharding.unit import Unit
 
 
@@ -91,12 +93,11 @@ class Run:
         between = self.calls[index + 1 : self.cursor]
         return [call for call in reversed(between) if call.visible and not call.begun]
 
-    def before(self, call: Call) -> Call | None:
-        """The call that backward comes to next."""
+    def before(self, call: Call) -> Iterator[Call]:
+        """The calls that backward comes to next, in order."""
         for index in range(call.index - 1, -1, -1):
             if self.calls[index].visible:
-                return self.calls[index]
-        return None
+                yield self.calls[index]
 
     def rewind(self) -> None:
         """Another backward may come: the graph was retained, or there is another loss."""

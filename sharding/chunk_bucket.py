@@ -84,8 +84,7 @@ class MeshSharing:
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """The DTensor of this spec with this local tensor, which it shares."""
-    with torch.no_grad():
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_part(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
@@ -148,7 +147,8 @@ class ChunkBucket(Bucket):
 
         Under foreach and fused optimizers neither moves.
         """
-        return [p.sharded._version + stored(p)._version for p in self.parameters]
+        shards = [parameter.sharded for parameter in self.parameters]
+        return [s._version + s._local_tensor._version for s in shards]  # type: ignore[attr-defined]
 
     def wants_gradient(self, index: int) -> bool:
         """Whether a parameter is to be trained."""
@@ -229,7 +229,7 @@ class ChunkBucket(Bucket):
 
     def _as_shard(self, parameter: Parameter, flat: torch.Tensor) -> torch.Tensor:
         """What was reduced, rows first, in the shape that the shard has."""
-        shape = tuple(stored(parameter).shape)
+        shape = stored(parameter).shape
         if not parameter.dim:
             return flat.view(shape)
         moved = (shape[parameter.dim], *shape[: parameter.dim], *shape[parameter.dim + 1 :])

@@ -35,6 +35,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
+from sharding.batches import Gathers
 from sharding.bucket import GATHER, Bucket, Parameter
 from sharding.chunk_bucket import ChunkBucket, MeshSharing, stored
 from sharding.joining import Form, Output
@@ -116,7 +117,7 @@ class ExtensionBucket(ChunkBucket):
         packed = pack([p.shape for p in slots], [p.dim for p in slots])
         return ChunkPacking(packed, self.sharing.peers.size)
 
-    def _gather(self) -> Gathering:
+    def _gather(self, batch: Gathers) -> Gathering:
         _, transport = self._settled()
         if not self._extensions:
             self._extensions = [
@@ -130,7 +131,7 @@ class ExtensionBucket(ChunkBucket):
                     mine.append(piece)
                     for rank, of_rank in enumerate(places):
                         of_rank.append(output.place(rank))
-        return transport.gather(mine, places, self._next_tag(GATHER))
+        return batch.add(transport, mine, places, self._next_tag(GATHER))
 
     def _assemble(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sharding.batches import Reductions
 from sharding.bucket import GATHER, REDUCE, Bucket, Finished, Parameter, Precision, Reduction
 from sharding.chunk_bucket import as_dtensor, local_part
 from sharding.full_buffer import FullBuffer
@@ -204,10 +205,10 @@ class FlatBucket(Bucket):
                 _accumulate(parameter.sharded, self.shard_view(index, summed))
                 _step_in_backward(parameter.sharded)
 
-    def reduce(self) -> Reduction | Finished:
+    def reduce(self, batch: Reductions) -> Reduction | Finished:
         """Start reducing; or, with a communication hook, have it done by that."""
         if self.hook is None:
-            return super().reduce()
+            return super().reduce(batch)
         self.reduced, self.owes = True, False
         self.arrived.clear()
         _, transport = self._settled()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from sharding.packing import Slot, Span
+from sharding.packing import ChunkPacking, FlatPacking, Slot
 
 
 class FullBuffer:
@@ -32,6 +32,7 @@ class FullBuffer:
         `leaf` makes the parameter of a slot's index and the view of its elements.
         """
         self.slots = slots
+        self._places: list[list[torch.Tensor]] = []
         self.numel = numel
         self._owns = over is None
         with torch.inference_mode(False), torch.no_grad():
@@ -70,9 +71,13 @@ class FullBuffer:
         """Bytes that are live now."""
         return self._storage.nbytes()
 
-    def parts(self, spans: tuple[Span, ...]) -> list[torch.Tensor]:
-        """Ranges of the buffer, to be filled."""
-        return [self.raw[lo:hi] for lo, hi in spans]
+    def places(self, packing: ChunkPacking | FlatPacking) -> list[list[torch.Tensor]]:
+        """By rank, its ranges of the buffer, to be filled. Always the same."""
+        if not self._places:
+            with torch.inference_mode(False), torch.no_grad():
+                ranks = range(packing.size)
+                self._places = [[self.raw[lo:hi] for lo, hi in packing.spans(r)] for r in ranks]
+        return self._places
 
 
 def _view(full: torch.Tensor, slot: Slot) -> torch.Tensor:

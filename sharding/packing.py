@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 Span = tuple[int, int]
@@ -65,9 +66,14 @@ class Slot:
         return self.at + lo * inner, self.at + hi * inner
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkPacking:
-    """Each parameter is divided by torch.chunk's rule along its dimension."""
+    """Each parameter is divided by torch.chunk's rule along its dimension.
+
+    >>> packing = ChunkPacking(pack([(3,), (2, 2)], [0, 0]), 2)
+    >>> packing.numel, packing.spans(1), packing.cuts(1)
+    (7, ((2, 3), (5, 7)), ((2, 3), (2, 4)))
+    """
 
     slots: tuple[Slot, ...]
     size: int
@@ -79,7 +85,23 @@ class ChunkPacking:
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """What a rank holds: a span for every slot."""
-        return tuple(slot.chunk(self.size, rank) for slot in self.slots)
+        return self._spans[rank]
+
+    def cuts(self, rank: int) -> tuple[Span, ...]:
+        """What a rank holds of every slot, counted from the slot's first element."""
+        return self._cuts[rank]
+
+    @cached_property
+    def _spans(self) -> list[tuple[Span, ...]]:
+        ranks = range(self.size)
+        return [tuple(slot.chunk(self.size, rank) for slot in self.slots) for rank in ranks]
+
+    @cached_property
+    def _cuts(self) -> list[tuple[Span, ...]]:
+        return [
+            tuple((lo - s.at, hi - s.at) for s, (lo, hi) in zip(self.slots, spans, strict=True))
+            for spans in self._spans
+        ]
 
 
 @dataclass(frozen=True, slots=True)

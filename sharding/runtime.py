@@ -7,15 +7,16 @@ Rules:
 2. What autograd skips on this rank may be wanted by another: it is gathered here too, in turn.
 3. No more than `IN_FLIGHT` reductions are on their way when the next starts: memory is bounded by
    the size of units, not of the model. Waiting cannot block: all ranks start all of them, in order.
+   Small units are gathered and reduced together (see batches.py); how many, all ranks find alike.
 4. A backward that failed is forgotten by the next forward or backward.
 5. Nothing is global to the process.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -23,7 +24,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from sharding.bucket import Bucket, Finished, Reduction
+from sharding.batches import AHEAD_BYTES, Gathers, Reductions
+from sharding.bucket import Bucket
 from sharding.calls import Call, Run
 from sharding.order_check import OrderCheck
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 UNIT = "_sharding_unit"
 """The attribute of a module that is its unit."""
-IN_FLIGHT = 1
 
 
 class Runtime:
@@ -55,7 +56,9 @@ class Runtime:
         """What this backward is still to reduce, in order."""
         self._passed = 0
         """The lowest end of the calls that backward has come to: what began later is done."""
-        self._in_flight: deque[Reduction | Finished] = deque()
+        self._reductions = Reductions()
+        self._halfway: Unit | None = None
+        """Of what was gathered ahead, the unit where to gather more."""
 
     @classmethod
     def rooted_at(cls, root: Unit) -> Runtime:
@@ -111,16 +114,37 @@ class Runtime:
                     elif unit.shows_sharded:
                         bucket.show_sharded()
 
-    def next_after(self, unit: Unit) -> list[Unit]:
-        """What to gather ahead while a unit computes: what began after it the last time."""
+    def gather_after(self, unit: Unit) -> None:
+        """Gather ahead while a unit computes: what began after it the last time."""
         position = len(self.run.started)
         self.run.started.append(unit)
         if unit.forward_prefetch is not None:
-            return unit.forward_prefetch
+            gather_together(unit.forward_prefetch)
+            return
         last = self._last_run.started
-        if not self.prefetches_forward or last[position : position + 1] != [unit]:
-            return []
-        return last[position + 1 : position + 2]
+        if self.prefetches_forward and last[position : position + 1] == [unit]:
+            self._gather_some(unit, islice(last, position + 1, None))
+
+    def _gather_some(self, unit: Unit, following: Iterable[Unit]) -> None:
+        """Gather what follows a unit: the next; or, of small ones, as many as `AHEAD_BYTES` hold.
+
+        The next time when half of them have run: then those on their way have time to arrive.
+        """
+        chosen: list[Unit] = []
+        nbytes = 0
+        for other in following:
+            if not other.used:
+                continue
+            if other.is_gathered and not chosen and unit is not self._halfway:
+                return
+            nbytes += other.full_bytes
+            if nbytes > AHEAD_BYTES and nbytes > other.full_bytes:
+                break
+            if not other.is_gathered:
+                chosen.append(other)
+        if chosen:
+            self._halfway = chosen[len(chosen) // 2]
+            gather_together(chosen)
 
     # Backward.
 
@@ -142,7 +166,6 @@ class Runtime:
         """Forget a backward that ended with an error."""
         if self._ending is not None and not self.in_backward:
             self._ending = None
-            self._in_flight.clear()
             for bucket in self._buckets():
                 bucket.forget()
             self._forget_backward()
@@ -205,16 +228,15 @@ class Runtime:
         for bucket in unit.used:
             bucket.outstanding -= 1
         if unit.backward_prefetch is not None:
-            for ahead in unit.backward_prefetch:
-                ahead.unshard()
+            gather_together(unit.backward_prefetch)
         elif unit.prefetches_backward:
             self._gather_ahead(call)
 
     def _gather_ahead(self, call: Call) -> None:
         """Start gathering what backward comes to after a call."""
-        before = call.run.before(call) if call.index >= 0 else None
-        if before is not None and not before.begun and before.unit.unshards_in_backward:
-            before.unit.unshard()
+        if call.index >= 0:
+            due = (before.unit for before in call.run.before(call) if not before.begun)
+            self._gather_some(call.unit, (unit for unit in due if unit.unshards_in_backward))
 
     def _advance(self, to_the_end: bool = False) -> None:
         """Reduce what is complete or passed, in order."""
@@ -229,9 +251,7 @@ class Runtime:
     def _complete(self, bucket: Bucket) -> None:
         """A bucket has all the gradients it will get."""
         if bucket.reduces:
-            while len(self._in_flight) > IN_FLIGHT - 1:
-                self._in_flight.popleft().finish()
-            self._in_flight.append(bucket.reduce())
+            self._reductions.reduce(bucket)
         else:
             bucket.hold_gradients()
 
@@ -244,8 +264,7 @@ class Runtime:
         for bucket in self._buckets():  # reached by ways that forward did not show
             if bucket.arrived and bucket.is_trained:
                 self._complete(bucket)
-        while self._in_flight:
-            self._in_flight.popleft().finish()
+        self._reductions.finish()
         for bucket in self._buckets():
             bucket.end_backward()
         self._forget_backward()
@@ -260,7 +279,14 @@ class Runtime:
             run.rewind()
         self._reached.clear()
         self._schedule.clear()
-        self._in_flight.clear()
+        self._reductions.forget()
+
+
+def gather_together(units: Iterable[Unit]) -> None:
+    """Start gathering what units use, in as few messages as may be."""
+    with Gathers() as batch:
+        for unit in units:
+            unit.join(batch)
 
 
 def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:

@@ -32,12 +32,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sharding.batches import Gathers
 from sharding.bucket import Bucket
 from sharding.calls import Call
 from sharding.extensions import settled
 from sharding.order_check import OrderCheck
 from sharding.outputs import in_dtype, tensors_in
-from sharding.runtime import Runtime
+from sharding.runtime import Runtime, gather_together
 
 BY_USER, KEPT = "unsharded by the user", "kept by a backward that did not reduce"
 """Holders that are no calls."""
@@ -141,9 +142,23 @@ class Unit:
 
     def unshard(self) -> None:
         """Start gathering what this unit uses."""
+        gather_together([self])
+
+    def join(self, batch: Gathers) -> None:
+        """Gather what this unit uses with a batch."""
         self._settle()
         for bucket in self.used:
-            bucket.unshard()
+            bucket.unshard(batch)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True when what this unit uses is whole or on its way."""
+        return all(bucket.is_gathered for bucket in self.used)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of what it uses."""
+        return sum(bucket.full_bytes for bucket in self.used)
 
     def wait(self) -> None:
         """What this unit uses is whole."""
@@ -270,8 +285,7 @@ class Unit:
             self._agree(call, runtime, check)
             return
         self.acquire(call)
-        for unit in runtime.next_after(self):
-            unit.unshard()
+        runtime.gather_after(self)
 
     def _agree(self, call: Call, runtime: Runtime, check: OrderCheck) -> None:
         """Gather what any rank runs now, in one order; all others than this unit for them."""
