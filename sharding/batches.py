@@ -67,6 +67,7 @@ class JointGather:
         self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
         self._gathering: Gathering | None = None
         self._arrived = False
+        self._error: BaseException | None = None
 
     def add(self, mine: Tensors, places: Sequence[Tensors]) -> None:
         """Another bucket's."""
@@ -83,10 +84,16 @@ class JointGather:
         """What was gathered is in its places. Every bucket asks."""
         if self._arrived:
             return
+        if self._error is not None:
+            raise self._error
         if self._gathering is None:  # what started before it ended with an error
             self.start()
         assert self._gathering is not None
-        self._gathering.wait()
+        try:
+            self._gathering.wait()
+        except BaseException as error:
+            self._error = error
+            raise
         self._arrived = True
         self._gathering = None
 
@@ -134,7 +141,9 @@ class Reductions:
 
     def forget(self) -> None:
         """A backward ended with an error: nothing is on its way."""
-        self._in_flight.clear()
+        while self._in_flight:
+            for reduction in self._in_flight.popleft():
+                reduction.abandon()
         self._joint, self._waiting, self._nbytes = {}, [], 0
 
     def _finish_all_but(self, count: int) -> None:
@@ -169,8 +178,8 @@ class JointSum:
     def wait(self) -> list[torch.Tensor]:
         """All the sums. Every bucket asks."""
         if self._summing is not None:
-            self._sums = self._summing.wait()
-            self._summing = None
+            summing, self._summing = self._summing, None  # an error is not waited for again
+            self._sums = summing.wait()
         return self._sums
 
 

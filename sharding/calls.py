@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from sharding.unit import Unit
 
 
@@ -61,8 +63,9 @@ class Call:
         """The version counters of its shards in forward."""
         self.served: list[tuple[Call, bool]] = []
         """Calls of other ranks that were gathered with this one; whether they are trained there."""
-        self.given: set[tuple[int, int]] = set()
-        """The tensors it was given: to tell what it made from what it handed on."""
+        self.given: dict[int, tuple[torch.Tensor, int]] = {}
+        """By id, the tensors it was given and their versions, while it runs: to tell what it made
+        from what it handed on."""
 
 
 class Run:

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from sharding.bucket import Bucket, Parameter, Precision
+from sharding.bucket import Bucket
 from sharding.packing import ChunkPacking, pack
+from sharding.parameter import Parameter, Precision
 from sharding.peers import Peers, Sharing
 from sharding.policies import MixedPrecisionPolicy
 
@@ -165,8 +166,8 @@ class ChunkBucket(Bucket):
             if not _fits(current, parameter.sharded):
                 raise TypeError(
                     f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, "
-                    f"was replaced by {_described(current)}; replace it by a DTensor with its mesh and "
-                    "placements, or copy_ into it"
+                    f"was replaced by {_described(current)}; replace it by a DTensor with its mesh "
+                    "and placements, or copy_ into it"
                 )
             parameter.sharded = current
             parameter.place(current)
@@ -219,11 +220,13 @@ class ChunkBucket(Bucket):
     def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         return local_part(gradient, self.parameters[index].distributed)
 
-    def _place_whole(self) -> None:
+    def place_whole(self) -> None:
+        """The modules have the whole parameters."""
         for parameter, whole in zip(self.parameters, self.whole, strict=True):
             parameter.place(whole)
 
-    def _place_sharded(self) -> None:
+    def place_sharded(self) -> None:
+        """The modules have the sharded parameters."""
         for parameter in self.parameters:
             parameter.place(parameter.sharded)
 

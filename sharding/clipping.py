@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from sharding.bucket import Parameter
 from sharding.flat_bucket import FlatBucket, flat_buckets
+from sharding.parameter import Parameter
 from sharding.runtime import units_of
 
 Groups = tuple[ProcessGroup, ...]
@@ -29,8 +29,9 @@ def clip_grad_norm(
     for unit in units_of((module,)):
         for bucket in flat_buckets(unit.buckets):
             seen |= {id(parameter) for parameter in bucket.seen()}
-            for parameter, part in bucket.gradient_parts():
-                divided.setdefault(_groups(bucket, parameter), []).append(part)
+            for index, parameter in enumerate(bucket.parameters):
+                if (part := bucket.gradient_part(index)) is not None:
+                    divided.setdefault(_groups(bucket, parameter), []).append(part)
     rest = [p.grad for p in module.parameters() if id(p) not in seen and p.grad is not None]
     divided.setdefault((), []).extend(rest)
     every = [gradient for gradients in divided.values() for gradient in gradients]

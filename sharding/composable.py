@@ -102,6 +102,6 @@ def fully_shard(
     module.__dict__[DOOR] = door
     hook_state_dicts(door)
     module.register_forward_pre_hook(door.hooked_before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(door.unit.after_forward)
-    door.unit.hook_errors(module)
+    module.register_forward_hook(door.calling.after)
+    door.calling.hook_errors(module)
     return module

@@ -36,10 +36,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.batches import Gathers
-from sharding.bucket import GATHER, Bucket, Parameter
+from sharding.bucket import Bucket
 from sharding.chunk_bucket import ChunkBucket, MeshSharing, stored
+from sharding.gathered import GATHER
 from sharding.joining import Form, Output
 from sharding.packing import ChunkPacking, chunk, pack
+from sharding.parameter import Parameter
 from sharding.policies import MixedPrecisionPolicy
 from sharding.transport import Gathering
 

@@ -26,10 +26,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sharding.batches import Reductions
-from sharding.bucket import GATHER, REDUCE, Bucket, Finished, Parameter, Precision, Reduction
+from sharding.bucket import Bucket, Finished, Reduction
 from sharding.chunk_bucket import as_dtensor, local_part
 from sharding.full_buffer import FullBuffer
+from sharding.gathered import REDUCE
 from sharding.packing import ChunkPacking, FlatPacking, pack
+from sharding.parameter import Parameter, Precision
 from sharding.peers import Sharing
 
 
@@ -82,7 +84,7 @@ class FlatBucket(Bucket):
         self.hook: CommHook | None = None
         shapes = [parameter.shape for parameter in parameters]
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), sharing.peers.size)
-        self._keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
+        self.keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
         """The order of each module's parameters before."""
         self.flat = self._flattened()
         for parameter in parameters:
@@ -94,7 +96,7 @@ class FlatBucket(Bucket):
         else:
             form.home.register_parameter(form.name, self.flat)
             self._buffer(self.dtype).free()
-        self._place_sharded()
+        self.place_sharded()
 
     # What the kinds of bucket say.
 
@@ -129,13 +131,12 @@ class FlatBucket(Bucket):
             return [parameter.sharded for parameter in self.parameters]
         return [self.flat]
 
-    def gradient_parts(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """This rank's part of every parameter's gradient, in the memory of the gradient."""
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.sharded.grad
-            if gradient is not None:
-                shared = not self.form.use_orig_params
-                yield parameter, self.shard_view(index, gradient) if shared else gradient
+    def gradient_part(self, index: int) -> torch.Tensor | None:
+        """This rank's part of a parameter's gradient, in the memory of the gradient."""
+        gradient = self.parameters[index].sharded.grad
+        if gradient is None or self.form.use_orig_params:
+            return gradient
+        return self.shard_view(index, gradient)
 
     def registered(self) -> list[nn.Parameter]:
         """What the modules have in the place of what the optimizer sees: replaced perhaps."""
@@ -211,18 +212,16 @@ class FlatBucket(Bucket):
             return super().reduce(batch)
         self.reduced, self.owes = True, False
         self.arrived.clear()
-        _, transport = self._settled()
         present = [0] * len(self.parameters)
         gradient = self._padded(self._flat_gradients(present))
         flags = torch.tensor(present, dtype=torch.float32, device=self.device)
-        transport.all_reduce(flags, self._next_tag(REDUCE))
+        self.sum_now(flags)
         output = gradient
         if self.is_divided:
             output = torch.empty(self._shard_numel, dtype=gradient.dtype, device=gradient.device)
             self.hook.hook(self.hook.state, gradient, output)
         else:
-            if self._replication is not None:
-                self._replication.all_reduce(flags, self._next_tag(REDUCE))
+            self._between_replicas().all_reduce(flags, self._next_tag(REDUCE))
             self.hook.hook(self.hook.state, gradient)
         self.deliver([output], flags.tolist())
         return Finished()
@@ -245,101 +244,6 @@ class FlatBucket(Bucket):
         """A parameter has more places than before."""
         self._let_go_of_original(parameter)
         self._place_one(self.parameters.index(parameter), parameter, self._is_shown)
-
-    # Whole parameters where a user asks for them.
-
-    @property
-    def is_first(self) -> bool:
-        """True on the first of all ranks that share and replicate."""
-        return self.sharing.peers.rank == 0 and self.sharing.replicas.rank == 0
-
-    def fetch_gradients(self) -> list[torch.Tensor | None]:
-        """The whole gradients, None for those that no rank has. Waits."""
-        packing, transport = self._settled()
-        present, shard = self._gradient_shard()
-        flags = torch.tensor(present, dtype=torch.float32, device=self.device)
-        transport.all_reduce(flags, self._next_tag(REDUCE))
-        full = torch.empty(packing.numel, dtype=shard.dtype, device=shard.device)
-        places = [[full[lo:hi]] for r in range(transport.peers.size) for lo, hi in packing.spans(r)]
-        transport.gather([shard], places, self._next_tag(GATHER)).wait()
-        slots = zip(packing.slots, flags.tolist(), strict=True)
-        return [
-            full[slot.at : slot.at + slot.numel].view(slot.shape) if flag > 0 else None
-            for slot, flag in slots
-        ]
-
-    def write_back_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        """The shard's gradients are this rank's parts of whole ones."""
-        flat = self.flat.grad
-        for index, (parameter, whole) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if whole is None:
-                continue
-            _, lo, hi = self.piece(index)
-            part = whole.reshape(-1)[lo:hi]
-            if self.form.use_orig_params and parameter.sharded.grad is not None:
-                parameter.sharded.grad.reshape(-1).copy_(part)
-            elif flat is not None and not self.form.use_orig_params:
-                self.shard_view(index, flat).reshape(-1).copy_(part)
-
-    def _gradient_shard(self) -> tuple[list[int], torch.Tensor]:
-        """Which parameters have a gradient in this rank's shard, and all of them end to end."""
-        if not self.form.use_orig_params:
-            has = self.flat.grad is not None
-            shard = self.flat.grad if has else torch.zeros_like(self.flat)
-            assert shard is not None
-            return [int(has)] * len(self.parameters), shard.detach()
-        shard = torch.zeros_like(self.flat.detach())
-        present = []
-        for index, parameter in enumerate(self.parameters):
-            gradient = parameter.sharded.grad
-            present.append(int(gradient is not None))
-            if gradient is not None:
-                self.shard_view(index, shard).copy_(gradient)
-        return present, shard
-
-    def place_full(self, buffer: FullBuffer) -> list[nn.Parameter]:
-        """The modules have the whole parameters of a buffer, as parameters."""
-        wholes = []
-        if not self.form.use_orig_params:
-            del self.form.home._parameters[self.form.name]
-        for index, parameter in enumerate(self.parameters):
-            leaf = self._as_it_was(index, buffer.leaves[index])
-            whole = nn.Parameter(leaf, requires_grad=parameter.sharded.requires_grad)
-            wholes.append(whole)
-            for module, attribute in parameter.owners:
-                module.__dict__.pop(attribute, None)
-                module._parameters[attribute] = whole
-        for module, keys in self._keys.items():
-            given = dict(module._parameters)
-            module._parameters.clear()
-            module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
-        return wholes
-
-    def absorb(self, buffer: FullBuffer) -> None:
-        """What a user put in the place of a buffer's parameters is in the buffer."""
-        for parameter, leaf in zip(self.parameters, buffer.leaves, strict=True):
-            module, attribute = parameter.owners[0]
-            current = module._parameters.get(attribute)
-            if current is None:
-                continue
-            mine = local_part(current.detach(), parameter.distributed)
-            if mine.data_ptr() != leaf.data_ptr():
-                leaf.copy_(mine)
-
-    def place_full_no_more(self) -> None:
-        """The modules have what they have when sharded."""
-        if not self.form.use_orig_params:
-            self.form.home.register_parameter(self.form.name, self.flat)
-            for parameter in self.parameters:
-                for module, attribute in parameter.owners:
-                    module._parameters.pop(attribute, None)
-        self._place_sharded()
-
-    def write_back(self, buffer: FullBuffer) -> None:
-        """The shard is this rank's part of a buffer with whole parameters."""
-        [(lo, hi)] = self.packing.spans(self.sharing.peers.rank)
-        with torch.no_grad():
-            self.flat.data.copy_(buffer.raw[lo:hi])
 
     # Inside.
 
@@ -367,12 +271,12 @@ class FlatBucket(Bucket):
         return self._buffers[dtype]
 
     def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        view = self._as_it_was(index, view)
+        view = self.as_it_was(index, view)
         if self.form.use_orig_params:
             return nn.Parameter(view, requires_grad=False)
         return view
 
-    def _as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
+    def as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
         """The whole parameter: a DTensor, where it was divided before."""
         spec = self.parameters[index].distributed
         return view if spec is None else as_dtensor(view, spec)
@@ -454,11 +358,13 @@ class FlatBucket(Bucket):
             for module, attribute in parameter.owners:
                 module._parameters.pop(attribute, None)
 
-    def _place_whole(self) -> None:
+    def place_whole(self) -> None:
+        """The modules have the whole parameters."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, True)
 
-    def _place_sharded(self) -> None:
+    def place_sharded(self) -> None:
+        """The modules have the sharded parameters."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, False)
 

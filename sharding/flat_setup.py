@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.bucket import Bucket, Parameter, Precision
+from sharding.bucket import Bucket
 from sharding.chunk_bucket import local_part
 from sharding.device_rules import (
     check_one_device,
@@ -25,9 +25,10 @@ from sharding.device_rules import (
     device_given,
     warn_of_host_memory,
 )
+from sharding.discovery import Found, borrowed_bucket, free_parameters
 from sharding.flat_bucket import FlatBucket, FlatForm
 from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
-from sharding.parameters import Found, borrowed_bucket, free_parameters
+from sharding.parameter import Parameter, Precision
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from sharding.runtime import UNIT, units_of
 from sharding.strategies import KEEPS_AFTER_FORWARD, Groups, sharing_of

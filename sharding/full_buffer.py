@@ -48,6 +48,13 @@ class FullBuffer:
             self.leaves = [leaf(index, _view(full, slot)) for index, slot in enumerate(slots)]
             """By slot, the whole parameter."""
 
+    @classmethod
+    def of(
+        cls, slots: tuple[Slot, ...], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> FullBuffer:
+        """A buffer whose leaves are plain tensors."""
+        return cls(slots, numel, dtype, device, plain)
+
     def allocate(self) -> None:
         """There is memory; what is in it is not defined, unless it was there before."""
         if self._owns:
@@ -62,7 +69,7 @@ class FullBuffer:
         """The buffer on another device, with leaves that are plain tensors."""
         if self.raw.device == device:
             return self
-        moved = FullBuffer(self.slots, self.numel, self.raw.dtype, device, plain)
+        moved = FullBuffer.of(self.slots, self.numel, self.raw.dtype, device)
         moved.raw.copy_(self.raw)
         return moved
 

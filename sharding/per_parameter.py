@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sharding.bucket import Bucket, Parameter
+from sharding.bucket import Bucket
+from sharding.calling import Calling
 from sharding.chunk_bucket import ChunkBucket, MeshSharing
+from sharding.discovery import Found, borrowed_bucket, free_parameters
 from sharding.extensions import is_hooked
-from sharding.parameters import Found, borrowed_bucket, free_parameters
+from sharding.parameter import Parameter
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sharding.runtime import UNIT, units_of
 from sharding.unit import Casts, Unit
@@ -24,6 +26,8 @@ from sharding.unit import Casts, Unit
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 PlacementFunction = Callable[[nn.Parameter], "Shard | None"]
 
+_CALLING = "_sharding_calling"
+"""The attribute of a module that is called around its forward."""
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -124,10 +128,12 @@ def fully_shard(
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     casts = Casts(inputs, inputs, mp_policy.output_dtype)
     unit = Unit(modules, buckets, borrowed, casts, reshard)
+    calling = Calling(unit)
     for part in modules:
-        unit.hook(part)
+        calling.hook(part)
         unit.hook_state_dict(part)
         setattr(part, UNIT, unit)
+        setattr(part, _CALLING, calling)
         part.__class__ = _sharded_class(type(part))
     return module
 
@@ -161,10 +167,12 @@ class FSDPModule:
 
         The next forward does this by itself.
         """
-        for unit in _units(self, recurse=True):
-            for bucket in unit.buckets:
-                bucket.forget()
-            unit.refresh()
+        unit = _unit(self)
+        if unit.runtime is not None:
+            unit.runtime.recover()
+        for below in _units(self, recurse=True):
+            below.refresh()
+            below.reshard()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, and without effect: every backward ends with all gradients in place."""
@@ -272,15 +280,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     method = getattr(module, method_name)
-    unit = _unit(module)
+    calling = cast(Calling, getattr(module, _CALLING))
 
     @wraps(method)
     def as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            args, kwargs = unit.before_forward(self, args, kwargs)
-            return unit.after_forward(self, args, method(*args, **kwargs))
+            args, kwargs = calling.before(self, args, kwargs)
+            return calling.after(self, args, method(*args, **kwargs))
         finally:
-            unit._after_error(self, args, None)
+            calling.ended(self, args, None)
 
     setattr(module, method_name, MethodType(as_forward, module))
 

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sharding.bucket import Parameter
 from sharding.flat_bucket import flat_buckets
 from sharding.front_door import FrontDoor, front_doors
+from sharding.parameter import Parameter
 from sharding.policies import (
     FullStateDictConfig,
     OptimStateDictConfig,
@@ -32,6 +32,7 @@ from sharding.policies import (
 )
 from sharding.state_dict_settings import checked_settings, default_settings
 from sharding.summon import whole_unit
+from sharding.whole_parameters import is_first
 
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -176,7 +177,7 @@ def _paths(door: FrontDoor, part: nn.Module) -> list[str]:
 
 
 def _is_first(door: FrontDoor) -> bool:
-    return all(bucket.is_first for bucket in flat_buckets(door.unit.buckets))
+    return all(is_first(bucket) for bucket in flat_buckets(door.unit.buckets))
 
 
 def _as_sharded(whole: torch.Tensor, door: FrontDoor) -> torch.Tensor:

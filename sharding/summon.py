@@ -6,14 +6,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from sharding.flat_bucket import FlatBucket, flat_buckets
-from sharding.full_buffer import FullBuffer
-from sharding.runtime import UNIT, units_of
+from sharding.runtime import units_of
 from sharding.unit import Unit
+from sharding.whole_parameters import WholeParameters, is_first
 
 
 @contextmanager
@@ -75,41 +73,14 @@ def _marked(unit: Unit) -> Iterator[None]:
 def _whole(
     bucket: FlatBucket, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
-    bucket.reshard()
-    buffer = bucket.fetch()
-    gradients = bucket.fetch_gradients() if with_grads else None
-    shown = not rank0_only or bucket.is_first
-    wholes: list[nn.Parameter] = []
-    changed: list[torch.Tensor | None] = []
+    parameters = WholeParameters(bucket, with_grads, offload_to_cpu)
+    shown = not rank0_only or is_first(bucket)
     if shown:
-        if offload_to_cpu:
-            buffer = buffer.to(torch.device("cpu"))
-        wholes = bucket.place_full(buffer)
-        if gradients is not None:
-            for whole, gradient in zip(wholes, gradients, strict=True):
-                whole.grad = gradient
+        parameters.show()
     try:
         yield
     finally:
         if shown:
-            changed = [whole.grad for whole in wholes]
-            bucket.absorb(buffer)
-            bucket.place_full_no_more()
+            parameters.hide()
         if writeback or not bucket.is_divided:  # else there would be nothing to go back to
-            _write_back(bucket, buffer, rank0_only)
-            if gradients is not None and shown:
-                bucket.write_back_gradients(changed)
-
-
-def _write_back(bucket: FlatBucket, buffer: FullBuffer, from_first: bool) -> None:
-    if from_first:
-        for peers in (bucket.sharing.peers, bucket.sharing.replicas):
-            if peers.group is not None:
-                dist.broadcast(buffer.raw, dist.get_global_rank(peers.group, 0), group=peers.group)
-    bucket.write_back(buffer)
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a module that was given to a front door."""
-    unit: Unit | None = getattr(module, UNIT, None)
-    return unit
+            parameters.write_back(rank0_only)

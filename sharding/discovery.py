@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sharding.bucket import Bucket, Parameter
+from sharding.bucket import Bucket
+from sharding.parameter import Parameter
 from sharding.runtime import units_of
 
 _TIED = "_sharding_entry"
