@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without its import
 
 from sharding.calls import Call
 from sharding.order_check import OrderCheck
@@ -41,7 +42,7 @@ class Calling:
         """Have this told of a module's forward that ends with an error."""
         module.register_forward_hook(self.ended, always_call=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -67,7 +68,7 @@ class Calling:
             _note_given(call, (args, kwargs), runtime, begins)
         return args, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def after(self, module: nn.Module, args: object, output: Any) -> Any:
         """The parameters are let go, unless they stay until backward."""
         unit = self._unit
@@ -202,7 +203,7 @@ def _await_backward(call: Call, output: object, runtime: Runtime) -> None:
     differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     for tensor in differentiable:
         if _is_given(call, tensor):
-            tensor.register_hook(partial(_entered, runtime))  # type: ignore[no-untyped-call]
+            _note_handed_on(tensor, runtime)
             continue
         came = partial(_came, runtime, call)
         if tensor.grad_fn is not None:
@@ -237,9 +238,14 @@ def _came(runtime: Runtime, call: Call, gradients: object) -> None:
     runtime.begin(call)
 
 
-def _entered(runtime: Runtime, gradient: object) -> None:
-    """What is called when backward comes to a tensor that a unit handed on."""
-    runtime.enter_backward()
+def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
+    """Have the runtime told, once, when backward comes to a tensor that a unit handed on."""
+
+    def came(gradient: object) -> None:
+        handle.remove()
+        runtime.enter_backward()
+
+    handle = tensor.register_hook(came)  # type: ignore[no-untyped-call]
 
 
 def _left(runtime: Runtime, call: Call, gradients: object) -> None:

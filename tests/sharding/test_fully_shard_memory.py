@@ -1,4 +1,4 @@
-"""Whole parameters live only while they are needed, and each unit sends what it must and no more."""
+"""Whole parameters live only while they are needed; a unit sends what it must and no more."""
 
 import gc
 import sys
@@ -20,12 +20,14 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.bucket import GATHER, REDUCE, Bucket
+from sharding.batches import AHEAD_BYTES
+from sharding.bucket import Bucket
 from sharding.runtime import UNIT, units_of
 
 UNITS = 6
-WIDTH = 64
+WIDTH = 768
 UNIT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+"""More than what small units may have together, ahead of their use."""
 
 
 class Layer(nn.Module):
@@ -55,9 +57,7 @@ def buckets(model: nn.Module) -> list[Bucket]:
 
 def live(model: nn.Module) -> list[int]:
     """Bytes that the whole parameters of every bucket have now."""
-    return [
-        sum(buffer.nbytes for buffer in bucket._buffers.values()) for bucket in buckets(model)
-    ]
+    return [sum(buffer.nbytes for buffer in bucket._buffers.values()) for bucket in buckets(model)]
 
 
 class Watch:
@@ -246,7 +246,7 @@ def left_after_a_step() -> None:
     before = tensors_in_memory()
     model = sharded(layers())
     shards = sum(p.to_local().nbytes for p in model.parameters())
-    assert abs(shards - UNITS * UNIT_BYTES / 2) < UNIT_BYTES / 8
+    assert abs(shards - UNITS * UNIT_BYTES / dist.get_world_size()) < UNIT_BYTES / 8
     sizes = []
     for step in range(6):
         model(x_of(step)).square().mean().backward()
@@ -264,7 +264,7 @@ def left_after_a_step() -> None:
 
 
 def test_nothing_but_shards_and_gradients_stays_after_a_step(clusters: Callable) -> None:
-    clusters(2).run(left_after_a_step)
+    clusters(3).run(left_after_a_step)
 
 
 # What travels.
@@ -284,10 +284,6 @@ def counted() -> Iterator[list[int]]:
         yield sent
 
 
-def turns(model: nn.Module, purpose: int) -> list[int]:
-    return [bucket._turns[purpose] for bucket in buckets(model)]
-
-
 def messages(world_size: int) -> None:
     for reshard, gathers in ((True, 2), (False, 1)):
         model, _ = pair(layers)
@@ -296,24 +292,21 @@ def messages(world_size: int) -> None:
         with counted() as sent:
             loss = model(x_of()).square().mean()
             others = world_size - 1
-            assert turns(model, GATHER) == [1] * UNITS
             assert sum(sent) == others * shard_bytes
             forward = len(sent)
             loss.backward()
-        assert turns(model, GATHER) == [gathers] * UNITS
-        assert turns(model, REDUCE) == [1] * UNITS
-        # Small tensors go together: one message a peer, a unit and a direction.
-        assert forward == UNITS * others
-        assert len(sent) == UNITS * others * (gathers + 1)
+        # The weight's part, and what is small, to each peer.
+        assert forward == 2 * UNITS * others
+        assert len(sent) == 2 * UNITS * others * (gathers + 1)
         for accumulates in range(2):
             model.set_requires_gradient_sync(False)
             with counted() as sent:
                 model(x_of(accumulates)).square().mean().backward()
-            assert len(sent) == UNITS * others * gathers
+            assert len(sent) == 2 * UNITS * others * gathers
         model.set_requires_gradient_sync(True)
         with counted() as sent, torch.no_grad():
             model(x_of())
-        assert len(sent) == UNITS * others
+        assert len(sent) == 2 * UNITS * others
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -321,6 +314,46 @@ def test_a_unit_is_gathered_once_each_way_and_reduced_once(
     clusters: Callable, world_size: int
 ) -> None:
     clusters(world_size).run(messages, world_size)
+
+
+def small_units(width: int) -> list[int]:
+    """Of 40 units, many are gathered ahead of their use, but no more than may be."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(40)))
+    for part in model:
+        fully_shard(part)
+    fully_shard(model)
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(live(model)))
+
+    for part in model:
+        part.register_forward_hook(look)
+        part.register_full_backward_hook(look)
+    counts = []
+    for step in range(3):
+        with counted() as sent:
+            loss = model(batch(step, 4, width)).sum()
+            counts.append(len(sent))
+            loss.backward()
+            counts.append(len(sent) - counts[-1])
+        assert live(model) == [0] * 40
+    assert most <= AHEAD_BYTES + 2 * live_bytes_of(model)
+    return counts
+
+
+def live_bytes_of(model: nn.Module) -> int:
+    """Bytes of the largest unit's full buffer."""
+    return max(bucket.full_bytes for bucket in buckets(model))
+
+
+def test_small_units_travel_together(clusters: Callable) -> None:
+    clusters(2).run(small_units, 200)  # 6 MB of them
+    for counts in clusters(2).run(small_units, 50):
+        assert counts[0] == 40  # nobody knows yet what comes next
+        assert max(counts[2], counts[4]) < 10, counts
+        assert max(counts[1], counts[3], counts[5]) < 20, counts
 
 
 class Wide(nn.Module):
