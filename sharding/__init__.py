@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sharding.flat_bucket import FlatParameter
-    from sharding.per_parameter import (
-        FSDPModule,
-        UnshardHandle,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from sharding.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from sharding.per_parameter import fully_shard
     from sharding.policies import (
         BackwardPrefetch,
         CPUOffload,
@@ -43,10 +39,10 @@ if TYPE_CHECKING:
 _FROM = {
     "FlatParameter": "flat_bucket",
     "FullyShardedDataParallel": "wrapper",
-    "FSDPModule": "per_parameter",
-    "UnshardHandle": "per_parameter",
+    "FSDPModule": "fsdp_module",
+    "UnshardHandle": "fsdp_module",
     "fully_shard": "per_parameter",
-    "register_fsdp_forward_method": "per_parameter",
+    "register_fsdp_forward_method": "fsdp_module",
 }
 
 __all__ = [

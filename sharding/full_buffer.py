@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from sharding.huge_pages import ask_for_huge_pages
 from sharding.packing import ChunkPacking, FlatPacking, Slot
 
 
@@ -57,8 +58,10 @@ class FullBuffer:
 
     def allocate(self) -> None:
         """There is memory; what is in it is not defined, unless it was there before."""
-        if self._owns:
-            self._storage.resize_(self.numel * self.raw.itemsize)
+        nbytes = self.numel * self.raw.itemsize
+        if self._owns and self._storage.nbytes() != nbytes:
+            self._storage.resize_(nbytes)
+            ask_for_huge_pages(self.raw)
 
     def free(self) -> None:
         """There is no memory."""

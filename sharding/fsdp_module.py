@@ -1,0 +1,229 @@
+"""What a module can do once it was given to `fully_shard`: `FSDPModule`, as torch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import MethodType
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from sharding.bucket import Bucket
+from sharding.calling import Calling
+from sharding.chunk_bucket import ChunkBucket
+from sharding.runtime import UNIT, units_of
+from sharding.unit import Unit
+
+_CALLING = "_sharding_calling"
+"""The attribute of a module that is called around its forward."""
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def become_unit(module: nn.Module, unit: Unit, calling: Calling) -> None:
+    """The module has the unit, is hooked, and is of a class with FSDPModule's methods."""
+    calling.hook(module)
+    unit.hook_state_dict(module)
+    setattr(module, UNIT, unit)
+    setattr(module, _CALLING, calling)
+    module.__class__ = _sharded_class(type(module))
+
+
+class FSDPModule:
+    """What a module can do besides, once it was given to `fully_shard`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A slice of a sharded container is a plain container of the sharded modules."""
+        plain = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        made = plain.__new__(plain)  # type: ignore[call-overload]
+        made.__init__(*args, **kwargs)
+        return made
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """The unit's parameters are whole; with `async_op`, when the handle's `wait` returns."""
+        unit = _unit(self)
+        unit.unshard_for_user()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """The unit's parameters are sharded, and the memory of the whole ones is free."""
+        _unit(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """What an error in forward or backward left behind is gone, with its gradients.
+
+        The next forward does this by itself.
+        """
+        unit = _unit(self)
+        if unit.runtime is not None:
+            unit.runtime.recover()
+        for below in _units(self, recurse=True):
+            below.refresh()
+            below.reshard()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted, and without effect: every backward ends with all gradients in place."""
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients to the shards; else they add up on every rank."""
+        for bucket in _buckets(self, recurse):
+            bucket.reduces = bucket.replicates = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums over replicas; else a shard's sums add up for one that does."""
+        for bucket in _buckets(self, recurse):
+            bucket.replicates = requires_all_reduce
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | int, recurse: bool = True
+    ) -> None:
+        """Whether the whole parameters are freed after forward; a number as in `fully_shard`."""
+        units = _units(self, recurse)
+        settings = [reshard_setting(reshard_after_forward, _peers(unit)) for unit in units]
+        for unit, setting in zip(units, settings, strict=True):
+            unit.reshard_after_forward = setting
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether the whole parameters are freed after backward."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """What to gather while this module runs forward, in place of what followed it last."""
+        _unit(self).forward_prefetch = _units_given(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """What to gather while this module runs backward, in place of what ran before it."""
+        _unit(self).backward_prefetch = _units_given(modules)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What sums of gradients are divided by, in place of the number of ranks."""
+        for bucket in _buckets(self, recurse=False):
+            bucket.divide = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Have `hook(reduced)` called on what a shard gets, flat, before it is the gradient.
+
+        It may change the tensor in place, by a sum over further ranks for one. Behind the
+        gradients it has one more element for each parameter: positive where it has a gradient.
+        """
+        for bucket in _buckets(self, recurse=False):
+            cast(ChunkBucket, bucket).reduced_hook = hook
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted, and without effect: gradients are always summed, then divided."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted, and without effect: a parameter unused on some ranks counts as zero there."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers the parameters: False where it does not need them."""
+        _unit(self).unshards_in_backward = unshard_in_backward
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `float` and the like change is the sharded parameters."""
+        self.reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refused: shards and process groups cannot be copied or pickled."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
+            "ranks; copy the module before fully_shard, or save its state_dict()"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refused, for the same reason."""
+        self.__reduce_ex__(memo)
+
+
+class UnshardHandle:
+    """Whole parameters on their way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """The whole parameters are in the modules, unless they were resharded since."""
+        for bucket in self._unit.used:
+            if bucket.holders:
+                bucket.wait()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a sharded module gather and free parameters as `forward` does."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    method = getattr(module, method_name)
+    calling = cast(Calling, getattr(module, _CALLING))
+
+    @wraps(method)
+    def as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            args, kwargs = calling.before(self, args, kwargs)
+            return calling.after(self, args, method(*args, **kwargs))
+        finally:
+            calling.ended(self, args, None)
+
+    setattr(module, method_name, MethodType(as_forward, module))
+
+
+def reshard_setting(given: bool | int | None, size: int) -> bool | int | None:
+    """The setting, where it makes sense: a number divides the ranks that share."""
+    if given is None or isinstance(given, bool):
+        return given
+    if given < 1 or size % given:
+        raise ValueError(
+            f"reshard_after_forward={given} does not divide the {size} ranks that the module is "
+            "sharded over; pass True, False, None or a divisor"
+        )
+    return {1: False, size: True}.get(given, given)
+
+
+def _unit(module: object) -> Unit:
+    return cast(Unit, getattr(module, UNIT))
+
+
+def _units_given(modules: Iterable[object]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{type(module).__name__} was not given to fully_shard: {module}")
+    return [_unit(module) for module in modules]
+
+
+def _peers(unit: Unit) -> int:
+    """Over how many ranks a unit's own parameters are sharded."""
+    return unit.buckets[0].sharing.peers.size if unit.buckets else 1
+
+
+def _units(module: object, recurse: bool) -> list[Unit]:
+    if not recurse:
+        return [_unit(module)]
+    return list(units_of((cast(nn.Module, module),)))
+
+
+def _buckets(module: object, recurse: bool) -> list[Bucket]:
+    return [bucket for unit in _units(module, recurse) for bucket in unit.buckets]
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class with FSDPModule's methods: one for every class, so that `type(a) is type(b)`."""
+    made = _classes.get(cls) or type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _classes.setdefault(cls, made)
