@@ -211,6 +211,12 @@ class Bucket(Gathered):
             if whole is not None:
                 gradient, whole.grad = whole.grad, None
             if gradient is not None:
+                if gradient.layout is not torch.strided:
+                    raise TypeError(
+                        f"{self.parameters[index].name} has a gradient of layout "
+                        f"{gradient.layout}, which cannot be reduced to shards; make it dense, by "
+                        "sparse=False for an embedding"
+                    )
                 gradient = self._local(index, gradient.detach())
                 if gradient.dtype != dtype:
                     gradient = gradient.to(dtype)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from sharding.clipping import clip_grad_norm
 from sharding.flat_setup import FlatSettings
 from sharding.front_door import (
     DOOR,
@@ -25,7 +26,7 @@ from sharding.state_dicts import hook_state_dicts
 from sharding.strategies import Groups, chosen_groups, settled_strategy
 from sharding.wrap_plan import auto_wrap, planned
 
-__all__ = ["fully_shard"]
+__all__ = ["clip_grad_norm_", "fully_shard"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -105,3 +106,19 @@ def fully_shard(
     module.register_forward_hook(door.calling.after)
     door.calling.hook_errors(module)
     return module
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scales all gradients so that their norm is `max_norm` at most; returns the norm before.
+
+    The norm of all parameters' gradients as one vector, over all ranks, which all call it, with the
+    outermost module. (`torch.nn.utils.clip_grad_norm_` would see each rank's parts alone.) Raises
+    ValueError where the module was not given to `fully_shard`.
+    """
+    door = front_door_of(module)
+    if door is None:
+        raise ValueError(
+            f"{type(module).__name__} was not given to sharding.composable.fully_shard"
+        )
+    return clip_grad_norm(module, float(max_norm), float(norm_type), door.compute_device)

@@ -18,9 +18,10 @@ from sharding.chunk_bucket import ChunkBucket, MeshSharing
 from sharding.discovery import Found, borrowed_bucket, free_parameters
 from sharding.extensions import is_hooked
 from sharding.fsdp_module import FSDPModule, become_unit, reshard_setting
+from sharding.order_check import OrderCheck
 from sharding.parameter import Parameter
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from sharding.runtime import UNIT
+from sharding.runtime import UNIT, Runtime
 from sharding.unit import Casts, Unit
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -124,10 +125,17 @@ def fully_shard(
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     casts = Casts(inputs, inputs, mp_policy.output_dtype)
     unit = Unit(modules, buckets, borrowed, casts, reshard)
+    unit.prepare = partial(_check_order, unit, OrderCheck.if_wanted())
     calling = Calling(unit)
     for part in modules:
         become_unit(part, unit, calling)
     return module
+
+
+def _check_order(unit: Unit, check: OrderCheck | None, runtime: Runtime) -> None:
+    """Have the root's order of units checked, where the debug level asked for it."""
+    if unit.is_root:
+        runtime.order_check = check
 
 
 def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -86,6 +87,13 @@ class Unit:
         self.calls: list[Call] = []
         """Those that run now, the innermost last."""
         self._take_gradients()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refused, and with it that of its modules."""
+        raise TypeError(
+            f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are spread "
+            "over ranks; copy the module before it is sharded, or save its state_dict()"
+        )
 
     def hook_state_dict(self, module: nn.Module) -> None:
         """Have the sharded parameters in a module while its state dict is made or loaded."""

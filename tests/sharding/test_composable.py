@@ -7,6 +7,7 @@ compared with the module that was never sharded.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -358,3 +359,35 @@ def test_k_08_param_init_fn_fills_a_meta_model_module_by_module(
     for names in clusters(2).run(materialize):
         assert names.count("Linear") == 8
         assert names.count("Composite") == 1
+
+
+def clip_composable(strategy: str) -> None:
+    model, replica = network(), network()
+    policy = ModuleWrapPolicy({Block, Frozen})
+    fully_shard(model, policy=policy, strategy=ShardingStrategy[strategy])
+    for each in (model, replica):
+        loss_of(each, 0).backward()
+    for parameter in replica.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    wanted = nn.utils.clip_grad_norm_(replica.parameters(), 0.1)
+    torch.testing.assert_close(sharding.composable.clip_grad_norm_(model, 0.1), wanted)
+    with pytest.raises(ValueError, match="was not given to"):
+        sharding.composable.clip_grad_norm_(replica, 0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_sees_all_ranks_gradients(clusters: Callable[..., Any], strategy: str) -> None:
+    clusters(2).run(clip_composable, strategy)
+
+
+def copy_composable() -> None:
+    model = fully_shard(network())
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"Network cannot be pickled or copied.*state_dict\(\)"):
+            attempt(model)
+
+
+def test_copying_and_pickling_are_refused_with_a_reason(clusters: Callable[..., Any]) -> None:
+    clusters(2).run(copy_composable)

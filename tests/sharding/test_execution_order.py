@@ -240,3 +240,38 @@ def test_o_06_a_layer_not_seen_in_the_first_iteration_is_named_in_the_warning(
         assert third == []
         assert {text.partition("Collectives")[0] for text in second} == {WARNING.format(rank)}
         assert "right.weight" in "".join(second)
+
+
+def diverge_per_parameter(at_once: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Fork()
+    with debug_level(dist.DebugLevel.DETAIL):
+        for layer in (model.first, model.left, model.right):
+            sharding.fully_shard(layer)
+        sharding.fully_shard(model)
+    model.path = ["first", "left"]
+    losses = [] if at_once else [step(model)[0]]
+    if dist.get_rank() == 1:
+        model.path = ["first", "right"]
+    loss, found = step(model, 1)
+    assert len(found) == (dist.get_rank() == 1)
+    torch.manual_seed(0)
+    alone = Fork()
+    alone.path = model.path
+    torch.testing.assert_close(loss, step(alone, 1)[0])
+    assert all(p.grad is not None for p in (model.left.weight, model.right.weight))
+    return [*losses, loss]
+
+
+def test_o_01_the_per_parameter_form_refuses_orders_that_differ_at_once(
+    clusters: Callable[..., Any],
+) -> None:
+    with pytest.raises(Exception, match="Forward order differs across ranks") as caught:
+        clusters(2).run(diverge_per_parameter, True)
+    assert sorted(caught.value.errors) == [0, 1]
+
+
+def test_o_03_the_per_parameter_form_is_right_on_ranks_whose_order_differs_later(
+    clusters: Callable[..., Any],
+) -> None:
+    clusters(2).run(diverge_per_parameter, False)

@@ -226,3 +226,13 @@ def test_ranks_with_different_models_do_not_go_on(doomed_cluster: Callable) -> N
         assert "died" in str(error)  # noqa: PT017 - either way is right
     else:
         assert "went on" not in ended
+
+
+def sparse() -> None:
+    model = fully_shard(nn.Embedding(9, 4, sparse=True))
+    with pytest.raises(TypeError, match=r"weight has a gradient of layout torch.sparse_coo"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_a_sparse_gradient_is_refused_by_name(clusters: Callable) -> None:
+    clusters(2).run(sparse)
