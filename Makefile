@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: help demo test test-slow lint style types contracts check format bench clean
 
 help:
-	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3, convert, generate'
+	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert'
 	@echo 'make test       the tests and the examples in docstrings (a few minutes)'
 	@echo 'make check      what CI runs: ruff, mypy, import contracts, then make test'
 	@echo 'make lint       make check without the tests'

@@ -35,8 +35,9 @@ from formats.errors import UnsupportedError
 from formats.native.shard import TABLE
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
-from sharding.dtensor import describe
+from sharding.describing import Spread, describe, part_of
 from sharding.layout import Layout, Mesh
+from sharding.local_part import LocalPart
 
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
@@ -96,7 +97,7 @@ class _Flattener:
     def _walk(self, node: object, path: tuple[object, ...]) -> Tree:
         if len(path) > MAX_DEPTH:
             raise StateError(f"{_shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
-        if isinstance(node, torch.Tensor):
+        if isinstance(node, torch.Tensor | LocalPart):
             return self._tensor(node, path)
         if type(node) is int:
             return _integer(node, path)
@@ -105,8 +106,8 @@ class _Flattener:
         if isinstance(node, nn.Module):
             return self._walk(module_entries(node), path)
         if isinstance(node, Optimizer):
-            names, where = self._parameters.of(node), _shown(path)
-            return self._walk(optimizer_entries(node, names, where), path)
+            named, where = self._parameters.of(node), _shown(path)
+            return self._walk(optimizer_entries(node, named, where), path)
         if type(node) in (dict, OrderedDict, defaultdict) and isinstance(node, Mapping):
             return {
                 self._key(key, path): self._walk(item, (*path, key)) for key, item in node.items()
@@ -131,19 +132,17 @@ class _Flattener:
             "and objects with state_dict() and load_state_dict()"
         )
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> TensorRef:
+    def _tensor(self, given: Spread, path: tuple[object, ...]) -> TensorRef:
         name = reduce(join, path, "") or ROOT
         self._claim(name, path)
-        if is_lazy(tensor):
-            raise StateError(f"{_shown(path)}: a lazy module has no values yet; run it once")
-        if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
-            kinds = {tensor.is_nested: "nested", tensor.is_quantized: "quantized"}
-            kind = kinds.get(True, tensor.layout)
-            raise StateError(f"{_shown(path)}: a {kind} tensor cannot be stored: densify it")
+        if isinstance(given, torch.Tensor):
+            _check_storable(given, path)
         try:
-            dtype = dtype_of_torch(str(tensor.dtype), _shown(path))
+            dtype = dtype_of_torch(str(given.dtype), _shown(path))
         except UnsupportedError as error:
             raise StateError(str(error)) from error
+        part = part_of(given) if isinstance(given, torch.Tensor) else given
+        tensor = given if part is None else part
         local, layout = describe(tensor, name, self._world)
         if local.is_meta:
             raise StateError(f"{_shown(path)}: a tensor on the meta device has no data to store")
@@ -184,6 +183,16 @@ class _Flattener:
             )
         self._keep.append(array)
         return torch.from_numpy(array if torch_can_share(array) else array.copy())
+
+
+def _check_storable(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
+    """Raise StateError for a kind of tensor that no checkpoint holds."""
+    if is_lazy(tensor):
+        raise StateError(f"{_shown(path)}: a lazy module has no values yet; run it once")
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        kinds = {tensor.is_nested: "nested", tensor.is_quantized: "quantized"}
+        kind = kinds.get(True, tensor.layout)
+        raise StateError(f"{_shown(path)}: a {kind} tensor cannot be stored: densify it")
 
 
 def _integer(value: int, path: tuple[object, ...]) -> int:

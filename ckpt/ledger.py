@@ -1,6 +1,7 @@
 """What matching a target with a checkpoint writes down: wants, differences and names used.
 
-`ckpt.match` walks the target, `ckpt.match_optimizer` the optimizers in it; both fill one ledger.
+`ckpt.match` walks the target, `ckpt.match_optimizer` the optimizers in it, `ckpt.match_slices` the
+state of their flat parameters; all fill one ledger.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from ckpt.saved import Missing, Saved, join
 from ckpt.selection import Selection
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
+from sharding.describing import Spread
 
 Step = Callable[[], object]
 """Installs a part of the target and returns what stands there now."""
+Check = Callable[[], Difference | None]
+"""What is wrong with numbers that were read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Want:
 
     name: str
     record: TensorRecord
-    tensor: torch.Tensor
+    tensor: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,10 @@ class Match:
     """A target matched with a checkpoint."""
 
     wants: list[Want]
+    numbers: list[Want]
+    """To be read into memory of their own before anything of the target is touched."""
+    checks: list[Check]
+    """To be made once these are read."""
     differences: list[Difference]
     """All but the unexpected names."""
     unexpected: list[str]
@@ -52,6 +60,8 @@ class Ledger:
     saved: Saved
     selection: Selection
     wants: list[Want] = field(default_factory=list)
+    numbers: list[Want] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     """The checkpoint's names that found their place, or are known not to matter."""

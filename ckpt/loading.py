@@ -28,7 +28,7 @@ from ckpt.sources import Source, open_source
 from ckpt.transfer import Request, requests_for, transfer
 from formats.errors import FormatError
 from formats.native.shard import Progress
-from sharding.dtensor import describe
+from sharding.describing import describe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,10 +104,16 @@ def load(
         )
         unexpected = _unexpected(ranks, matched, agreed.same[0])
         differences = [*matched.differences, *unexpected]
-        fills = ranks.attempt(
+        numbers, fills = ranks.attempt(
             "planning to load", lambda: _plan(source, matched, differences, strict, ranks)
         )
-        ranks.attempt("loading", lambda: _read(source, fills, verify, progress))
+
+        def reading() -> None:
+            _read(source, numbers, verify, progress)
+            _check(source, matched)
+            _read(source, fills, verify, progress)
+
+        ranks.attempt("loading", reading)
         return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
@@ -150,8 +156,8 @@ def _plan(
     differences: list[Difference],
     strict: bool,
     ranks: Ranks,
-) -> list[_Fill]:
-    """What to read where. Opens every file that is needed and touches nothing."""
+) -> tuple[list[_Fill], list[_Fill]]:
+    """What to read where, numbers apart. Opens every file that is needed and touches nothing."""
     if not strict:
         skipped = [d for d in differences if d.problem in ("missing", "unexpected", "shape")]
         differences = [d for d in differences if d not in skipped]
@@ -160,7 +166,15 @@ def _plan(
             warn(f"{source.url}: strict=False skips {len(skipped)}: {shown}", stacklevel=5)
     if differences:
         raise MismatchError(source.url, differences)
-    return [_fill(want, ranks) for want in matched.wants]
+    numbers = [_fill(want, ranks) for want in matched.numbers]
+    return numbers, [_fill(want, ranks) for want in matched.wants]
+
+
+def _check(source: Source, matched: Match) -> None:
+    """Raise MismatchError where numbers that must agree do not."""
+    found = [difference for check in matched.checks if (difference := check()) is not None]
+    if found:
+        raise MismatchError(source.url, found)
 
 
 def _fill(want: Want, ranks: Ranks) -> _Fill:

@@ -21,7 +21,6 @@ from ckpt.selection import Selection
 from ckpt.stateful import (
     ParameterNames,
     Stateful,
-    clean_name,
     identity,
     module_entries,
     parameter_names,
@@ -29,6 +28,8 @@ from ckpt.stateful import (
 )
 from formats.catalog import TensorRef, Tree
 from formats.native.tree import ROOT
+from sharding.describing import Spread, clean_name, load_rest, part_of, state_dict_names
+from sharding.local_part import LocalPart
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name under which a module keeps what `get_extra_state` returns."""
@@ -42,7 +43,15 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
     matcher.forgive_ties()
     names = list(saved.leaves)
     unexpected = [name for name in names if name not in ledger.used and name in selection]
-    return Match(ledger.wants, ledger.differences, unexpected, names, install)
+    return Match(
+        ledger.wants,
+        ledger.numbers,
+        ledger.checks,
+        ledger.differences,
+        unexpected,
+        names,
+        install,
+    )
 
 
 class _Matcher:
@@ -52,10 +61,12 @@ class _Matcher:
         self._parameters = parameters
         self._filled: dict[object, str] = {}
         self._lacking: dict[str, object] = {}
+        self._keep: list[object] = []
+        """What `_filled` and `_lacking` have the identity of."""
 
     def walk(self, node: object, path: str) -> Step:
         """Match what the target has at a path."""
-        if isinstance(node, torch.Tensor):
+        if isinstance(node, torch.Tensor | LocalPart):
             self._tensor(node, path or ROOT)
             return lambda: node
         if isinstance(node, np.ndarray):
@@ -78,9 +89,12 @@ class _Matcher:
             if key not in self._filled:
                 self._ledger.differ(name, "missing", "is in the target and not in the checkpoint")
 
-    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+    def _tensor(self, given: Spread, name: str) -> None:
         if name not in self._ledger.selection:
             return
+        part = part_of(given) if isinstance(given, torch.Tensor) else given
+        tensor = given if part is None else part
+        self._keep.append(tensor)
         key = identity(tensor)
         saved = self._ledger.saved.leaves.get(name, MISSING)
         if isinstance(saved, Missing):
@@ -140,14 +154,15 @@ class _Matcher:
                 steps[key] = self._ledger.anything(value, join(path, key))
             else:
                 steps[key] = self.walk(value, join(path, key))
-            aliases_only &= isinstance(value, torch.Tensor) and identity(value) in own
+            is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
+            aliases_only &= is_tensor or isinstance(value, LocalPart)
         if aliases_only and not _customised(module):
             return lambda: module  # what was filled are the parameters and buffers themselves
-        original = {clean_name(key): key for key in unwrapped(module).state_dict()}
+        original = {clean_name(key): key for key in state_dict_names(unwrapped(module))}
 
         def install() -> object:
-            loaded = {original[key]: step() for key, step in steps.items()}
-            unwrapped(module).load_state_dict(loaded, strict=False)
+            loaded = {original.get(key, key): step() for key, step in steps.items()}
+            load_rest(unwrapped(module), loaded)
             return module
 
         return install
@@ -234,19 +249,21 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 def _customised(module: nn.Module) -> bool:
     """True when loading does more than copying: somebody's hook, or an overridden method.
 
-    The hooks of torch.distributed put shards where the state dict already found them.
+    The hooks of torch.distributed and of our runtime put shards where the state dict already found
+    them.
     """
     return any(
         type(part).load_state_dict is not nn.Module.load_state_dict
-        or not all(map(_is_torchs, part._load_state_dict_pre_hooks.values()))
-        or not all(map(_is_torchs, part._load_state_dict_post_hooks.values()))
+        or not all(map(_is_of_runtime, part._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_of_runtime, part._load_state_dict_post_hooks.values()))
         for part in unwrapped(module).modules()
     )
 
 
-def _is_torchs(hook: object) -> bool:
+def _is_of_runtime(hook: object) -> bool:
     function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith("torch.distributed.")
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(("torch.distributed.", "sharding."))
 
 
 def _holds_target(node: object) -> bool:

@@ -6,7 +6,8 @@ Rules:
    are those of the saved group that had its parameters; if they were in several, that is a
    difference.
 2. A fresh optimizer gets its state before its first step: in the placement of the parameter where
-   the shape is the parameter's, else whole. State it has already is filled in place.
+   the shape is the parameter's, else whole. State it has already is filled in place. Of a parameter
+   that is a part of one, or of several, `match_slices` has the rules.
 3. State comes back in the dtype it was saved in, also where torch's `load_state_dict` would cast it
    to the parameter's.
 """
@@ -20,38 +21,37 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.ledger import Ledger, Step, Want, whole_tensor
+from ckpt.match_slices import match_slices
 from ckpt.memory import torch_dtype
 from ckpt.saved import Missing, join
-from ckpt.stateful import optimizer_entries
+from ckpt.stateful import STEP, NamedParameter, optimizer_entries
 from formats.catalog import TensorRecord, TensorRef, Tree
 from sharding.dtensor import zeros_placed_like
 
-STEP = "step"
-"""The one entry of an optimizer's state that is never placed like its parameter."""
 
-
-def match_optimizer(ledger: Ledger, optimizer: Optimizer, names: list[str], path: str) -> Step:
+def match_optimizer(
+    ledger: Ledger, optimizer: Optimizer, named: list[NamedParameter], path: str
+) -> Step:
     """Match an optimizer, whose parameters have these names, with what was saved at a path."""
     if not ledger.selects(path):
         return lambda: optimizer
-    return _OptimizerMatch(ledger, optimizer, names, path).run()
+    return _OptimizerMatch(ledger, optimizer, named, path).run()
 
 
 @dataclass(frozen=True)
 class _OptimizerMatch:
     ledger: Ledger
     optimizer: Optimizer
-    names: list[str]
+    named: list[NamedParameter]
     path: str
 
     def run(self) -> Step:
         groups = self._groups()
         self.ledger.used.add(join(self.path, "state"))  # a leaf where no parameter has any
-        held = optimizer_entries(self.optimizer, self.names, self.path)["state"]
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held = optimizer_entries(self.optimizer, self.named, self.path)["state"]
+        parameters = [named.parameter for named in self.named]
         states = {
-            index: self._parameter_state(name, parameter, held)
-            for index, (name, parameter) in enumerate(zip(self.names, parameters, strict=True))
+            index: self._parameter_state(named, held) for index, named in enumerate(self.named)
         }
         others = {
             key: self.ledger.anything(None, join(self.path, key)) for key in self._other_keys()
@@ -87,15 +87,16 @@ class _OptimizerMatch:
         first = 0
         groups: list[dict[str, object]] = []
         for position, group in enumerate(self.optimizer.param_groups):
-            members = self.names[first : first + len(group["params"])]
+            last = first + len(group["params"])
+            members = [name for named in self.named[first:last] for name in named.names]
             options = {key: value for key, value in group.items() if key != "params"}
             at = self._group_of(members, group_of, f"{where}.{position}")
             if at is not None:
                 for key, value in saved[at].options.items():
                     entry = join(join(where, at), key)
                     options[str(key)] = self._option(value, entry, options.get(str(key)))
-            groups.append({**options, "params": list(range(first, first + len(members)))})
-            first += len(members)
+            groups.append({**options, "params": list(range(first, last))})
+            first = last
         return groups
 
     def _group_of(self, members: list[str], group_of: Mapping[str, int], where: str) -> int | None:
@@ -138,9 +139,13 @@ class _OptimizerMatch:
 
     # State.
 
-    def _parameter_state(self, name: str, parameter: torch.Tensor, held: object) -> Step:
+    def _parameter_state(self, named: NamedParameter, held: object) -> Step:
         """What was saved for one parameter (rule 2)."""
-        where = join(join(self.path, "state"), name)
+        parameter, state = named.parameter, join(self.path, "state")
+        if named.slices:
+            return match_slices(self.ledger, named, self.optimizer.state.get(parameter, {}), state)
+        name = named.names[0]
+        where = join(state, name)
         mine = held.get(name, {}) if isinstance(held, dict) else {}
         below = self.ledger.saved.under(where)
         if below and not any(entry in self.ledger.selection for entry in below):

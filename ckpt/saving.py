@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 from warnings import warn
 
@@ -285,9 +286,10 @@ def outgoing_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OutgoingTensor
     lo, hi, shape = _part(stored.layout, rank)
     if lo >= hi:
         return None
+    if hi - lo != prod(shape):
+        first, _, _ = _part(leaf.layout, rank)  # of what the rank holds, which may be a range too
+        lo, hi, shape = lo - first, hi - first, (hi - lo,)
     local = leaf.local
-    if hi - lo != local.numel():
-        shape = (hi - lo,)
     if local.device.type == "cpu" and local.is_contiguous() and not _is_lazy(local):
         data = _bytes_of(local)[lo * leaf.dtype.itemsize : hi * leaf.dtype.itemsize]
         return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: iter((data,)), stable=True)

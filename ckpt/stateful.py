@@ -3,13 +3,15 @@
 Rules:
 
 1. A module's entries have the names of its own `state_dict()`, without what wrappers add: DDP's
-   `module.`, torch.compile's `_orig_mod.`.
+   `module.`, torch.compile's `_orig_mod.`. Of a flat parameter, every parameter in it has an entry.
 2. An optimizer's entries are keyed by its parameters' names in the modules of the same state, never
    by position, so that they fit any world size, grouping and wrapper:
    `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. Parameters of several
    modules have their module's key in front. Without the modules in the state, positions are all
    there is.
-3. Anything else with `state_dict()` and `load_state_dict()` is its state dict.
+3. State that has the shape of a flat parameter is divided among the names as the parameter is; a
+   single number (`step`) belongs to each of them.
+4. Anything else with `state_dict()` and `load_state_dict()` is its state dict.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,7 +28,11 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.saved import join
+from sharding.describing import Spread, clean_name, describe_module, flat_members
+from sharding.local_part import FlatSlice, LocalPart
 
+STEP = "step"
+"""The one entry of an optimizer's state that is never placed like its parameter."""
 MAX_DEPTH = 100
 """How deep a state may nest; deeper is taken for one that holds itself."""
 
@@ -53,30 +60,36 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def clean_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts into it."""
-    return name.replace("_orig_mod.", "")
-
-
 def module_entries(module: nn.Module) -> dict[str, object]:
-    """The state dict under clean names; parameters themselves, so that ties are seen (rule 1)."""
-    return {clean_name(k): v for k, v in unwrapped(module).state_dict(keep_vars=True).items()}
+    """The state under clean names; parameters themselves, or their parts, so that ties are seen."""
+    return {clean_name(k): v for k, v in describe_module(unwrapped(module)).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """What an optimizer calls a parameter, by the names of what it is in the modules (rule 2)."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    """One, unless it is a flat parameter."""
+    slices: tuple[FlatSlice, ...] = ()
+    """For each name which part of the parameter it is; none where it is the name's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
     """The names of parameters, by identity, for the optimizers of one state."""
 
-    names: Mapping[int, tuple[str, str]]
-    """id(parameter) -> (key path of its module, its name there)."""
+    found: Mapping[int, tuple[str, NamedParameter]]
+    """id(parameter) -> (key path of its module, its names there)."""
 
-    def of(self, optimizer: Optimizer) -> list[str]:
-        """A name for each of the optimizer's parameters, in the order of its groups (rule 2)."""
+    def of(self, optimizer: Optimizer) -> list[NamedParameter]:
+        """Names for each of the optimizer's parameters, in the order of its groups (rule 2)."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [self.names.get(id(p)) for p in parameters]
+        found = [self.found.get(id(p)) for p in parameters]
         known = [entry for entry in found if entry is not None]
         if not known:
-            return [str(index) for index in range(len(parameters))]
+            return [NamedParameter(p, (str(index),)) for index, p in enumerate(parameters)]
         if len(known) < len(found):
             at = found.index(None)
             raise StateError(
@@ -84,17 +97,26 @@ class ParameterNames:
                 "no module of the state, others do: put all of its modules into the state"
             )
         if len({module for module, _ in known}) > 1:
-            return [join(module, name) for module, name in known]
-        return [name for _, name in known]
+            return [
+                NamedParameter(n.parameter, tuple(join(module, one) for one in n.names), n.slices)
+                for module, n in known
+            ]
+        return [named for _, named in known]
 
 
 def parameter_names(state: object) -> ParameterNames:
     """The names of all parameters of the modules in a state."""
-    names: dict[int, tuple[str, str]] = {}
+    found: dict[int, tuple[str, NamedParameter]] = {}
     for path, module in modules(state):
-        for name, parameter in unwrapped(module).named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), (path, clean_name(name)))
-    return ParameterNames(names)
+        inner = unwrapped(module)
+        for member in flat_members(inner):
+            names = tuple(tied[0] for tied in member.names)
+            named = NamedParameter(member.parameter, names, member.slices)
+            found.setdefault(id(member.parameter), (path, named))
+        for name, parameter in inner.named_parameters(remove_duplicate=False):
+            named = NamedParameter(parameter, (clean_name(name),))
+            found.setdefault(id(parameter), (path, named))
+    return ParameterNames(found)
 
 
 def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -111,30 +133,74 @@ def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str,
             yield from modules(item, (*path, index))
 
 
-def optimizer_entries(optimizer: Optimizer, names: list[str], path: str) -> dict[str, object]:
-    """The optimizer's state dict with names for its parameters (rule 2)."""
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+def optimizer_entries(
+    optimizer: Optimizer, named: list[NamedParameter], path: str
+) -> dict[str, object]:
+    """The optimizer's state dict with names for its parameters (rules 2 and 3)."""
+    every = list(chain.from_iterable(entry.names for entry in named))
+    if len(set(every)) != len(every):
+        twice = next(name for name in every if every.count(name) > 1)
         raise StateError(f"{path}: two parameters of the optimizer have the name {twice}")
     packed = optimizer.state_dict()
-    state = {
-        (names[key] if isinstance(key, int) and key < len(names) else key): value
-        for key, value in packed["state"].items()
-    }
+    state: dict[object, object] = {}
+    for key, value in packed["state"].items():
+        if isinstance(key, int) and key < len(named):
+            state |= _divided(named[key], value, path)
+        else:
+            state[key] = value
     groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
+        {**group, "params": [name for index in group["params"] for name in named[index].names]}
         for group in packed["param_groups"]
     ]
     others = {k: v for k, v in packed.items() if k not in ("state", "param_groups")}
     return {"state": state, "param_groups": groups, **others}
 
 
-def identity(tensor: torch.Tensor) -> object:
+def _divided(named: NamedParameter, state: object, path: str) -> dict[object, object]:
+    """The state of one parameter under each of its names (rule 3)."""
+    if not named.slices or not isinstance(state, Mapping):
+        return dict.fromkeys(named.names, state)
+    shape = named.parameter.shape
+    for key, value in state.items():
+        loose = [] if _is_placed(key, value, shape) else _tensors(value)
+        for tensor in loose:
+            if tensor.numel() != 1:
+                raise StateError(
+                    f"{path}: the optimizer's {key!r} of {named.names[0]} has the shape "
+                    f"{tuple(tensor.shape)}, the rank's part of the parameter {tuple(shape)}; only "
+                    "numbers and tensors of the parameter's shape can be divided among ranks"
+                )
+    return {
+        name: {
+            key: part.of(value) if _is_placed(key, value, shape) else value
+            for key, value in state.items()
+        }
+        for name, part in zip(named.names, named.slices, strict=True)
+    }
+
+
+def _tensors(nest: object) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        yield from chain.from_iterable(map(_tensors, nest.values()))
+    elif isinstance(nest, list | tuple):
+        yield from chain.from_iterable(map(_tensors, nest))
+
+
+def _is_placed(key: object, value: object, shape: torch.Size) -> bool:
+    """Whether an entry of an optimizer's state has an element for each of its parameter's."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and key != STEP
+
+
+def identity(tensor: Spread) -> object:
     """Equal for two tensors that are one: the same object, or the same view of the same memory.
 
-    A shard may be empty and then has no memory to compare, so DTensors are tied by identity alone:
-    all ranks must see the same ties.
+    A shard may be empty and then has no memory to compare, so DTensors are tied by identity alone,
+    and parts by what they are parts of: all ranks must see the same ties.
     """
+    if isinstance(tensor, LocalPart):
+        return id(tensor) if tensor.key is None else tensor.key
     if hasattr(tensor, "_local_tensor") or tensor.numel() == 0:
         return id(tensor)
     return (

@@ -1,5 +1,8 @@
 """The main job, end to end: train on 4 ranks, be killed, go on with 2, then 3, convert, generate.
 
+Each time with another runtime: torch's FSDP2, then this repository's wrapper class, then its
+`fully_shard`. Last, the three of them train side by side and resume what the others saved.
+
 Everything runs in processes of its own, as it would by hand; `--keep DIR` keeps what they write.
 The losses of each distributed run are compared, step by step, with those of one process that
 trained without torch.distributed and never stopped. Exit code 1, and a sentence that says what
@@ -32,8 +35,12 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parent
 STEPS = 75
 SAVE_EVERY = 25
+EACH = 4
+"""Steps of each runtime before it saves, and of each other one that resumes there."""
 KILL_AFTER = 29
 """The step after which the first run is killed: behind one save, well before the next."""
+RUNTIMES = ("fsdp2", "fully_shard", "wrapper")
+"""What runtimes.py takes turns with."""
 TOLERANCE = 2e-5
 """Largest relative difference of a loss. See [Note: tolerance]."""
 TIME_LIMIT_SECONDS = 240.0
@@ -120,11 +127,11 @@ def python(script: str, *arguments: str) -> list[str]:
     return [sys.executable, str(EXAMPLES / script), *arguments]
 
 
-def torchrun(ranks: int, *arguments: str) -> list[str]:
-    """The command that runs train.py on so many ranks, on a free port."""
+def torchrun(ranks: int, script: str, *arguments: str) -> list[str]:
+    """The command that runs one of the examples on so many ranks, on a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     local = ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
-    return [*launcher, *local, str(EXAMPLES / "train.py"), *arguments]
+    return [*launcher, *local, str(EXAMPLES / script), *arguments]
 
 
 # --- What must be equal -----------------------------------------------------------------------
@@ -216,22 +223,36 @@ def tell(folder: Path) -> None:
 
     with report.part(f"4 ranks save at {SAVE_EVERY}; SIGKILL after {KILL_AFTER}") as outcome:
         plain = ["--steps", str(STEPS), "--until", str(STEPS), "--save-every", str(SAVE_EVERY)]
-        command = torchrun(4, "save", *plain, *checkpoint, "--losses", "4-ranks.jsonl")
+        command = torchrun(4, "train.py", "save", *plain, *checkpoint, "--losses", "4-ranks.jsonl")
         run(command, folder, kill_when=lambda line: line.startswith(f"step {KILL_AFTER} "))
         logged = len((folder / "4-ranks.jsonl").read_text().splitlines())
         first = Curve.read(folder / "4-ranks.jsonl", 1, max(logged, KILL_AFTER))
         outcome.append(compared(first, reference))
 
-    with report.part(f"2 ranks resume at {SAVE_EVERY}, save at {half}") as outcome:
-        command = torchrun(2, "resume", *checkpoint, "--until", str(half))
-        run([*command, "--losses", "2-ranks.jsonl"], folder)
+    with report.part(f"2 ranks resume with --runtime wrapper, save at {half}") as outcome:
+        command = torchrun(2, "train.py", "resume", *checkpoint, "--until", str(half))
+        run([*command, "--runtime", "wrapper", "--losses", "2-ranks.jsonl"], folder)
         second = Curve.read(folder / "2-ranks.jsonl", SAVE_EVERY + 1, half)
         outcome.append(compared(second, reference))
 
-    with report.part(f"3 ranks resume at {half}, train to the end, save") as outcome:
-        run(torchrun(3, "resume", *checkpoint, "--losses", "3-ranks.jsonl"), folder)
+    with report.part("3 ranks resume with --runtime fully_shard, train to the end") as outcome:
+        command = torchrun(3, "train.py", "resume", *checkpoint)
+        run([*command, "--runtime", "fully_shard", "--losses", "3-ranks.jsonl"], folder)
         third = Curve.read(folder / "3-ranks.jsonl", half + 1, STEPS)
         outcome.append(compared(third, reference))
+
+    with report.part(f"2 ranks, 3 runtimes: each saves at {EACH}, the others resume") as outcome:
+        run(torchrun(2, "runtimes.py", "--steps", str(STEPS), "--each", str(EACH)), folder)
+        outcome.append(f"largest relative differences of a loss (tolerance {TOLERANCE:.0e}):")
+        for saved in RUNTIMES:
+            trained = Curve.read(folder / f"{saved}.jsonl", 1, EACH).difference(reference)
+            found = [f"{saved} trains: {trained:.1e}"]
+            for other in RUNTIMES:
+                if other != saved:
+                    losses = folder / f"{saved}-to-{other}.jsonl"
+                    resumed = Curve.read(losses, EACH + 1, 2 * EACH).difference(reference)
+                    found.append(f"{other} resumes: {resumed:.1e}")
+            outcome.append("  ".join(found))
 
     with report.part("ckpt convert run model.safetensors --select model") as outcome:
         ckpt(folder, "convert", "run", "model.safetensors", "--select", "model")

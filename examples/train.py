@@ -5,7 +5,8 @@
 
 `save` begins anew, trains the first half and saves. `resume` takes up what DIR holds, trains to the
 end and saves there again. Both may be stopped or killed at any time: DIR always holds the last
-checkpoint that was complete.
+checkpoint that was complete. `--runtime` says what distributes the model: torch's `fsdp2` or `ddp`,
+or this repository's `fully_shard` or `wrapper`; any of them resumes what any other saved.
 
 The mathematics is the same on any number of ranks: equal shares of one global batch, gradients
 averaged over ranks, gradients clipped by their global norm. What remains is the order of float32
@@ -26,18 +27,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, Sizes
+from gpt import GPT, Block, Sizes
 from text import Batches, digest, standard_library
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import fsdp as torch_fsdp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+import sharding
+from sharding.wrap import ModuleWrapPolicy
 
 PEAK_RATE = 1e-3
 WARMUP_STEPS = 20
-RUNTIMES = ("fsdp2", "ddp", "none")
+RUNTIMES = ("fsdp2", "fully_shard", "wrapper", "ddp", "none")
+MAX_NORM = 1.0
+"""Of all gradients together; larger ones are scaled down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class Options:
     """Save after each so many steps as well as at the end."""
     runtime: str
     losses: Path | None
+    into: str | None = None
+    """Where to save, if not to `checkpoint`."""
 
 
 def parse(arguments: list[str]) -> Options:
@@ -75,6 +82,7 @@ def parse(arguments: list[str]) -> Options:
         action.add_argument("--save-every", type=int, metavar="STEPS", help="save on the way too")
         action.add_argument("--runtime", choices=RUNTIMES, default="fsdp2")
         action.add_argument("--losses", type=Path, metavar="FILE", help="JSON lines of losses")
+        action.add_argument("--into", metavar="DIR", help="save there and leave DIR as it is")
     return Options(**vars(parser.parse_args(arguments)))
 
 
@@ -117,12 +125,24 @@ def build(runtime: str, seed: int) -> nn.Module:
     model = GPT(Sizes())
     if runtime == "ddp":
         return DistributedDataParallel(model)
-    if runtime == "fsdp2":
-        # Each rank keeps its part of the weights it drew: equal seeds stand in for a broadcast.
+    # Each rank keeps its part of the weights it drew: equal seeds stand in for a broadcast.
+    if runtime == "wrapper":
+        each_block = ModuleWrapPolicy({Block})
+        return sharding.FullyShardedDataParallel(model, auto_wrap_policy=each_block)
+    if runtime in ("fsdp2", "fully_shard"):
+        fully_shard = torch_fsdp.fully_shard if runtime == "fsdp2" else sharding.fully_shard
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
     return model
+
+
+def clip_gradients(model: nn.Module) -> None:
+    """Scale all gradients, as one vector over all ranks, down to MAX_NORM."""
+    if isinstance(model, sharding.FullyShardedDataParallel):
+        model.clip_grad_norm_(MAX_NORM)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -171,7 +191,7 @@ def train(options: Options, ranks: Ranks) -> None:
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             optim.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clip_gradients(model)
             optim.step()
             step += 1
 
@@ -182,9 +202,10 @@ def train(options: Options, ranks: Ranks) -> None:
                 say(f"step {step}  loss {value:.4f}")
             if step == until or (options.save_every and step % options.save_every == 0):
                 progress["step"] = step
-                ckpt.save(options.checkpoint, state, overwrite=True)
+                place = options.into or options.checkpoint
+                ckpt.save(place, state, overwrite=True)
                 if ranks.rank == 0:
-                    say(f"saved {options.checkpoint} at step {step}")
+                    say(f"saved {place} at step {step}")
 
 
 def main(arguments: list[str]) -> None:

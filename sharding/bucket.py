@@ -44,7 +44,9 @@ class Bucket(Gathered):
         self.first: int | None = None
         """Where it was used first in the forwards that this backward reaches."""
         self.outstanding = 0
-        """Uses in forward that backward has not reached yet."""
+        """Uses in forward that backward has not come to yet, of all forwards since the last."""
+        self.due = 0
+        """Those of them in the forwards that this backward reaches."""
         self.arrived: set[int] = set()
         """Of which parameters this backward has completed the gradient, not reduced yet."""
         self.trained_elsewhere = False
@@ -92,7 +94,7 @@ class Bucket(Gathered):
     @property
     def is_complete(self) -> bool:
         """True when backward has reached every use and completed every gradient."""
-        return self.outstanding <= 0 and 0 < self._wanted == len(self.arrived)
+        return self.due <= 0 and 0 < self._wanted == len(self.arrived)
 
     def hold_gradients(self) -> None:
         """Keep unreduced gradients, in the reduction's dtype, for a later backward that reduces."""
@@ -139,7 +141,7 @@ class Bucket(Gathered):
     def end_backward(self) -> None:
         """The next backward begins with nothing of this one."""
         self.first = None
-        self.outstanding = 0
+        self.outstanding = self.due = 0
         self.arrived.clear()
         self.reduced = self.trained_elsewhere = False
 

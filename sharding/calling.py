@@ -124,10 +124,10 @@ def _end(call: Call, runtime: Runtime) -> None:
             unit.release(call)
         return
     may_be_repeated = not torch.is_grad_enabled() and call.run.differentiable
-    comes_back = call.visible or may_be_repeated
-    if comes_back or call.kept:
+    call.comes_back = call.visible or may_be_repeated
+    if call.comes_back or call.kept:
         call.run.ended(call)
-    if comes_back:
+    if call.comes_back:
         unit.hidden += not call.visible
         for bucket in unit.used:
             bucket.outstanding += 1

@@ -27,6 +27,7 @@ class Call:
     __slots__ = (
         "__weakref__",
         "begun",
+        "comes_back",
         "end",
         "given",
         "imminent",
@@ -51,6 +52,8 @@ class Call:
         """Its place in `run.calls`; -1 for what is recomputed in backward."""
         self.visible = False
         """Whether autograd will tell when backward comes to it."""
+        self.comes_back = False
+        """Whether backward is expected to come to it: to what it made, or to its repetition."""
         self.recomputed = False
         """Whether it is a checkpoint that runs it, in backward: perhaps not to its end."""
         self.imminent = False

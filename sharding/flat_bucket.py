@@ -34,6 +34,9 @@ from sharding.packing import ChunkPacking, FlatPacking, pack
 from sharding.parameter import Parameter, Precision
 from sharding.peers import Sharing
 
+FLATTENED = "_sharding_flattened"
+"""The attribute of a module that lists the flat buckets which have its parameters."""
+
 
 class FlatParameter(nn.Parameter):
     """This rank's shard of several parameters, end to end, padded to the same size on all ranks.
@@ -86,6 +89,9 @@ class FlatBucket(Bucket):
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), sharing.peers.size)
         self.keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
         """The order of each module's parameters before."""
+        if not form.use_orig_params:
+            for owner in self.keys:
+                owner.__dict__.setdefault(FLATTENED, []).append(self)
         self.flat = self._flattened()
         for parameter in parameters:
             if not form.use_orig_params:

@@ -206,6 +206,7 @@ class Runtime:
         run.cursor = len(run.calls)
         for call in run.calls:
             for bucket in call.unit.used:
+                bucket.due += call.comes_back
                 if bucket.first is None or call.start < bucket.first:
                     bucket.first = call.start
         due = [b for b in self._buckets() if b.first is not None and b.is_trained]
@@ -227,6 +228,7 @@ class Runtime:
             unit.acquire(call)
         for bucket in unit.used:
             bucket.outstanding -= 1
+            bucket.due -= 1
         if unit.backward_prefetch is not None:
             gather_together(unit.backward_prefetch)
         elif unit.prefetches_backward:

@@ -91,8 +91,8 @@ class Unit:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused, and with it that of its modules."""
         raise TypeError(
-            f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are spread "
-            "over ranks; copy the module before it is sharded, or save its state_dict()"
+            f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are "
+            "spread over ranks; copy the module before it is sharded, or save its state_dict()"
         )
 
     def hook_state_dict(self, module: nn.Module) -> None:

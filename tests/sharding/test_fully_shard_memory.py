@@ -380,3 +380,30 @@ def many_parameters() -> None:
 
 def test_small_parameters_of_a_unit_travel_in_one_message(clusters: Callable) -> None:
     clusters(2).run(many_parameters)
+
+
+def reduced_before_the_end(forwards_dropped: int) -> list[bool]:
+    """Whether the last unit's gradient is in its shard when backward comes to the first's output."""
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.ones(2, 600)
+    for _ in range(forwards_dropped):
+        model(x)  # with gradients, and nobody asks for them
+    seen = []
+    model[0].register_forward_hook(
+        lambda module, args, output: (
+            output.register_hook(lambda gradient: seen.append(model[3].weight.grad is not None))
+            and None
+        )
+    )
+    model(x).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("dropped", [0, 3])
+def test_gradients_are_reduced_on_the_way_whatever_forwards_came_before(
+    clusters: Callable, dropped: int
+) -> None:
+    assert clusters(2).run(reduced_before_the_end, dropped) == [[True]] * 2

@@ -1,0 +1,52 @@
+"""A tensor that is spread over ranks, as one rank has it: some of its elements, and the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sharding.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """What this rank has of a tensor: it stands for the whole one in a module's state."""
+
+    local: torch.Tensor
+    """The local storage, in the tensor's row-major order; it shares its memory."""
+    layout: Layout
+    key: object = None
+    """Equal for two parts that are one tensor; None for a part that has one name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole tensor's."""
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.local.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there is no memory yet."""
+        return self.local.is_meta
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSlice:
+    """Elements `[lo, hi)` of what the optimizer sees: this rank's part of one parameter."""
+
+    lo: int
+    hi: int
+    layout: Layout
+    key: object
+
+    def of(self, tensor: torch.Tensor, key: object = None) -> LocalPart:
+        """The part of a tensor that is laid out as the parameter is, such as its moments."""
+        local = tensor.detach()
+        if (self.lo, self.hi) != (0, local.numel()):
+            local = local[self.lo : self.hi]
+        return LocalPart(local, self.layout, key)

@@ -1,0 +1,329 @@
+"""What the runtime says of a module: names, local tensors and layouts that tile every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import sharding
+from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from sharding.describing import describe, describe_module, flat_members, part_of
+from sharding.errors import ShardingError
+from sharding.layout import Layout, Mesh
+from sharding.local_part import LocalPart
+from tests.sharding.wrapper_models import (
+    full_parameters,
+    loss_of,
+    network,
+    sgd,
+    wrapped,
+)
+
+Held = dict[str, tuple[np.ndarray, Layout]]
+"""By name, the elements of a rank's local storage, and the layout."""
+
+
+def held(module: nn.Module) -> Held:
+    """All tensors that a module is said to have on this rank."""
+    world = Mesh.grid(("world",), (dist.get_world_size(),))
+    found = {}
+    for name, entry in describe_module(module).items():
+        assert isinstance(entry, torch.Tensor | LocalPart)
+        local, layout = describe(entry, name, world)
+        found[name] = local.reshape(-1).numpy().copy(), layout
+    return found
+
+
+def whole(name: str, ranks: list[Held]) -> np.ndarray:
+    """A tensor from the pieces of all ranks, of which every element has as many as replicas."""
+    layout = ranks[0][name][1]
+    found = np.full(layout.shape, np.nan)
+    counts = np.zeros(layout.shape, dtype=int)
+    for rank, tensors in enumerate(ranks):
+        local, own = tensors[name]
+        assert own.shape == layout.shape
+        assert sum(piece.box.numel for piece in own.pieces(rank)) == local.size
+        for piece in own.pieces(rank):
+            at = tuple(slice(lo, hi) for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True))
+            sizes = [hi - lo for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True)]
+            strides = [8 * stride for stride in piece.strides]
+            start = local.astype(np.float64)[piece.at :]
+            values = np.lib.stride_tricks.as_strided(start, sizes, strides)
+            assert np.all(np.isnan(found[at]) | (found[at] == values)), name
+            found[at] = values
+            counts[at] += 1
+    assert counts.min(initial=1) >= 1
+    assert len(set(counts.flat)) <= 1
+    return found
+
+
+class Parameters(nn.Module):
+    """Parameters of given shapes that count through, every other one in a module inside."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        first = 0
+        for index, shape in enumerate(shapes):
+            numel = int(np.prod(shape))
+            values = torch.arange(first, first + numel, dtype=torch.float64).reshape(shape)
+            (self if index % 2 else self.inner).register_parameter(
+                f"p{index}", nn.Parameter(values)
+            )
+            first += numel
+
+
+@cache
+def groups(strategy: str) -> Any:
+    """The groups of a hybrid strategy over all ranks, two of which replicate. Made once."""
+    if "HYBRID" not in strategy:
+        return None
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return mesh.get_group(1), mesh.get_group(0)
+
+
+def flat(module: nn.Module, form: str, strategy: str) -> nn.Module:
+    """A module given to a front door to flat parameters."""
+    chosen, group = ShardingStrategy[strategy], groups(strategy)
+    if form == "composable":
+        return sharding.composable.fully_shard(module, strategy=chosen, process_group=group)
+    return FullyShardedDataParallel(
+        module, group, sharding_strategy=chosen, use_orig_params=form == "original"
+    )
+
+
+def held_of_shapes(shapes: list[tuple[int, ...]], form: str, strategy: str) -> Held:
+    return held(flat(Parameters(shapes), form, strategy))
+
+
+SHAPES = st.lists(
+    st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6
+).filter(lambda shapes: sum(int(np.prod(shape)) for shape in shapes) > 0)
+
+
+@pytest.mark.parametrize(
+    ("form", "strategy", "ranks"),
+    [
+        ("flat", "FULL_SHARD", 2),
+        ("original", "FULL_SHARD", 2),
+        ("composable", "NO_SHARD", 2),
+        ("flat", "NO_SHARD", 2),
+        ("flat", "HYBRID_SHARD", 4),
+    ],
+)
+@settings(max_examples=8)
+@given(SHAPES)
+def test_the_pieces_of_all_ranks_tile_parameters_of_any_shape(
+    clusters: Callable[[int], Any],
+    form: str,
+    strategy: str,
+    ranks: int,
+    shapes: list[tuple[int, ...]],
+) -> None:
+    found = clusters(ranks).run(held_of_shapes, shapes, form, strategy)
+    plain = dict(Parameters(shapes).named_parameters())
+    assert all(sorted(tensors) == sorted(plain) for tensors in found)
+    for name, parameter in plain.items():
+        assert len({tensors[name][1] for tensors in found}) == 1
+        np.testing.assert_array_equal(whole(name, found), parameter.detach().numpy())
+
+
+def described_network(form: str, strategy: str) -> tuple[Held, dict[str, np.ndarray]]:
+    """A trained network described, and its whole parameters as the runtime gathers them."""
+    if form == "fully_shard":
+        model = network()
+        for block in (*model.blocks, model.frozen):
+            sharding.fully_shard(block)
+        sharding.fully_shard(model)
+    else:
+        model = wrapped(sharding, network(), strategy, use_orig_params=form == "original")
+    optimizer = sgd(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    found = held(model)
+    if form == "fully_shard":
+        wholes = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    else:
+        wholes = full_parameters(sharding, model)
+    return found, {name: tensor.numpy() for name, tensor in wholes.items()}
+
+
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [("flat", "FULL_SHARD"), ("original", "SHARD_GRAD_OP"), ("fully_shard", "")],
+)
+def test_nested_units_are_described_by_the_names_and_values_of_the_module_inside(
+    clusters: Callable[[int], Any], form: str, strategy: str
+) -> None:
+    results = clusters(2).run(described_network, form, strategy)
+    found = [tensors for tensors, _ in results]
+    names = list(network().state_dict())
+    assert all(sorted(tensors) == sorted(names) for tensors in found)
+    for name, parameter in results[0][1].items():
+        np.testing.assert_array_equal(whole(name, found), parameter)
+    tied = found[0]["embedding.weight"], found[0]["head.weight"]
+    np.testing.assert_array_equal(tied[0][0], tied[1][0])
+    assert tied[0][1] == tied[1][1]
+
+
+def described_alone() -> list[str]:
+    """Rank 0 describes while the other does something else: it can wait for nobody."""
+    model = wrapped(sharding, network(), use_orig_params=False)
+    loss_of(model, 0).backward()
+    names = list(describe_module(model)) if dist.get_rank() == 0 else []
+    dist.barrier()
+    return names
+
+
+def test_describing_takes_one_rank_alone(clusters: Callable[[int], Any]) -> None:
+    names, _ = clusters(2).run(described_alone)
+    assert sorted(names) == sorted(network().state_dict())
+
+
+def write_through(form: str) -> bool:
+    """Whether what is written to local parts is in the whole parameters, and in those alone."""
+    model = wrapped(sharding, network(), use_orig_params=form == "original")
+    loss_of(model, 0).backward()
+    for entry in describe_module(model).values():
+        if isinstance(entry, LocalPart):
+            entry.local.fill_(2.5)
+    loss_of(model, 1).backward()
+    return all(bool((p == 2.5).all()) for p in full_parameters(sharding, model).values())
+
+
+@pytest.mark.parametrize("form", ["flat", "original"])
+def test_a_part_shares_the_memory_of_what_is_trained(
+    clusters: Callable[[int], Any], form: str
+) -> None:
+    assert clusters(2).run(write_through, form) == [True, True]
+
+
+def special_names() -> dict[str, list[Any]]:
+    """What describing calls things in wrappers of several kinds, with shapes and dtypes."""
+    model = network()
+    ignored = model.frozen.turn
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model = FullyShardedDataParallel(
+        nn.Sequential(FullyShardedDataParallel(model, ignored_modules=[ignored]), nn.Linear(2, 2)),
+        mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
+    )
+    return {
+        name: [type(entry).__name__, tuple(entry.shape), str(entry.dtype)]
+        for name, entry in describe_module(model).items()
+    }
+
+
+def test_ignored_parameters_and_buffers_are_as_they_are(clusters: Callable[[int], Any]) -> None:
+    found = clusters(2).run(special_names)[0]
+    plain = {f"0.{name}": tensor for name, tensor in network().state_dict().items()}
+    assert sorted(found) == sorted([*plain, "1.weight", "1.bias"])
+    for name, tensor in plain.items():
+        kind, shape, dtype = found[name]
+        assert (shape, dtype) == (tuple(tensor.shape), str(tensor.dtype))
+        ignored = "frozen" in name or name in ("0.scale", "0.calls")
+        assert (kind == "LocalPart") != ignored
+
+
+def cast_buffers() -> tuple[str, str]:
+    model = FullyShardedDataParallel(
+        network(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)
+    )
+    loss_of(model, 0)
+    return str(describe_module(model)["scale"].dtype), str(model.scale.dtype)
+
+
+def test_a_buffer_that_mixed_precision_casts_is_described_in_its_own_dtype(
+    clusters: Callable[[int], Any],
+) -> None:
+    assert clusters(2).run(cast_buffers)[0] == ("torch.float32", "torch.bfloat16")
+
+
+def over_tensor_parallelism(form: str, strategy: str) -> Held:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return held(
+        FullyShardedDataParallel(
+            model,
+            mesh["data"].get_group(),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=form == "original",
+        )
+    )
+
+
+@pytest.mark.parametrize("form", ["flat", "original"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_the_pieces_tile_what_tensor_parallelism_divided_before(
+    clusters: Callable[[int], Any], form: str, strategy: str
+) -> None:
+    found = clusters(4).run(over_tensor_parallelism, form, strategy)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3))
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(whole(name, found), parameter.detach().numpy())
+
+
+def parameters_by_themselves() -> list[tuple[str, str]]:
+    """What every parameter of a block says that it is, and what the block's model says."""
+    model = wrapped(sharding, network(), use_orig_params=True)
+    every = describe_module(model)
+    found = []
+    for name, parameter in model.module.blocks[0].module.named_parameters():
+        part = part_of(parameter)
+        assert part is not None
+        assert part.local.data_ptr() == parameter.data_ptr() or not parameter.numel()
+        found.append((str(part.layout), str(every[f"blocks.0.{name}"].layout)))
+    assert part_of(nn.Parameter(torch.ones(2))) is None
+    return found
+
+
+def test_an_original_parameter_knows_what_part_it_is_without_its_module(
+    clusters: Callable[[int], Any],
+) -> None:
+    found = clusters(2).run(parameters_by_themselves)[1]
+    assert len(found) == 4
+    assert all(own == by_module for own, by_module in found)
+
+
+def members() -> list[tuple[str, list[tuple[str, ...]]]]:
+    model = wrapped(sharding, network(), use_orig_params=False)
+    return [(type(m.parameter).__name__, list(m.names)) for m in flat_members(model)]
+
+
+def test_a_flat_parameter_is_told_as_the_names_in_it_tied_ones_together(
+    clusters: Callable[[int], Any],
+) -> None:
+    found = clusters(2).run(members)[0]
+    assert {kind for kind, _ in found} == {"FlatParameter"}
+    names = [names for _, every in found for names in every]
+    assert ("embedding.weight", "head.weight") in names
+    plain = network()
+    assert sorted(names[0] for names in names) == sorted(n for n, _ in plain.named_parameters())
+
+
+def part_of_a_flat_unit() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    names = list(model.state_dict())
+    wrapped = FullyShardedDataParallel(model)
+    for part in (wrapped.module[0], wrapped.module):
+        with pytest.raises(ShardingError, match=r"in the flat parameter of the Sequential"):
+            describe_module(part)
+    assert list(describe_module(wrapped)) == names
+
+
+def test_a_part_of_a_flat_unit_is_not_described_as_if_it_were_empty(clusters: Callable) -> None:
+    clusters(2).run(part_of_a_flat_unit)
