@@ -264,7 +264,7 @@ class FlatBucket(Bucket):
         return [self.flat.detach().to(self.device, dtype)]
 
     def _needs_gathering(self, buffer: FullBuffer) -> bool:
-        return buffer.raw.data_ptr() != self.flat.data_ptr()
+        return not buffer.is_over(self.flat)
 
     def _buffer(self, dtype: torch.dtype) -> FullBuffer:
         if dtype not in self._buffers:

@@ -60,7 +60,7 @@ class Gathered(ABC):
         self._transport: Transport | None = None
         self._gathering: Gathering | None = None
         self._gathered_versions: list[int] = []
-        self._kept: tuple[torch.Tensor, Peers] | None = None
+        self._kept: tuple[list[torch.Tensor], Peers] | None = None
         """This rank's part of the full buffer among fewer ranks, to gather from in backward."""
         self._turns = [0, 0, 0, 0]
         self._hooked: set[int] = set()
@@ -150,7 +150,7 @@ class Gathered(ABC):
     @property
     def full_bytes(self) -> int:
         """Bytes of the full buffer, as it was used last; as if large where there is none."""
-        return AHEAD_BYTES if self.buffer is None else self.buffer.numel * self.buffer.raw.itemsize
+        return AHEAD_BYTES if self.buffer is None else self.buffer.full_bytes
 
     def unshard(self, batch: Gathers) -> None:
         """Gather with the batch, unless the parameters are whole or on their way."""
@@ -212,7 +212,7 @@ class Gathered(ABC):
         if self.is_whole and self.buffer is not None and len(self.holders) <= 1:
             peers = self.sharing.peers.part(size)
             lo, hi = _even_part(self.buffer.numel, peers.size, peers.rank)
-            self._kept = self.buffer.raw[lo:hi].clone(), peers
+            self._kept = [part.clone() for part in self.buffer.parts([(lo, hi)])], peers
 
     def drop_kept(self) -> None:
         """What was kept is not used: the next gather is from the shards."""
@@ -247,16 +247,16 @@ class Gathered(ABC):
         self.buffer = self._buffer(self.dtype)
         self.buffer.allocate()
         if self._kept is not None:
-            part, peers = self._kept
+            kept, peers = self._kept
             self._kept = None
             ranges = [_even_part(self.buffer.numel, peers.size, r) for r in range(peers.size)]
             among = transport_between(peers, self.device)
-            places = [[self.buffer.raw[lo:hi]] for lo, hi in ranges]
-            return batch.add(among, [part], places, self._next_tag(REGATHER))
+            places = [self.buffer.parts([each]) for each in ranges]
+            return batch.add(among, kept, places, self._next_tag(REGATHER))
         if not self._needs_gathering(self.buffer):
             return _Nothing()
-        outgoing, places = self._outgoing(self.dtype), self.buffer.places(packing)
-        return batch.add(transport, outgoing, places, self._next_tag(GATHER))
+        mine = self.buffer.cut(packing.spans(self.sharing.peers.rank), self._outgoing(self.dtype))
+        return batch.add(transport, mine, self.buffer.places(packing), self._next_tag(GATHER))
 
     def _needs_gathering(self, buffer: FullBuffer) -> bool:
         """Whether the buffer is other memory than the shards'."""

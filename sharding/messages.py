@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from sharding.huge_pages import ask_for_huge_pages
 from sharding.packing import chunk
 from sharding.peers import Peers
 
@@ -175,5 +174,4 @@ def _empty_like(tensors: Tensors) -> list[torch.Tensor]:
     """Memory for tensors of the same sizes, in one piece, so that it lives and dies at once."""
     sizes = [tensor.numel() for tensor in tensors]
     buffer = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
-    ask_for_huge_pages(buffer)
     return list(torch.split(buffer, sizes))

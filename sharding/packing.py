@@ -137,6 +137,19 @@ class FlatPacking:
         return first, min(max(lo + self.shard_numel - slot.at, first), slot.numel)
 
 
+def slabs(slots: Sequence[Slot], numel: int, limit: int) -> tuple[Span, ...]:
+    """Ranges that tile a buffer, of whole slots and of `limit` elements at most where that can be.
+
+    >>> slabs(pack([(3,), (2,), (9,), (1,)], [0, 0, 0, 0]), 16, 5)
+    ((0, 5), (5, 14), (14, 16))
+    """
+    begins = [0]
+    for slot, after in zip(slots, [*(s.at for s in slots[1:]), numel], strict=True):
+        if after - begins[-1] > limit and slot.at > begins[-1]:
+            begins.append(slot.at)
+    return tuple(zip(begins, [*begins[1:], numel], strict=True))
+
+
 def chunk(rows: int, size: int, rank: int) -> Span:
     """The rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; empty for the last of many."""
     step = -(-rows // size)

@@ -126,6 +126,28 @@ def test_leaves_are_views_of_their_slots(packing: ChunkPacking) -> None:
             assert part.tolist() == list(range(lo, hi))
 
 
+@given(packings(), st.booleans(), st.integers(8, 400))
+def test_a_buffer_in_slabs_has_the_elements_of_one_in_one_piece(
+    chunks: ChunkPacking, is_flat: bool, slab_bytes: int
+) -> None:
+    packing = FlatPacking(chunks.slots, chunks.size) if is_flat else chunks
+    cpu = torch.device("cpu")
+    whole = FullBuffer.of(packing.slots, packing.numel, torch.float64, cpu)
+    whole.raw.copy_(torch.arange(packing.numel))
+    buffer = FullBuffer(
+        packing.slots, packing.numel, torch.float64, cpu, plain, slab_bytes=slab_bytes
+    )
+    for rank, places in enumerate(buffer.places(packing)):
+        spans = packing.spans(rank)
+        given_spans = [whole.raw[lo:hi] for lo, hi in spans]
+        for place, part in zip(places, buffer.cut(spans, given_spans), strict=True):
+            place.copy_(part)
+    for leaf, other in zip(buffer.leaves, whole.leaves, strict=True):
+        assert torch.equal(leaf, other)
+    buffer.free()
+    assert buffer.nbytes == 0
+
+
 def test_a_buffer_is_emptied_and_filled_in_the_same_storage() -> None:
     slots = pack([(3, 2), (4,)], [0, 0])
     buffer = FullBuffer(slots, 10, torch.float32, torch.device("cpu"), plain)
