@@ -2,7 +2,9 @@
 
 The environment variable SHARDING_TRANSPORT, read where a unit is first gathered, chooses by hand:
 `collectives` for gloo's own, to compare with, or where many ranks share a network that point-to-
-point messages overload; `messages`, the default with gloo. It must be the same on all ranks.
+point messages overload; `messages`, the default with gloo. It must be the same on all ranks. Some
+ranks of a gloo group (`reshard_after_forward=2`) always use messages: collectives would need a
+group of their own, which torch makes reliably only where all ranks of the default group take part.
 
 Every method is called by all ranks of the peers, in the same order, with the same sizes. `tag`
 tells the messages of one call from those of others; `all_reduce` takes two.
@@ -77,4 +79,7 @@ def transport_between(peers: Peers, device: torch.device) -> Transport:
             f"SHARDING_TRANSPORT='messages' needs gloo and tensors in host memory, not "
             f"{dist.get_backend(peers.group)} and {device}; unset it"
         )
-    return Messages(peers) if by_message and asked != "collectives" else Collectives(peers)
+    is_part = peers.size < dist.get_world_size(peers.group)
+    if by_message and (is_part or asked != "collectives"):
+        return Messages(peers)
+    return Collectives(peers)
