@@ -1,4 +1,4 @@
-"""Parameters that say themselves how they are gathered (BEHAVIOURS E-01 to E-06).
+"""Parameters that say themselves how they are gathered (E-01 to E-06).
 
 Every function that trains runs the same script with torch's `fully_shard` and with ours, on two
 ranks, and compares them bit for bit.
