@@ -212,7 +212,7 @@ class Archive:
             ValueError,
             OverflowError,
             StructError,
-            NotImplementedError,  # what zipfile raises for zip versions it does not know
+            NotImplementedError,  # caught, not raised: zipfile's for zip versions it cannot read
         ) as error:
             raise CorruptError(
                 f"{self.where}: the zip directory at its end cannot be read ({error}): the file "

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from sharding.batches import Reductions
+from sharding.comm_hooks import predivide_factor
 from sharding.gathered import REDUCE, REPLICATE, Gathered
 from sharding.packing import ChunkPacking, FlatPacking
 from sharding.parameter import Parameter, Precision
@@ -57,8 +58,6 @@ class Bucket(Gathered):
         """Whether a backward reduces gradients, or leaves them to a later one."""
         self.replicates = True
         """Whether sums go on to the ranks that hold the same shard, or wait for those that do."""
-        self.owes = False
-        """Whether backwards that did not reduce have left gradients to one that will."""
 
         self._replication: Transport | None = None
         self._waiting_sums: list[torch.Tensor] = []
@@ -98,7 +97,6 @@ class Bucket(Gathered):
 
     def hold_gradients(self) -> None:
         """Keep unreduced gradients, in the reduction's dtype, for a later backward that reduces."""
-        self.owes = True
         self.arrived.clear()
         if self.reduce_dtype != self.dtype:
             for index, whole in enumerate(self.whole):
@@ -110,7 +108,7 @@ class Bucket(Gathered):
     def reduce(self, batch: Reductions) -> Reduction | Finished:
         """Reduce the gradients of the whole parameters, which lose them, with the batch."""
         packing, transport = self._settled()
-        self.reduced, self.owes = True, False
+        self.reduced = True
         self.arrived.clear()
         present = [0] * len(self.parameters)
         gradients = self._flat_gradients(present)
@@ -134,7 +132,6 @@ class Bucket(Gathered):
             for leaf in buffer.leaves:
                 leaf.grad = None
         self._held = [None] * len(self.parameters)
-        self.owes = False
         self.end_backward()
         self.reshard()
 
@@ -166,7 +163,7 @@ class Bucket(Gathered):
             return 1.0, self.divide
         if self.reduce_dtype != torch.float16:
             return 1.0, float(size)
-        before = predivisor(size)
+        before = predivide_factor(size)
         return before, size / before
 
     def _replicate(self, tag: int, sums: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -275,18 +272,6 @@ class Finished:
 
     def abandon(self) -> None:
         """Nothing is on its way."""
-
-
-def predivisor(size: int) -> float:
-    """The power of two nearest the square root of the ranks: half of the range on either side.
-
-    >>> [predivisor(size) for size in (1, 2, 4, 8)]
-    [1.0, 2.0, 2.0, 4.0]
-    """
-    factor = 1
-    while size % factor == 0 and size / factor > factor:
-        factor *= 2
-    return float(factor)
 
 
 def _nobody(bucket: Bucket) -> None:

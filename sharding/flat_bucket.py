@@ -216,7 +216,7 @@ class FlatBucket(Bucket):
         """Start reducing; or, with a communication hook, have it done by that."""
         if self.hook is None:
             return super().reduce(batch)
-        self.reduced, self.owes = True, False
+        self.reduced = True
         self.arrived.clear()
         present = [0] * len(self.parameters)
         gradient = self._padded(self._flat_gradients(present))

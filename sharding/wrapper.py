@@ -194,10 +194,6 @@ class FullyShardedDataParallel(nn.Module):
         return [bucket.flat for bucket in flat_buckets(self._unit.buckets)]
 
     @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.buckets)
-
-    @property
     def _unit(self) -> Unit:
         return self._door.unit
 

@@ -23,8 +23,16 @@ from tests.sharding import models
 CPU = torch.device("cpu")
 FSDP = sharding.FullyShardedDataParallel
 GPUS = torch.cuda.device_count()
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+needs_a_gpu = pytest.mark.skipif(
+    GPUS < 1, reason="there is no CUDA device to move modules and inputs to"
+)
+needs_two_gpus = pytest.mark.skipif(
+    GPUS < 2, reason="there are no two CUDA devices for a module to be torn between"
+)
+without_an_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(),
+    reason="the behaviour is that of machines without an accelerator, and this one has one",
+)
 
 
 def nested(api: ModuleType = sharding, **keywords: object) -> nn.Module:
@@ -108,7 +116,7 @@ def no_device_is_needed() -> None:
     equals_a_replica(model)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator would be used")
+@without_an_accelerator
 def test_m_03_without_device_id_and_accelerator_training_happens_on_the_cpu(
     clusters: Callable,
 ) -> None:
@@ -255,7 +263,7 @@ def stays_on_the_cpu() -> None:
         equals_a_replica(model)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator would be used")
+@without_an_accelerator
 def test_m_17_a_cpu_module_without_device_id_stays_on_the_cpu_and_trains_there(
     clusters: Callable,
 ) -> None:

@@ -70,7 +70,10 @@ def test_m_18_sync_module_states_gives_parameters_and_buffers_rank_zeros_values(
     clusters(2).run(synchronized, {"device_id": CPU})
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator would be used")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(),
+    reason="the behaviour is that of machines without an accelerator, and this one has one",
+)
 def test_m_19_sync_module_states_needs_no_device_id_where_the_cpu_is_the_device(
     clusters: Callable,
 ) -> None:
@@ -86,7 +89,9 @@ def out_of_reach() -> None:
         )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device for an NCCL group"
+)
 def test_m_19_sync_module_states_of_a_cpu_module_is_refused_where_only_gpus_communicate(
     clusters: Callable,
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.bucket import predivisor
+from sharding.comm_hooks import predivide_factor
 from sharding.full_buffer import FullBuffer, plain
 from sharding.packing import ChunkPacking, FlatPacking, Slot, chunk, pack
 
@@ -167,7 +167,7 @@ def test_a_buffer_is_emptied_and_filled_in_the_same_storage() -> None:
 
 @given(st.integers(1, 4096))
 def test_the_divisor_before_summing_is_a_power_of_two_near_the_root(size: int) -> None:
-    before = predivisor(size)
+    before = predivide_factor(size)
     assert int(before).bit_count() == 1
     assert before == 1 or (before / 2) ** 2 < size
     if size & (size - 1) == 0:
