@@ -88,7 +88,7 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def local_part(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     """This rank's part of a tensor that may be a DTensor, placed as a spec says."""
     if spec is None or not isinstance(tensor, DTensor):
         return tensor
@@ -218,7 +218,7 @@ class ChunkBucket(Bucket):
         return nn.Parameter(view, requires_grad=False)
 
     def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        return local_part(gradient, self.parameters[index].distributed)
+        return local_of(gradient, self.parameters[index].distributed)
 
     def place_whole(self) -> None:
         """The modules have the whole parameters."""

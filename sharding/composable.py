@@ -103,8 +103,8 @@ def fully_shard(
     module.__dict__[DOOR] = door
     hook_state_dicts(door)
     module.register_forward_pre_hook(door.hooked_before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(door.calling.after)
-    door.calling.hook_errors(module)
+    module.register_forward_hook(door.forward_hooks.after)
+    door.forward_hooks.hook_errors(module)
     return module
 
 

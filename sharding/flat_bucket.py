@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from sharding.batches import Reductions
 from sharding.bucket import Bucket, Finished, Reduction
-from sharding.chunk_bucket import as_dtensor, local_part
+from sharding.chunk_bucket import as_dtensor, local_of
 from sharding.full_buffer import FullBuffer
 from sharding.gathered import REDUCE
 from sharding.packing import ChunkPacking, FlatPacking, pack
@@ -288,7 +288,7 @@ class FlatBucket(Bucket):
         return view if spec is None else as_dtensor(view, spec)
 
     def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        return local_part(gradient, self.parameters[index].distributed)
+        return local_of(gradient, self.parameters[index].distributed)
 
     def _parts(
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
@@ -310,7 +310,7 @@ class FlatBucket(Bucket):
         local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
         for index, parameter in enumerate(self.parameters):
             begin, lo, hi = self.piece(index)
-            whole = local_part(parameter.sharded.detach(), parameter.distributed).reshape(-1)
+            whole = local_of(parameter.sharded.detach(), parameter.distributed).reshape(-1)
             local[begin : begin + hi - lo].copy_(whole[lo:hi])
         return self._named(FlatParameter(local, requires_grad=first.requires_grad))
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sharding.bucket import Bucket
-from sharding.chunk_bucket import local_part
+from sharding.chunk_bucket import local_of
 from sharding.device_rules import (
     check_one_device,
     compute_device,
@@ -111,7 +111,7 @@ def _buckets(
             continue
         parameter = each.parameter
         spec = parameter._spec if isinstance(parameter, DTensor) else None
-        local = local_part(parameter, spec)
+        local = local_of(parameter, spec)
         entry = Parameter(each.name, each.owners, parameter, 0, tuple(local.shape))
         entry.distributed = spec
         each.taken_as(entry)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sharding.calling import Calling
 from sharding.device_rules import check_trainable_on, compute_device, device_given
 from sharding.flat_bucket import CommHook, flat_buckets
 from sharding.flat_setup import FlatSettings, make_flat_unit
+from sharding.forward_hooks import ForwardHooks
 from sharding.materialize import own_modules
 from sharding.order_check import OrderCheck
 from sharding.outputs import mapped
@@ -56,7 +56,7 @@ class FrontDoor:
             inner.has_outer = True
         self.unit = make_flat_unit(module, owner, settings)
         self.unit.prepare = self._prepare
-        self.calling = Calling(self.unit)
+        self.forward_hooks = ForwardHooks(self.unit)
         devices = [bucket.device for bucket in self.unit.buckets]
         self.compute_device = devices[0] if devices else _device_without_parameters(settings)
         self.buffers = [
@@ -88,7 +88,7 @@ class FrontDoor:
         if runtime.order_check is None:
             runtime.order_check = self.order_check
         ready: tuple[tuple[Any, ...], dict[str, Any]]
-        ready = self.calling.before(self.owner, args, kwargs)
+        ready = self.forward_hooks.before(self.owner, args, kwargs)
         return ready
 
     def hooked_before_forward(

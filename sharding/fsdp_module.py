@@ -11,22 +11,22 @@ import torch
 from torch import nn
 
 from sharding.bucket import Bucket
-from sharding.calling import Calling
 from sharding.chunk_bucket import ChunkBucket
+from sharding.forward_hooks import ForwardHooks
 from sharding.runtime import UNIT, units_of
 from sharding.unit import Unit
 
-_CALLING = "_sharding_calling"
+_FORWARD_HOOKS = "_sharding_forward_hooks"
 """The attribute of a module that is called around its forward."""
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def become_unit(module: nn.Module, unit: Unit, calling: Calling) -> None:
+def become_unit(module: nn.Module, unit: Unit, forward_hooks: ForwardHooks) -> None:
     """The module has the unit, is hooked, and is of a class with FSDPModule's methods."""
-    calling.hook(module)
+    forward_hooks.hook(module)
     unit.hook_state_dict(module)
     setattr(module, UNIT, unit)
-    setattr(module, _CALLING, calling)
+    setattr(module, _FORWARD_HOOKS, forward_hooks)
     module.__class__ = _sharded_class(type(module))
 
 
@@ -172,15 +172,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     method = getattr(module, method_name)
-    calling = cast(Calling, getattr(module, _CALLING))
+    forward_hooks = cast(ForwardHooks, getattr(module, _FORWARD_HOOKS))
 
     @wraps(method)
     def as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            args, kwargs = calling.before(self, args, kwargs)
-            return calling.after(self, args, method(*args, **kwargs))
+            args, kwargs = forward_hooks.before(self, args, kwargs)
+            return forward_hooks.after(self, args, method(*args, **kwargs))
         finally:
-            calling.ended(self, args, None)
+            forward_hooks.ended(self, args, None)
 
     setattr(module, method_name, MethodType(as_forward, module))
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sharding.bucket import Bucket
-from sharding.calling import Calling
 from sharding.chunk_bucket import ChunkBucket, MeshSharing
 from sharding.discovery import Found, borrowed_bucket, free_parameters
 from sharding.extensions import is_hooked
+from sharding.forward_hooks import ForwardHooks
 from sharding.fsdp_module import FSDPModule, become_unit, reshard_setting
 from sharding.order_check import OrderCheck
 from sharding.parameter import Parameter
@@ -126,9 +126,9 @@ def fully_shard(
     casts = Casts(inputs, inputs, mp_policy.output_dtype)
     unit = Unit(modules, buckets, borrowed, casts, reshard)
     unit.prepare = partial(_check_order, unit, OrderCheck.if_wanted())
-    calling = Calling(unit)
+    forward_hooks = ForwardHooks(unit)
     for part in modules:
-        become_unit(part, unit, calling)
+        become_unit(part, unit, forward_hooks)
     return module
 
 

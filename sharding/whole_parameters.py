@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.chunk_bucket import local_part
+from sharding.chunk_bucket import local_of
 from sharding.flat_bucket import FlatBucket
 from sharding.full_buffer import FullBuffer
 
@@ -54,7 +54,7 @@ class WholeParameters:
             if current is None:
                 continue
             leaf = self._buffer.leaves[index]
-            mine = local_part(current.detach(), parameter.distributed)
+            mine = local_of(current.detach(), parameter.distributed)
             if mine.data_ptr() != leaf.data_ptr():
                 leaf.copy_(mine)
             if self._gradients is not None:

@@ -164,7 +164,7 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self._sharding_door = FrontDoor(self, module, settings, f"{WRAPPED}.")
         hook_state_dicts(self._sharding_door)
-        self._door.calling.hook_errors(self)
+        self._door.forward_hooks.hook_errors(self)
 
     # What a user sees of it.
 
@@ -209,7 +209,7 @@ class FullyShardedDataParallel(nn.Module):
         """What the module's forward returns, with whole parameters."""
         args, kwargs = self._door.before_forward(args, kwargs)
         output = self.module(*args, **kwargs)
-        return self._door.calling.after(self, args, output)
+        return self._door.forward_hooks.after(self, args, output)
 
     def __getattr__(self, name: str) -> Any:
         """The wrapper's attribute, or else the module's."""

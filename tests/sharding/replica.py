@@ -5,10 +5,29 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """A residual block; sizes that no world size divides."""
+
+    def __init__(self, width: int = 7, hidden: int = 11) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int = 3) -> nn.Sequential:
+    """Some of them, and a layer of another width."""
+    return nn.Sequential(*(Block() for _ in range(count)), nn.Linear(7, 5))
 
 
 def batch(step: int, *shape: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know this file alone
 
-from replica import assert_equal, average_gradients, batch, pair, train, whole
+from replica import Block, assert_equal, average_gradients, batch, blocks, pair, train, whole
 
 import sharding
 
@@ -36,23 +35,6 @@ Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
 TORCH: Library = fsdp  # type: ignore[assignment]
 LIBRARIES = (OURS, TORCH)
-
-
-class Block(nn.Module):
-    """A residual block; sizes that no world size divides."""
-
-    def __init__(self, width: int = 7, hidden: int = 11) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def blocks(count: int = 3) -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(count)), nn.Linear(7, 5))
 
 
 class Owner(nn.Module):

@@ -20,9 +20,11 @@ from torch.utils.checkpoint import checkpoint
 sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know this file alone
 
 from replica import (
+    Block,
     assert_equal,
     average_gradients,
     batch,
+    blocks,
     pair,
     train,
     whole,
@@ -30,23 +32,6 @@ from replica import (
 
 from sharding.per_parameter import fully_shard
 from sharding.policies import MixedPrecisionPolicy
-
-
-class Block(nn.Module):
-    """A residual block; sizes that no world size divides."""
-
-    def __init__(self, width: int = 7, hidden: int = 11) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def blocks(count: int = 3) -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(count)), nn.Linear(7, 5))
 
 
 def shard_all(model: nn.Module, **settings: object) -> nn.Module:

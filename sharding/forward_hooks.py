@@ -22,7 +22,7 @@ from sharding.runtime import Runtime
 from sharding.unit import Unit
 
 
-class Calling:
+class ForwardHooks:
     """One unit's. See the top of this file."""
 
     def __init__(self, unit: Unit) -> None:
