@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.errors import CorruptError
+from sharding import errors as sharding_errors
 
 
 class CkptError(Exception):
@@ -99,13 +100,7 @@ class DamagedLoadError(PartialLoadError, CorruptError):
     kind = "corrupt"
 
 
-class RankError(CkptError):
+class RankError(CkptError, sharding_errors.RankError):
     """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
 
     kind = "rank"
-
-    def __init__(self, stage: str, rank: int, error: str, message: str) -> None:
-        self.rank = rank
-        self.error = error
-        self.message = message
-        super().__init__(f"{stage} failed on rank {rank} with {error}: {message}")

@@ -90,7 +90,7 @@ def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 def _layout(tensor: DTensor, name: str) -> Layout:
     """What torch says of a DTensor, in our words."""
     shape = tuple(tensor.shape)
-    mesh = _mesh(tensor.device_mesh)
+    mesh = mesh_of(tensor.device_mesh)
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
     last = _cut_last(shape, mesh, placements)
     if not last:
@@ -100,7 +100,7 @@ def _layout(tensor: DTensor, name: str) -> Layout:
     return Layout(shape, mesh.transposed(order), plain)
 
 
-def _mesh(device_mesh: DeviceMesh) -> Mesh:
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """The ranks of a DeviceMesh, converted once."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:

@@ -34,3 +34,21 @@ class LocalShapeError(ShardingError):
     """A rank's local tensor is not the part that the tensor's own placements give to the rank."""
 
     kind = "local-shape"
+
+
+class NotAMemberError(ShardingError):
+    """A process takes part in what is for the members of a process group that it is not in."""
+
+    kind = "member"
+
+
+class RankError(Exception):
+    """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
+
+    kind = "rank"
+
+    def __init__(self, stage: str, rank: int, error: str, message: str) -> None:
+        self.rank = rank
+        self.error = error
+        self.message = message
+        super().__init__(f"{stage} failed on rank {rank} with {error}: {message}")
