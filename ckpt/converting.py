@@ -7,6 +7,8 @@ Rules:
    name beside it and renamed when it is complete; on an object store, where nothing can be renamed,
    such a folder has to be empty.
 2. Memory is bounded by two blocks, whatever the size of a tensor or of the model.
+3. A kind of state and a number of ranks say how a native checkpoint is divided (`kind_layouts`):
+   file by file as those ranks would have written it, each read from the source as it is written.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ from pathlib import Path
 
 from ckpt.commit import committed_files
 from ckpt.errors import ExistsError
-from ckpt.outgoing import outgoing
+from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
+from ckpt.outgoing import Streams, outgoing
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
 from ckpt.store import Store, is_file, open_store, split_url
 from ckpt.version import __version__
 from formats import huggingface, safetensors_file
-from formats.native.manifest import MANIFEST, Manifest, StoredTensor, dump
+from formats.native.manifest import MANIFEST, Manifest, dump
 from formats.native.shard import write_shard
-from formats.outgoing import Outgoing, OutgoingTensor
-from sharding.layout import Layout
+from formats.outgoing import Outgoing
+from sharding.kind import Kind
 
 PART_SUFFIX = ".part"
 
@@ -65,6 +68,10 @@ class ConvertReport:
     """Bytes of the tensors written."""
     left_out: tuple[str, ...]
     """Key paths of plain values that the target's format cannot hold."""
+    kind: str | None = None
+    """`full`, `sharded` or `local`, where it was asked for."""
+    world_size: int | None = None
+    """The ranks that the target is divided among, where a kind was asked for."""
 
 
 def convert(
@@ -79,6 +86,8 @@ def convert(
     overwrite: bool = False,
     compress: bool = False,
     dtype: str | None = None,
+    kind: str | None = None,
+    world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertReport:
     """The checkpoint at `src`, or a part of it, written to `dst`; says what was written.
@@ -91,19 +100,28 @@ def convert(
         select: a key path; takes what lies below it and drops it from the names.
         include: patterns (`*`, `?`) of names, after `select`, to take.
         exclude: patterns of names to leave out.
-        max_shard_bytes: the size at which a folder's files are cut (not for dcp).
+        max_shard_bytes: the size at which a folder's files are cut (not for dcp, nor with `kind`).
         overwrite: replace what is at `dst`.
         compress: zstd, for `ckpt` only.
         dtype: torch's name of the type to cast floating-point tensors to.
+        kind: `full`, `sharded` or `local`: what each of `world_size` ranks has of every tensor. The
+            target is what those would have saved: whole tensors that they divide evenly when they
+            write, rows as `torch.chunk` cuts them, or even runs of row-major elements; a file for
+            each rank that has something. For `ckpt`; any other format is written `full`, by one.
+        world_size: how many ranks; with `full` one if it is not given.
         progress: called with numbers of bytes as they are read.
 
     Raises:
+        ValueError: an unknown format, kind or number of ranks, or a kind the format cannot have.
         NotACheckpointError: there is none at `src`.
         ExistsError: something is at `dst` and `overwrite` is False.
-        CorruptError: bytes of `src` are missing or changed; nothing appears at `dst`.
+        CorruptError, FormatError: bytes of `src` are missing or changed, or its files are not
+            those of the ranks it speaks of; nothing appears at `dst`.
     """
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
+    divided, ranks = checked_kind(kind, world_size)
+    _check_can_hold(chosen, target, divided, ranks)
     selection = Selection.of(include, exclude)
     with open_source(source) as opened:
         _check_apart(opened, target, chosen)
@@ -112,8 +130,13 @@ def convert(
             if chosen.is_file:
                 left_out = _write_file(chosen, target, state, overwrite)
             elif chosen is Format.CKPT:
+                tensors = state.tensors.values()
+                if divided is not None and ranks is not None:
+                    division = of_kind(tensors, divided, ranks)
+                else:
+                    division = by_size(tensors, max_shard_bytes)
                 with open_store(target) as store:
-                    write_native(store, state, overwrite, compress, max_shard_bytes)
+                    write_native(store, state, division, overwrite, compress)
             else:
                 left_out = _write_folder(chosen, target, state, overwrite, max_shard_bytes)
         return ConvertReport(
@@ -124,6 +147,8 @@ def convert(
             len(state.tensors),
             sum(tensor.nbytes for tensor in state.tensors.values()),
             left_out,
+            None if divided is None else divided.value,
+            ranks,
         )
 
 
@@ -143,29 +168,29 @@ def format_of(target: str, to: str | None) -> Format:
 
 
 def write_native(
-    store: Store, state: Outgoing, overwrite: bool, compress: bool, max_shard_bytes: int
+    store: Store, state: Streams, division: Division, overwrite: bool, compress: bool
 ) -> None:
-    """A committed native checkpoint, in files of about `max_shard_bytes`."""
+    """A committed native checkpoint whose files hold what the division says, rank by rank."""
     if not overwrite and store.exists(MANIFEST):
         raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
     old = committed_files(store) if overwrite else []
     attempt = secrets.token_hex(8)
-    stored: dict[str, StoredTensor] = {}
     files = []
     try:
-        for rank, part in enumerate(_parts(list(state.tensors.values()), max_shard_bytes)):
-            name = f"{attempt}-{rank:05d}.safetensors"
-            with store.create(name, rewritable=compress) as file:
-                files.append(write_shard(file, part, compress).named(name, rank))
-            for tensor in part:
-                layout = Layout.single(tensor.shape, rank)
-                stored[tensor.name] = StoredTensor(tensor.shape, tensor.dtype, layout)
+        for rank, names in division.parts.items():
+            file_name = f"{attempt}-{rank:05d}.safetensors"
+            part = []
+            for name in names:
+                run = run_of(division.stored[name].layout, rank)
+                part.append(state.part(name, run.shape, run.lo, run.hi))
+            with store.create(file_name, rewritable=compress) as file:
+                files.append(write_shard(file, part, compress).named(file_name, rank))
         writer = {
             "ckpt": __version__,
-            "world_size": "1",
+            "world_size": str(division.world_size),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        manifest = dump(Manifest(stored, state.aliases, state.tree, files, writer))
+        manifest = dump(Manifest(division.stored, state.aliases, state.tree, files, writer))
     except BaseException:
         for written in files:
             store.delete(written.name)
@@ -173,22 +198,6 @@ def write_native(
     store.commit(MANIFEST, manifest, replace=overwrite)
     for name in old:
         store.delete(name)
-
-
-def _parts(
-    tensors: Sequence[OutgoingTensor], max_shard_bytes: int
-) -> Iterator[list[OutgoingTensor]]:
-    """Tensors in order, as many together as fit; a larger one alone."""
-    part: list[OutgoingTensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        if part and nbytes + tensor.nbytes > max_shard_bytes:
-            yield part
-            part, nbytes = [], 0
-        part.append(tensor)
-        nbytes += tensor.nbytes
-    if part:
-        yield part
 
 
 def _write_file(chosen: Format, target: str, state: Outgoing, overwrite: bool) -> tuple[str, ...]:
@@ -269,6 +278,17 @@ def _check_apart(source: Source, target: str, chosen: Format) -> None:
         raise ExistsError(
             f"{target} holds the source {source.url}, and is replaced as a whole; convert to "
             "another place"
+        )
+
+
+def _check_can_hold(chosen: Format, target: str, kind: Kind | None, ranks: int | None) -> None:
+    """Raise ValueError where the format has no place for the division that was asked for."""
+    is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
+    if chosen is not Format.CKPT and not is_whole:
+        raise ValueError(
+            f"{target} would be written as {chosen.value}, which has whole tensors that belong to "
+            "no rank; only ckpt's own format is divided among ranks: convert to a folder with "
+            f"to='ckpt' (--to ckpt), or leave out the kind and the world size of {ranks}"
         )
 
 

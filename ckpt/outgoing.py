@@ -1,14 +1,21 @@
 """A catalog as streams: what a format's writer is handed when a checkpoint is converted.
 
-Every tensor is read in row-major blocks of at most `BLOCK_BYTES`, the next one while the last is
-being written, so no more than two blocks are ever in memory.
+Rules:
+
+1. Every tensor, or a run of its elements, is read in row-major blocks of at most `BLOCK_BYTES`, the
+   next one while the last is being written, so no more than two blocks are ever in memory.
+2. Before the first block is asked for, every element has been found in files that are as long as
+   they should be, by their headers alone: a checkpoint that is not whole is an error before
+   anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -20,13 +27,29 @@ from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
-from sharding.layout import Piece, span_boxes
+from sharding.layout import HoleError, Piece, span_boxes
 
 BLOCK_BYTES = 16 << 20
 """The largest block of a tensor that is read at once."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+Elements = Callable[[int, int], Iterator[memoryview]]
+"""Starts a stream of elements `[lo, hi)`, packed; each block is valid until the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams(Outgoing):
+    """A whole checkpoint to write, of which parts of tensors can be streamed too."""
+
+    elements: Mapping[str, Elements]
+    """By name, for the tensor's row-major elements."""
+
+    def part(self, name: str, shape: tuple[int, ...], lo: int, hi: int) -> OutgoingTensor:
+        """Row-major elements `[lo, hi)` of a tensor, to write in this shape under its name."""
+        stream = self.elements[name]
+        return OutgoingTensor(name, shape, self.tensors[name].dtype, lambda: stream(lo, hi))
 
 
 @contextmanager
@@ -37,16 +60,23 @@ def outgoing(
     selection: Selection,
     dtype: str | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Iterator[Outgoing]:
+) -> Iterator[Streams]:
     """The part of a checkpoint that `select` and `selection` name, ready to be written.
 
     `select` is a key path: what lies below it, under names without it. `selection` then goes by
     those names. `dtype`, a torch name, casts the floating-point tensors. The streams are read one
-    at a time, within the block. Raises MismatchError when nothing lies at `select`.
+    at a time, within the block.
+
+    Raises:
+        MismatchError: nothing lies at `select`.
+        CorruptError, FormatError: a file that is needed is missing, shorter or longer than it was,
+            or not what the checkpoint says of it.
+        HoleError: some elements of a tensor are stored nowhere.
     """
     tree = _below(catalog, select or "", reader.url)
     target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
     tensors: dict[str, OutgoingTensor] = {}
+    elements: dict[str, Elements] = {}
     aliases: dict[str, str] = {}
     first_names: dict[str, str] = {}
 
@@ -55,7 +85,10 @@ def outgoing(
             first = first_names.setdefault(node.name, path)
             if first == path:
                 record = catalog.tensors[node.name]
-                tensors[path] = streams.stream(record, path, target)
+                check_located(record)
+                written, stream = reading.of(record, target)
+                tensors[path] = _whole(path, record.shape, written, stream)
+                elements[path] = stream
             else:
                 aliases[path] = first
             return TensorRef(first)
@@ -74,9 +107,22 @@ def outgoing(
         return node
 
     with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
-        streams = _Streams(reader, ahead, progress)
+        reading = _Reading(reader, ahead, progress)
         whole = walk(tree, "")
-        yield Outgoing(tensors, whole, aliases, {})
+        yield Streams(tensors, whole, aliases, {}, elements=elements)
+
+
+def _whole(name: str, shape: tuple[int, ...], dtype: DType, stream: Elements) -> OutgoingTensor:
+    return OutgoingTensor(name, shape, dtype, lambda: stream(0, prod(shape)))
+
+
+def check_located(record: TensorRecord) -> None:
+    """Raise as `outgoing` does unless a tensor's elements are all there; reads no data (rule 2)."""
+    found = sum(stored.piece.box.numel for stored in record.pieces)
+    if found != prod(record.shape):
+        raise HoleError(
+            f"{record.name}: {found} of its {prod(record.shape)} elements are in the checkpoint"
+        )
 
 
 def selected(tree: Tree, path: str, selection: Selection) -> bool:
@@ -110,7 +156,7 @@ def _below(catalog: Catalog, select: str, url: str) -> Tree:
     return {"tensor": found} if isinstance(found, TensorRef) else found
 
 
-class _Streams:
+class _Reading:
     """The streams of one conversion, which share their memory: one is read at a time."""
 
     def __init__(
@@ -126,19 +172,18 @@ class _Streams:
         # tensor would cost as much as reading it.
         self._memory: list[Array] = []
 
-    def stream(self, record: TensorRecord, name: str, target: DType | None) -> OutgoingTensor:
-        """A tensor under another name, its elements cast where `target` says so."""
+    def of(self, record: TensorRecord, target: DType | None) -> tuple[DType, Elements]:
+        """A tensor's elements, cast where `target` says so, and the type they have then."""
         if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
-            return OutgoingTensor(name, record.shape, record.dtype, lambda: self._blocks(record))
+            return record.dtype, lambda lo, hi: self._blocks(record, lo, hi)
         wanted = target
-        return OutgoingTensor(name, record.shape, wanted, lambda: self._cast(record, wanted))
+        return wanted, lambda lo, hi: self._cast(record, wanted, lo, hi)
 
-    def _blocks(self, record: TensorRecord) -> Iterator[memoryview]:
-        """A tensor's packed row-major bytes, verified; each block is valid until the next."""
+    def _blocks(self, record: TensorRecord, begin: int, end: int) -> Iterator[memoryview]:
+        """The packed bytes of row-major elements, verified; each block is valid until the next."""
         itemsize = record.dtype.itemsize
-        total = record.nbytes // itemsize
         step = BLOCK_BYTES // itemsize
-        spans = [(lo, min(lo + step, total)) for lo in range(0, total, step)]
+        spans = [(lo, min(lo + step, end)) for lo in range(begin, end, step)]
 
         def fill(index: int) -> memoryview:
             lo, hi = spans[index]
@@ -162,13 +207,15 @@ class _Streams:
                 coming = self._ahead.submit(fill, index + 1)
             yield block
 
-    def _cast(self, record: TensorRecord, target: DType) -> Iterator[memoryview]:
+    def _cast(
+        self, record: TensorRecord, target: DType, begin: int, end: int
+    ) -> Iterator[memoryview]:
         import torch
 
         from ckpt.memory import array_over, torch_dtype
 
         here, there = torch_dtype(record.dtype.torch_name), torch_dtype(target.torch_name)
-        for block in self._blocks(record):
+        for block in self._blocks(record, begin, end):
             cast_block = torch.frombuffer(block, dtype=here).to(there)
             yield memoryview(array_over(cast_block).view(np.uint8).data)
 

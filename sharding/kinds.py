@@ -1,4 +1,4 @@
-"""The three kinds of state dict, and tensors of any of them made into another.
+"""Tensors of any kind of state dict made into those of another.
 
     full      whole plain tensors
     sharded   DTensors: this rank's rows, or whatever its placements say
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from hashlib import blake2b
 from math import prod
@@ -33,6 +32,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from sharding.describing import Spread, describe
 from sharding.dtensor import mesh_of
 from sharding.errors import ShardingError
+from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, row_major
 from sharding.layout.exchange import exchange
 from sharding.local_part import LocalPart
@@ -40,14 +40,6 @@ from sharding.ranks import HASH_BITS, Ranks
 from sharding.redistribute import BUDGET_BYTES, Move, check_holds, redistribute
 
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-
-
-class Kind(str, Enum):
-    """What a state dict holds of every tensor; see the top of this file."""
-
-    FULL = "full"
-    SHARDED = "sharded"
-    LOCAL = "local"
 
 
 def converted(

@@ -11,6 +11,7 @@ from tools.progress import progress, tensor_bytes
 from tools.text import count, json_text, printable, size
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
+KINDS = ("full", "sharded", "local")
 FORMATS = ("ckpt", "safetensors", "hf", "torch", "dcp")
 MAX_SHARD_BYTES = 5_000_000_000
 SHOWN_LEFT_OUT = 5
@@ -30,6 +31,8 @@ class Options:
     overwrite: bool
     compress: bool
     dtype: str | None
+    kind: str | None
+    world_size: int | None
     as_json: bool
 
 
@@ -58,6 +61,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace what is at DST")
     add("--compress", action="store_true", help="zstd; only for ckpt's own format")
     add("--dtype", metavar="DTYPE", help="cast floating-point tensors (example: bfloat16)")
+    add(
+        "--kind",
+        choices=KINDS,
+        help="write what N ranks would have saved, in a file for each rank: whole tensors whose "
+        "bytes they divide evenly (full), rows as torch.chunk cuts them (sharded), or even runs "
+        "of row-major elements (local); loading fits any number of ranks in any case",
+    )
+    add(
+        "--world-size",
+        metavar="N",
+        type=_ranks,
+        help="the number of ranks, 1 or more; goes with --kind only, and has to be given for "
+        "sharded and local; any format but ckpt holds full tensors of 1 rank",
+    )
     add("--json", dest="as_json", action="store_true", help="the summary as JSON")
 
 
@@ -78,6 +95,8 @@ def run(options: Options) -> int:
             overwrite=options.overwrite,
             compress=options.compress,
             dtype=options.dtype,
+            kind=options.kind,
+            world_size=options.world_size,
             progress=advance,
         )
     seconds = time.monotonic() - began
@@ -88,6 +107,8 @@ def run(options: Options) -> int:
             "dst": report.dst,
             "source_format": report.source_format,
             "target_format": report.target_format,
+            "kind": report.kind,
+            "world_size": report.world_size,
             "tensors": report.tensors,
             "bytes": report.nbytes,
             "left_out": left_out,
@@ -95,9 +116,12 @@ def run(options: Options) -> int:
         }
         print(json_text(summary))
         return ExitCode.FINE
+    written = report.target_format
+    if report.kind is not None and report.world_size is not None:
+        written += f", {report.kind} over {count(report.world_size, 'rank')}"
     print(
         f"{printable(str(report.src))} ({report.source_format}) -> {printable(str(report.dst))} "
-        f"({report.target_format}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} in "
+        f"({written}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} in "
         f"{seconds:.1f} s"
     )
     if left_out:
@@ -118,3 +142,10 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from error
+
+
+def _ranks(text: str) -> int:
+    """A number of ranks, for argparse."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise ArgumentTypeError(f"{text!r} is no number of ranks: 1, 2, 3 ...")
+    return int(text)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from sharding import kinds, redistribute
 from sharding.errors import ShardingError
-from sharding.kinds import Kind, converted
+from sharding.kind import Kind
+from sharding.kinds import converted
 from sharding.layout import FlatShard, Layout, Mesh
 from sharding.layout.copies import copies_to
 from sharding.local_part import LocalPart

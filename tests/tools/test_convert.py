@@ -66,3 +66,68 @@ def test_damage_stops_the_conversion(run, damaged, tmp_path):
     ended = run("convert", damaged, tmp_path / "m.safetensors")
     assert ended.code == ExitCode.DAMAGED
     assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "embed", "step", "said"),
+    [
+        ("full", "2", "world:2=only(0)", "world:2=only(1)", "full over 2 ranks"),
+        ("full", None, "world:1=R", "world:1=R", "full over 1 rank"),
+        ("sharded", "3", "dim_0:3=S(0)", "world:3=only(0)", "sharded over 3 ranks"),
+        ("local", "5", "world:5=F(0,7)", "world:5=only(0)", "local over 5 ranks"),
+    ],
+)
+def test_a_kind_and_a_number_of_ranks_are_said_and_shown(
+    run, saved, tmp_path, kind, ranks, embed, step, said
+):
+    options = ["--kind", kind] + (["--world-size", ranks] if ranks else [])
+    ended = run("convert", saved, tmp_path / "made", *options)
+    assert (ended.code, ended.err) == (ExitCode.FINE, "")
+    assert f" (ckpt, {said}): 4 tensors, 276 B in " in ended.out
+    shown = json.loads(run("inspect", tmp_path / "made", "--json").out)
+    placements = {tensor["name"]: tensor["placement"] for tensor in shown["tensors"]}
+    assert placements["model.embed.weight"] == embed
+    assert placements["optimizer.state.embed.weight.step"] == step
+    assert shown["metadata"]["world_size"] == (ranks or "1")
+    assert embed in run("inspect", tmp_path / "made").out
+    assert run("diff", saved, tmp_path / "made").out.startswith("no difference: 4 tensors")
+    options.append("--overwrite")
+    found = json.loads(run("convert", saved, tmp_path / "made", *options, "--json").out)
+    assert (found["kind"], found["world_size"]) == (kind, int(ranks or 1))
+
+
+def test_json_has_no_kind_where_none_was_asked_for(run, saved, tmp_path):
+    found = json.loads(run("convert", saved, tmp_path / "made", "--json").out)
+    assert (found["kind"], found["world_size"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kind", "full", "--world-size", "0"], "'0' is no number of ranks"),
+        (["--kind", "full", "--world-size", "-1"], "'-1' is no number of ranks"),
+        (["--kind", "full", "--world-size", "1.5"], "'1.5' is no number of ranks"),
+        (["--kind", "flat"], "invalid choice: 'flat'"),
+        (["--world-size", "2"], "give one of full, sharded, local as well (kind=, --kind)"),
+        (["--kind", "local"], "local over how many ranks?"),
+        (["--kind", "local", "--world-size", "2", "--to", "hf"], "(--to ckpt)"),
+    ],
+)
+def test_a_division_that_cannot_be_is_a_wrong_argument(run, saved, tmp_path, options, said):
+    ended = run("convert", saved, tmp_path / "made", *options)
+    assert ended.code == ExitCode.USAGE
+    assert said in ended.err
+    assert ended.err.startswith("ckpt: ")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_truncated_file_of_a_rank_stops_the_conversion_before_it_begins(run, saved, tmp_path):
+    options = ("--kind", "local", "--world-size")
+    assert run("convert", saved, tmp_path / "three", *options, "3").code == 0
+    last = sorted((tmp_path / "three").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    ended = run("convert", tmp_path / "three", tmp_path / "two", *options, "2")
+    assert ended.code == ExitCode.DAMAGED
+    assert f"{last}: the file has" in ended.err
+    assert "it was truncated; restore it" in ended.err
+    assert not (tmp_path / "two").exists()

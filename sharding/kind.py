@@ -1,0 +1,33 @@
+"""The three kinds of state dict. No torch: files are converted from kind to kind without it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What a rank has of every tensor of a state. Tensors without dimensions are always whole."""
+
+    FULL = "full"
+    """All of it, like every other rank."""
+    SHARDED = "sharded"
+    """Its rows, or what else a DTensor's placements give it."""
+    LOCAL = "local"
+    """What it has in memory, as it lies: a run of the row-major elements, in general."""
+
+    @classmethod
+    def named(cls, name: str) -> Kind:
+        """The kind of this name. Raises ValueError, which lists the kinds, where there is none.
+
+        >>> Kind.named("full") is Kind.FULL
+        True
+        """
+        for kind in cls:
+            if kind.value == name:
+                return kind
+        raise ValueError(f"{name!r} is no kind of state; the kinds are {cls.names()}")
+
+    @classmethod
+    def names(cls) -> str:
+        """All of them, for messages."""
+        return ", ".join(kind.value for kind in cls)
