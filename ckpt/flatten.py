@@ -38,6 +38,7 @@ from formats.safetensors_header import METADATA_KEY
 from sharding.describing import Spread, describe, part_of
 from sharding.layout import Layout, Mesh
 from sharding.local_part import LocalPart
+from sharding.sharded_tensor import is_sharded
 
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
@@ -53,6 +54,8 @@ class Leaf:
     dtype: DType
     local: torch.Tensor
     layout: Layout
+    given: Spread
+    """The tensor that is described, as the state has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class _Flattener:
             self._aliases[name] = first
             return TensorRef(first)
         self._keep.append(tensor)
-        self._leaves[name] = Leaf(name, dtype, local.detach(), layout)
+        self._leaves[name] = Leaf(name, dtype, local.detach(), layout, tensor)
         return TensorRef(name)
 
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
@@ -189,6 +192,8 @@ def _check_storable(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
     """Raise StateError for a kind of tensor that no checkpoint holds."""
     if is_lazy(tensor):
         raise StateError(f"{_shown(path)}: a lazy module has no values yet; run it once")
+    if is_sharded(tensor):
+        return
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kinds = {tensor.is_nested: "nested", tensor.is_quantized: "quantized"}
         kind = kinds.get(True, tensor.layout)

@@ -143,7 +143,9 @@ class _OptimizerMatch:
         """What was saved for one parameter (rule 2)."""
         parameter, state = named.parameter, join(self.path, "state")
         if named.slices:
-            return match_slices(self.ledger, named, self.optimizer.state.get(parameter, {}), state)
+            held_now = self.optimizer.state.get(parameter, {})
+            step = match_slices(self.ledger, named, held_now, state)
+            return dict if named.is_idle else step  # all ranks read, and find the same differences
         name = named.names[0]
         where = join(state, name)
         mine = held.get(name, {}) if isinstance(held, dict) else {}

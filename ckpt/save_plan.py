@@ -85,8 +85,9 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) ->
 
     `summaries` has, for each different description, the ranks that gave it. A plain tensor is a
     replica on every rank that has its name. DTensors of one name on meshes of their own, which is
-    what tensor parallelism under data parallelism makes, are replicas of one another. Plain values
-    are those of the lowest rank that has them. Raises StateError naming the ranks whose
+    what tensor parallelism under data parallelism makes, are replicas of one another. A rank that
+    would hold nothing of a tensor may lack it: optimizers keep no state for an empty shard. Plain
+    values are those of the lowest rank that has them. Raises StateError naming the ranks whose
     descriptions contradict each other.
     """
     held: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
@@ -133,7 +134,8 @@ def _united(
         mesh = Mesh.of_ranks(world.names, (len(by_layout[first.layout]),), _sorted(by_layout))
         return _with_layout(first, Layout(first.shape, mesh, first.layout.placements))
     for layout, ranks in by_layout.items():
-        absent = set(layout.mesh.ranks()) - set(ranks)
+        others = set(layout.mesh.ranks()) - set(ranks)
+        absent = [rank for rank in others if _holds_some(layout, rank)]
         if absent:
             raise StateError(
                 f"{name}: rank {ranks[0]} has it sharded over the ranks {_shown_ranks(layout)}, of "
@@ -154,6 +156,11 @@ def _united(
             f"{_shown_ranks(layouts[1])}, which overlap; give it one mesh or two names"
         ) from error
     return _with_layout(first, Layout(first.shape, mesh, (Replicate(), *first.layout.placements)))
+
+
+def _holds_some(layout: Layout, rank: int) -> bool:
+    lo, hi = layout.span(rank)
+    return lo < hi
 
 
 def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:

@@ -10,14 +10,15 @@ Rules:
    modules have their module's key in front. Without the modules in the state, positions are all
    there is.
 3. State that has the shape of a flat parameter is divided among the names as the parameter is; a
-   single number (`step`) belongs to each of them.
+   single number (`step`) belongs to each of them. Where a rank has nothing of a parameter and its
+   optimizer keeps nothing for it, there is no entry either.
 4. Anything else with `state_dict()` and `load_state_dict()` is its state dict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
 from typing import Protocol, runtime_checkable
@@ -28,8 +29,9 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.saved import join
-from sharding.describing import Spread, clean_name, describe_module, flat_members
+from sharding.describing import Spread, clean_name, describe_module, flat_members, is_divided
 from sharding.local_part import FlatSlice, LocalPart
+from sharding.sharded_tensor import is_sharded
 
 STEP = "step"
 """The one entry of an optimizer's state that is never placed like its parameter."""
@@ -74,6 +76,8 @@ class NamedParameter:
     """One, unless it is a flat parameter."""
     slices: tuple[FlatSlice, ...] = ()
     """For each name which part of the parameter it is; none where it is the name's own."""
+    is_idle: bool = False
+    """Whether this rank has nothing of it, and so its optimizer keeps no state for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class ParameterNames:
         found = [self.found.get(id(p)) for p in parameters]
         known = [entry for entry in found if entry is not None]
         if not known:
+            _check_undivided(parameters)
             return [NamedParameter(p, (str(index),)) for index, p in enumerate(parameters)]
         if len(known) < len(found):
             at = found.index(None)
@@ -98,8 +103,8 @@ class ParameterNames:
             )
         if len({module for module, _ in known}) > 1:
             return [
-                NamedParameter(n.parameter, tuple(join(module, one) for one in n.names), n.slices)
-                for module, n in known
+                replace(named, names=tuple(join(module, one) for one in named.names))
+                for module, named in known
             ]
         return [named for _, named in known]
 
@@ -111,12 +116,23 @@ def parameter_names(state: object) -> ParameterNames:
         inner = unwrapped(module)
         for member in flat_members(inner):
             names = tuple(tied[0] for tied in member.names)
-            named = NamedParameter(member.parameter, names, member.slices)
+            named = NamedParameter(member.parameter, names, member.slices, member.is_idle)
             found.setdefault(id(member.parameter), (path, named))
         for name, parameter in inner.named_parameters(remove_duplicate=False):
             named = NamedParameter(parameter, (clean_name(name),))
             found.setdefault(id(parameter), (path, named))
     return ParameterNames(found)
+
+
+def _check_undivided(parameters: list[torch.Tensor]) -> None:
+    """Raise StateError for an optimizer that sees parts: no position says of what they are."""
+    for index, parameter in enumerate(parameters):
+        if is_divided(parameter):
+            raise StateError(
+                f"the optimizer's parameter {index} of shape {tuple(parameter.shape)} is this "
+                "rank's part of others, and its module, which knows of which, is not in the state: "
+                "put the module into the state"
+            )
 
 
 def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -145,7 +161,8 @@ def optimizer_entries(
     state: dict[object, object] = {}
     for key, value in packed["state"].items():
         if isinstance(key, int) and key < len(named):
-            state |= _divided(named[key], value, path)
+            if not named[key].is_idle:
+                state |= _divided(named[key], value, path)
         else:
             state[key] = value
     groups = [
@@ -196,12 +213,12 @@ def _is_placed(key: object, value: object, shape: torch.Size) -> bool:
 def identity(tensor: Spread) -> object:
     """Equal for two tensors that are one: the same object, or the same view of the same memory.
 
-    A shard may be empty and then has no memory to compare, so DTensors are tied by identity alone,
-    and parts by what they are parts of: all ranks must see the same ties.
+    A shard may be empty and then has no memory to compare, so DTensors and ShardedTensors are tied
+    by identity alone, and parts by what they are parts of: all ranks must see the same ties.
     """
     if isinstance(tensor, LocalPart):
         return id(tensor) if tensor.key is None else tensor.key
-    if hasattr(tensor, "_local_tensor") or tensor.numel() == 0:
+    if hasattr(tensor, "_local_tensor") or is_sharded(tensor) or tensor.numel() == 0:
         return id(tensor)
     return (
         tensor.untyped_storage().data_ptr(),

@@ -1,6 +1,8 @@
 """A module's state in the words of the layout algebra: what this rank has of every tensor.
 
-This is all that a checkpoint needs to know of the runtime: names, local tensors and layouts.
+This is all that a checkpoint needs to know of a runtime: names, local tensors and layouts. It
+knows two that flatten parameters: ours (`sharding.own_members`) and torch's
+FullyShardedDataParallel (`sharding.torch_fsdp`).
 
 Rules:
 
@@ -19,49 +21,32 @@ replica. Where tensor parallelism divided the parameters first, the range is one
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from sharding import dtensor
-from sharding.errors import LocalShapeError, ShardingError
+from sharding import dtensor, own_members, sharded_tensor, torch_fsdp
 from sharding.layout import Layout, Mesh
-from sharding.local_part import FlatSlice, LocalPart
-
-if TYPE_CHECKING:
-    from sharding.flat_bucket import FlatBucket
-    from sharding.unit import Unit
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What wrappers put into names: FSDP's class, activation checkpointing, torch.compile."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatMember:
-    """A parameter that an optimizer sees, and what of which parameters of the modules it is."""
-
-    parameter: nn.Parameter
-    names: tuple[tuple[str, ...], ...]
-    """For each slice the names of its parameter, in the order of the modules."""
-    slices: tuple[FlatSlice, ...]
-
+from sharding.local_part import LocalPart
+from sharding.members import WRAPPERS as WRAPPERS
+from sharding.members import FlatMember as FlatMember
+from sharding.members import clean_name as clean_name
 
 Spread = torch.Tensor | LocalPart
-"""A tensor of a state: a plain one, a DTensor, or a part."""
+"""A tensor of a state: a plain one, a DTensor, torch's ShardedTensor, or a part."""
 
 
 def describe(tensor: Spread, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
 
-    As `sharding.dtensor.describe`, of which this knows one kind more.
+    As `sharding.dtensor.describe`, of which this knows two kinds more.
     """
     if isinstance(tensor, LocalPart):
         return tensor.local, tensor.layout
+    if sharded_tensor.is_sharded(tensor):
+        return sharded_tensor.describe(tensor, name)
     return dtensor.describe(tensor, name, world)
 
 
@@ -80,43 +65,32 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     [('weight', (3, 2), 'replicate:1=R'), ('bias', (3,), 'replicate:1=R')]
     >>> dist.destroy_process_group()
     """
-    _check_has_its_flat_parameters(module)
+    own_members.check_is_whole(module)
+    torch_fsdp.check_is_whole(module)
     members = {id(member.parameter): member for member in flat_members(module)}
     with _local_state_dicts(module):
         state = module.state_dict(keep_vars=True)
+    buffer_dtypes = torch_fsdp.buffer_dtypes(module)
     entries: dict[str, object] = {}
-    for name, value in state.items():
+    for path, value in state.items():
+        name = clean_name(path)
         member = members.get(id(value))
         if member is None:
             entries[name] = value
-        elif _is_flat(member.parameter):
-            entries |= _parts(member)
-        else:
+            if torch_fsdp.is_flattened(value):  # and not divided: as it was before it was wrapped
+                entries[name] = value.detach()
+            elif name in buffer_dtypes and isinstance(value, torch.Tensor):
+                entries[name] = value.to(buffer_dtypes[name])
+        elif member.is_original:
             [own] = member.slices
             entries[name] = own.of(member.parameter, own.key)
+        else:
+            entries |= dict(member.parts())
     for member in members.values():  # one may be outside, but for what is tied to it
-        if _is_flat(member.parameter):
-            for name, part in _parts(member).items():
+        if not member.is_original:
+            for name, part in member.parts():
                 entries.setdefault(name, part)
     return entries
-
-
-def _check_has_its_flat_parameters(module: nn.Module) -> None:
-    """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
-    if not _is_runtime_in_use():
-        return
-    from sharding.flat_bucket import FLATTENED
-    from sharding.runtime import units_of
-
-    inside = {id(bucket) for unit in units_of((module,)) for bucket in unit.used}
-    for path, part in module.named_modules():
-        for bucket in part.__dict__.get(FLATTENED, ()):
-            if id(bucket) not in inside:
-                raise ShardingError(
-                    f"{path or type(module).__name__} has its parameters in the flat parameter of "
-                    f"the {type(bucket.form.home).__name__} around it; use that module, or wrap it "
-                    "with use_orig_params=True"
-                )
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
@@ -124,55 +98,29 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
     Original parameters that are not divided are not among them: they are what they were.
     """
-    if not _is_runtime_in_use():
-        return
-    from sharding.flat_bucket import flat_buckets
-    from sharding.flat_layouts import slices_of
-    from sharding.runtime import units_of
-
-    units = list(units_of((module,)))
-    owner = {id(bucket): unit for unit in units for bucket in unit.buckets}
-    buckets = {id(b): b for unit in units for b in flat_buckets(unit.used)}
-    names = _names(module, list(buckets.values()))
-    for bucket in buckets.values():
-        seen = _seen(bucket, owner.get(id(bucket)))
-        if _is_as_it_was(bucket):
-            continue
-        # A tied parameter may be in the module, and others of its bucket outside.
-        inside = [
-            (index, tied, part)
-            for index, (tied, part) in enumerate(zip(names[bucket], slices_of(bucket), strict=True))
-            if tied
-        ]
-        if not bucket.form.use_orig_params:
-            every = tuple(tied for _, tied, _ in inside)
-            yield FlatMember(seen[0], every, tuple(part for _, _, part in inside))
-            continue
-        for index, tied, part in inside:
-            parameter, numel = seen[index], part.hi - part.lo
-            if parameter.numel() != numel:
-                raise LocalShapeError(
-                    f"{tied[0]} has {parameter.numel()} elements, but this rank's shard of it has "
-                    f"{numel}: its data was replaced by a tensor of another shape"
-                )
-            yield FlatMember(parameter, (tied,), (FlatSlice(0, numel, part.layout, part.key),))
+    yield from own_members.flat_members(module)
+    yield from torch_fsdp.flat_members(module)
 
 
 def part_of(tensor: torch.Tensor) -> LocalPart | None:
-    """The part that an original parameter is by itself, without its module; None if it is none."""
-    if not _is_runtime_in_use() or not isinstance(tensor, nn.Parameter):
-        return None
-    from sharding.discovery import Found
-    from sharding.flat_bucket import FlatBucket
-    from sharding.flat_layouts import slices_of
+    """The part that an original parameter is by itself, without its module; None if it is none.
 
-    entry = Found(tensor, [], "").borrowed
-    if entry is None or entry.sharded is not tensor or not isinstance(entry.bucket, FlatBucket):
-        return None
-    if _is_as_it_was(entry.bucket):
-        return None
-    found = slices_of(entry.bucket)[entry.bucket.parameters.index(entry)]
-    return LocalPart(tensor.detach(), found.layout, found.key)
+    Raises ShardingError for a parameter of torch's FullyShardedDataParallel: without its module
+    nobody knows which part of what it is.
+    """
+    if torch_fsdp.is_flattened(tensor) and tensor.ndim == 1:
+        raise torch_fsdp.loose(tensor)
+    return own_members.part_of(tensor)
+
+
+def is_divided(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer sees in it a part, of which it does not say itself of what.
+
+    One-dimensional parameters that torch's FullyShardedDataParallel replicates are taken for parts.
+    """
+    if torch_fsdp.is_flattened(parameter):
+        return parameter.ndim == 1
+    return own_members.is_flat(parameter) or own_members.part_of(parameter) is not None
 
 
 def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
@@ -188,81 +136,8 @@ def state_dict_names(module: nn.Module) -> list[str]:
         return list(module.state_dict())
 
 
-def clean_name(name: str) -> str:
-    """A name without what wrappers put into it.
-
-    >>> clean_name("_fsdp_wrapped_module.layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def _is_runtime_in_use() -> bool:
-    """False where no module can have a flat parameter; the runtime takes a second to import."""
-    return "sharding.front_door" in sys.modules
-
-
 @contextmanager
 def _local_state_dicts(module: nn.Module) -> Iterator[None]:
     """Inside, state dicts have what this rank has, whatever kind a user has set."""
-    if not _is_runtime_in_use():
+    with own_members.local_state_dicts(module), torch_fsdp.local_state_dicts(module):
         yield
-        return
-    from sharding.front_door import front_doors
-    from sharding.policies import StateDictType
-    from sharding.state_dict_settings import checked_settings
-
-    before = [(door, door.state_dict_settings) for door in front_doors(module)]
-    for door, _ in before:
-        door.state_dict_settings = checked_settings(StateDictType.LOCAL_STATE_DICT, None, None)
-    try:
-        yield
-    finally:
-        for door, settings in before:
-            door.state_dict_settings = settings
-
-
-def _parts(member: FlatMember) -> dict[str, LocalPart]:
-    """What is in a flat parameter, under all names."""
-    parts: dict[str, LocalPart] = {}
-    for names, part in zip(member.names, member.slices, strict=True):
-        parts |= dict.fromkeys(names, part.of(member.parameter, part.key))
-    return parts
-
-
-def _is_flat(parameter: nn.Parameter) -> bool:
-    from sharding.flat_bucket import FlatParameter
-
-    return isinstance(parameter, FlatParameter)
-
-
-def _is_as_it_was(bucket: FlatBucket) -> bool:
-    """True where the optimizer sees what the modules had before they were wrapped."""
-    divided = bucket.is_divided or any(p.distributed is not None for p in bucket.parameters)
-    return bucket.form.use_orig_params and not divided
-
-
-def _seen(bucket: FlatBucket, unit: Unit | None) -> list[nn.Parameter]:
-    """What the optimizer sees of a bucket now, if the user replaced it: what it was replaced by."""
-    if unit is not None and unit.summoned:  # modules have whole parameters
-        return bucket.seen()
-    bucket.reshard()
-    return bucket.registered()
-
-
-def _names(module: nn.Module, buckets: list[FlatBucket]) -> dict[FlatBucket, list[tuple[str, ...]]]:
-    """By bucket and parameter, its names in a module, in the order of the modules (rule 2)."""
-    places: dict[nn.Module, list[tuple[str, list[str]]]] = {}
-    found: dict[FlatBucket, list[list[str]]] = {}
-    for bucket in buckets:
-        found[bucket] = [[] for _ in bucket.parameters]
-        for parameter, names in zip(bucket.parameters, found[bucket], strict=True):
-            for owner, attribute in parameter.owners:
-                places.setdefault(owner, []).append((attribute, names))
-    for path, part in module.named_modules(remove_duplicate=False):
-        prefix = clean_name(f"{path}.") if path else ""
-        for attribute, names in places.get(part, ()):
-            names.append(f"{prefix}{attribute}")
-    return {bucket: [tuple(dict.fromkeys(n)) for n in names] for bucket, names in found.items()}

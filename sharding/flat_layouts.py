@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from sharding.chunk_bucket import as_dtensor
 from sharding.dtensor import describe
-from sharding.errors import UnknownPlacementError
 from sharding.flat_bucket import FlatBucket
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
 from sharding.local_part import FlatSlice
-from sharding.peers import Peers, Sharing
+from sharding.peers import Peers
+from sharding.rank_grid import check_divides_evenly, grid_around
 
 NOWHERE = Mesh.grid((), ())
 
@@ -27,14 +27,17 @@ def slices_of(bucket: FlatBucket) -> list[FlatSlice]:
     """By parameter, what of it is in this rank's shard, and where."""
     found = []
     grids: dict[Mesh | None, tuple[Mesh, int]] = {}
+    sharing = bucket.sharing
+    axes = {"replicate": _ranks(sharing.replicas), "shard": _ranks(sharing.peers)}
+    me = axes["shard"][sharing.peers.rank]
     for index, before in enumerate(_divided_before(bucket)):
         begin, lo, hi = bucket.piece(index)
         slot, stride = bucket.packing.slots[index], bucket.packing.shard_numel
         key = None if before is None else before.mesh
         if key not in grids:
-            grids[key] = _grid(bucket.sharing, key)
-        mesh, axes = grids[key]
-        own: list[Placement] = [Replicate()] * axes
+            grids[key] = grid_around(me, axes, key)
+        mesh, count = grids[key]
+        own: list[Placement] = [Replicate()] * count
         if bucket.is_divided and slot.numel:
             own[-1] = FlatShard(slot.at, stride)
         if before is None:
@@ -57,39 +60,8 @@ def _divided_before(bucket: FlatBucket) -> Iterator[Layout | None]:
             continue
         like = as_dtensor(torch.empty(entry.shape, device="meta"), entry.distributed)
         _, layout = describe(like, entry.name, NOWHERE)
-        if len({layout.local_shape(rank) for rank in layout.mesh.ranks()}) > 1:
-            raise UnknownPlacementError(
-                f"{entry.name}: tensor parallelism divides its shape {layout.shape} unevenly, and "
-                "flat parameters over that have no layout; use sharding.fully_shard, or a size "
-                "that divides evenly"
-            )
+        check_divides_evenly(layout, entry.name)
         yield layout
-
-
-def _grid(sharing: Sharing, before: Mesh | None) -> tuple[Mesh, int]:
-    """The ranks that replicate and share, besides those of a mesh; how many axes the former are.
-
-    A rank knows the row and the column of the grid that it is in. The rest is taken to be in step
-    with them; where it is not, ranks come to different grids, and saving says that they differ.
-    """
-    me = _ranks(sharing.peers)[sharing.peers.rank]
-    axes = {"replicate": _ranks(sharing.replicas), "shard": _ranks(sharing.peers)}
-    if len(axes["shard"]) == 1 or len(axes["replicate"]) == 1:
-        del axes["replicate" if len(axes["shard"]) > 1 else "shard"]
-    names, sizes, ranks = list(axes), [len(axis) for axis in axes.values()], [me]
-    last = list(axes.values())
-    if before is not None:
-        names += before.names
-        sizes += before.sizes
-        last.append(list(before.ranks()))
-    for axis in last:
-        ranks = [rank + other - me for rank in ranks for other in axis]
-    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
-        raise UnknownPlacementError(
-            f"the ranks {axes}, of which this is {me}, are no grid in which every row continues as "
-            "this rank's does; make the groups from one device mesh"
-        )
-    return Mesh.of_ranks(names, sizes, ranks), len(axes)
 
 
 def _ranks(peers: Peers) -> list[int]:

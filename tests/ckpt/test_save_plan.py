@@ -1,6 +1,7 @@
 """Who stores what: each element once, evenly, from layouts alone."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -410,6 +411,33 @@ def test_ranks_that_lack_their_part_of_a_shard_are_named(axis: str) -> None:
     tensor = placed((8,), Mesh.grid((axis,), (4,)), Shard(0))
     with pytest.raises(StateError, match=r"w: rank 0 has .*\[0, 1, 2, 3\], of which \[2, 3\] do"):
         merged([([0, 1], described({"w": tensor})), ([2, 3], described({}))], WORLD)
+
+
+@given(
+    st.sampled_from([(1, 4), (2, 2), (4, 1)]),
+    st.integers(1, 5),
+    st.integers(0, 12),
+    st.sets(st.integers(0, 3), max_size=3),
+)
+def test_a_rank_may_lack_a_shard_only_if_there_is_nothing_in_it(
+    sizes: tuple[int, int], stride: int, offset: int, lacking: set[int]
+) -> None:
+    assume(offset + 3 <= sizes[1] * stride)
+    mesh = Mesh.grid(("replicate", "shard"), sizes)
+    tensor = placed((3,), mesh, Replicate(), FlatShard(offset, stride))
+    holders = {rank for rank in range(4) if tensor.layout.pieces(rank)}
+    having = [rank for rank in range(4) if rank not in lacking]
+    summaries = [(having, described({"w": tensor})), (sorted(lacking), described({}))]
+    if lacking & holders:
+        absent = re.escape(str(sorted(lacking & holders)))
+        with pytest.raises(StateError, match=f"of which {absent} do not have it"):
+            merged(summaries, WORLD)
+        return
+    whole = merged(summaries, WORLD).tensors
+    assert whole == {"w": tensor}
+    (stored,) = stored_layouts(whole).values()
+    assert (times_stored(stored) == 1).all()
+    assert all(not stored.layout.pieces(rank) for rank in lacking)
 
 
 def test_meshes_that_overlap_are_an_error_that_names_both() -> None:
