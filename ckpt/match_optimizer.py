@@ -8,19 +8,22 @@ Rules:
 2. A fresh optimizer gets its state before its first step: in the placement of the parameter where
    the shape is the parameter's, else whole. State it has already is filled in place. Of a parameter
    that is a part of one, or of several, `match_slices` has the rules.
-3. State comes back in the dtype it was saved in, also where torch's `load_state_dict` would cast it
+3. A parameter whose saved state lacks an entry that others like it have is a difference;
+   `match_entries` says which are alike.
+4. State comes back in the dtype it was saved in, also where torch's `load_state_dict` would cast it
    to the parameter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
 
 from ckpt.ledger import Ledger, Step, Want, whole_tensor
+from ckpt.match_entries import SavedState, lacking_entries
 from ckpt.match_slices import match_slices
 from ckpt.memory import torch_dtype
 from ckpt.saved import Missing, join
@@ -47,6 +50,7 @@ class _OptimizerMatch:
 
     def run(self) -> Step:
         groups = self._groups()
+        self._find_lacking()
         self.ledger.used.add(join(self.path, "state"))  # a leaf where no parameter has any
         held = optimizer_entries(self.optimizer, self.named, self.path)["state"]
         parameters = [named.parameter for named in self.named]
@@ -139,6 +143,37 @@ class _OptimizerMatch:
 
     # State.
 
+    def _find_lacking(self) -> None:
+        """Write down the entries that the saved states lack (rule 3)."""
+        named = iter(self.named)
+        for group in self.optimizer.param_groups:
+            members = [next(named) for _ in group["params"]]
+            states = [state for each in members for state in self._saved_states(each)]
+            for lacking in lacking_entries(states):
+                where = join(join(join(self.path, "state"), lacking.name), lacking.entry)
+                if where in self.ledger.selection:
+                    self.ledger.differ(
+                        where,
+                        "missing",
+                        f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}; "
+                        "pass strict=False to go on without it",
+                    )
+
+    def _saved_states(self, named: NamedParameter) -> Iterator[SavedState]:
+        """What was saved for each name of a parameter."""
+        tensors = self.ledger.saved.catalog.tensors
+        shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
+        for name, shape in zip(named.names, shapes, strict=True):
+            saved = self.ledger.saved.node(join(join(self.path, "state"), name))
+            if not isinstance(saved, dict):
+                continue
+            placed = [
+                key
+                for key, value in saved.items()
+                if isinstance(value, TensorRef) and tensors[value.name].shape == shape
+            ]
+            yield SavedState(name, len(shape), frozenset(saved), frozenset(placed) - {STEP})
+
     def _parameter_state(self, named: NamedParameter, held: object) -> Step:
         """What was saved for one parameter (rule 2)."""
         parameter, state = named.parameter, join(self.path, "state")
@@ -195,7 +230,7 @@ def _saved_groups(saved: Tree | Missing) -> dict[int, _SavedGroup]:
 def _undo_casts(
     optimizer: Optimizer, parameters: list[torch.Tensor], state: Mapping[int, object]
 ) -> None:
-    """Put back what torch cast to the parameter's dtype (rule 3)."""
+    """Put back what torch cast to the parameter's dtype (rule 4)."""
     for index, entries in state.items():
         if not isinstance(entries, dict):
             continue
