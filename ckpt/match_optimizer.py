@@ -27,9 +27,10 @@ from ckpt.match_entries import SavedState, lacking_entries
 from ckpt.match_slices import match_slices
 from ckpt.memory import torch_dtype
 from ckpt.saved import Missing, join
-from ckpt.stateful import STEP, NamedParameter, optimizer_entries
+from ckpt.stateful import STEP, optimizer_entries
 from formats.catalog import TensorRecord, TensorRef, Tree
 from sharding.dtensor import zeros_placed_like
+from sharding.members import NamedParameter
 
 
 def match_optimizer(

@@ -21,10 +21,11 @@ from ckpt.errors import Difference
 from ckpt.ledger import Ledger, Step, Want, whole_tensor
 from ckpt.memory import torch_dtype
 from ckpt.saved import Missing, holds_tensor, join
-from ckpt.stateful import STEP, NamedParameter
+from ckpt.stateful import STEP
 from formats.catalog import Key, TensorRecord, TensorRef, Tree
 from sharding.dtensor import zeros_placed_like
 from sharding.local_part import FlatSlice
+from sharding.members import NamedParameter
 
 
 def match_slices(

@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 from ckpt.errors import StateError
 from ckpt.saved import join
 from sharding.describing import Spread, clean_name, describe_module, flat_members, is_divided
-from sharding.local_part import FlatSlice, LocalPart
+from sharding.local_part import LocalPart
+from sharding.members import NamedParameter
 from sharding.sharded_tensor import is_sharded
 
 STEP = "step"
@@ -68,19 +69,6 @@ def module_entries(module: nn.Module) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedParameter:
-    """What an optimizer calls a parameter, by the names of what it is in the modules (rule 2)."""
-
-    parameter: torch.Tensor
-    names: tuple[str, ...]
-    """One, unless it is a flat parameter."""
-    slices: tuple[FlatSlice, ...] = ()
-    """For each name which part of the parameter it is; none where it is the name's own."""
-    is_idle: bool = False
-    """Whether this rank has nothing of it, and so its optimizer keeps no state for it."""
-
-
-@dataclass(frozen=True, slots=True)
 class ParameterNames:
     """The names of parameters, by identity, for the optimizers of one state."""
 
@@ -115,9 +103,7 @@ def parameter_names(state: object) -> ParameterNames:
     for path, module in modules(state):
         inner = unwrapped(module)
         for member in flat_members(inner):
-            names = tuple(tied[0] for tied in member.names)
-            named = NamedParameter(member.parameter, names, member.slices, member.is_idle)
-            found.setdefault(id(member.parameter), (path, named))
+            found.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
         for name, parameter in inner.named_parameters(remove_duplicate=False):
             named = NamedParameter(parameter, (clean_name(name),))
             found.setdefault(id(parameter), (path, named))

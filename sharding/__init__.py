@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sharding.flat_bucket import FlatParameter
     from sharding.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from sharding.local_part import LocalPart
     from sharding.per_parameter import fully_shard
     from sharding.policies import (
         BackwardPrefetch,
@@ -40,6 +41,7 @@ _FROM = {
     "FlatParameter": "flat_bucket",
     "FullyShardedDataParallel": "wrapper",
     "FSDPModule": "fsdp_module",
+    "LocalPart": "local_part",
     "UnshardHandle": "fsdp_module",
     "fully_shard": "per_parameter",
     "register_fsdp_forward_method": "fsdp_module",
@@ -55,6 +57,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
+    "LocalPart",
     "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",

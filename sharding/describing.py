@@ -25,11 +25,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sharding import dtensor, own_members, sharded_tensor, torch_fsdp
 from sharding.layout import Layout, Mesh
-from sharding.local_part import LocalPart
+from sharding.local_part import LocalPart, check_holds
 from sharding.members import WRAPPERS as WRAPPERS
 from sharding.members import FlatMember as FlatMember
 from sharding.members import clean_name as clean_name
@@ -41,9 +42,12 @@ Spread = torch.Tensor | LocalPart
 def describe(tensor: Spread, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
 
-    As `sharding.dtensor.describe`, of which this knows two kinds more.
+    As `sharding.dtensor.describe`, of which this knows two kinds more. Raises LocalShapeError for a
+    part that is not what its layout gives this rank.
     """
     if isinstance(tensor, LocalPart):
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        check_holds(name, tensor.local, tensor.layout, rank)
         return tensor.local, tensor.layout
     if sharded_tensor.is_sharded(tensor):
         return sharded_tensor.describe(tensor, name)

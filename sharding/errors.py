@@ -36,6 +36,18 @@ class LocalShapeError(ShardingError):
     kind = "local-shape"
 
 
+class WorldMismatchError(LocalShapeError):
+    """A local state dict was made by another rank, or by another number of them."""
+
+    kind = "world"
+
+
+class OptimizerMismatchError(ShardingError):
+    """An optimizer's state is not that of this optimizer: of another module, or in other groups."""
+
+    kind = "optimizer"
+
+
 class NotAMemberError(ShardingError):
     """A process takes part in what is for the members of a process group that it is not in."""
 

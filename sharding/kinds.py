@@ -37,7 +37,7 @@ from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard
 from sharding.layout.exchange import exchange
 from sharding.local_part import LocalPart
 from sharding.ranks import HASH_BITS, Ranks
-from sharding.redistribute import BUDGET_BYTES, Move, check_holds, redistribute
+from sharding.redistribute import BUDGET_BYTES, Move, redistribute
 
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -187,7 +187,6 @@ def _item(name: str, tensor: Spread, targets: _Targets) -> _Item:
     here = targets.ranks.here
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
         return _Item(name, local, have, have, lambda part: _like(tensor, part))
-    check_holds(name, local, have, here)
     want = targets.layout(have)
     exchange(have, want, here)  # finds what nobody holds, while all can still be told
     if targets.kind is Kind.LOCAL:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from sharding.errors import LocalShapeError
 from sharding.layout import Layout
+
+FLAT_PARAMETERS = "flat_parameters"
+"""In the metadata of a local state dict: what its flat parameters hold."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,3 +54,14 @@ class FlatSlice:
         if (self.lo, self.hi) != (0, local.numel()):
             local = local[self.lo : self.hi]
         return LocalPart(local, self.layout, key)
+
+
+def check_holds(name: str, local: torch.Tensor, layout: Layout, rank: int) -> None:
+    """Raise LocalShapeError where a local tensor has not the elements its layout gives a rank."""
+    lo, hi = layout.span(rank)
+    if local.numel() != hi - lo:
+        raise LocalShapeError(
+            f"{name}: rank {rank} has a local tensor of {local.numel()} elements, but of "
+            f"{layout.shape} as {layout} it holds {hi - lo}; it was truncated, or belongs to "
+            "another rank or world size"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from sharding.local_part import FlatSlice, LocalPart
@@ -36,6 +37,25 @@ class FlatMember:
             found = part.of(self.parameter, part.key)
             for name in names:
                 yield name, found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedParameter:
+    """A parameter that an optimizer sees, by the names of what it is in a module."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    """One, unless it is a flat parameter; of a tied one the first."""
+    slices: tuple[FlatSlice, ...] = ()
+    """For each name which part of the parameter it is; none where it is the name's own."""
+    is_idle: bool = False
+    """Whether this rank has nothing of it, and so its optimizer keeps no state for it."""
+
+    @classmethod
+    def of(cls, member: FlatMember) -> NamedParameter:
+        """One that has parts of the module's."""
+        names = tuple(tied[0] for tied in member.names)
+        return cls(member.parameter, names, member.slices, member.is_idle)
 
 
 def clean_name(name: str) -> str:

@@ -147,7 +147,8 @@ class StateDictType(Enum):
     FULL_STATE_DICT = auto()
     """Whole tensors under the names of the module as it was before wrapping."""
     LOCAL_STATE_DICT = auto()
-    """This rank's flat shards, as the runtime keeps them; only for the same wrapping and world."""
+    """This rank's flat shards, as the runtime keeps them, and in the metadata what is in them; to
+    be loaded by the same rank under the same wrapping, or converted."""
     SHARDED_STATE_DICT = auto()
     """The same names as FULL_STATE_DICT, each tensor sharded over the ranks."""
 
@@ -187,7 +188,7 @@ class ShardedStateDictConfig(StateDictConfig):
     """How SHARDED_STATE_DICT is built."""
 
     _use_dtensor: bool = False
-    """Values are DTensors rather than ShardedTensors; the runtime sets it from the mesh."""
+    """Accepted, and without effect: values are DTensors, over the mesh where one was given."""
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """How the optimizer's part of FULL_STATE_DICT is built."""
 
     rank0_only: bool = False
-    """Only rank 0 gets the tensors; on the other ranks the state dict is empty."""
+    """Only rank 0 gets the tensors, and has them to load; the others' state dicts are empty."""
 
 
 @dataclass(slots=True)
@@ -219,7 +220,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """How the optimizer's part of SHARDED_STATE_DICT is built."""
 
     _use_dtensor: bool = False
-    """Values are DTensors rather than ShardedTensors; the runtime sets it from the mesh."""
+    """Accepted, and without effect: values are DTensors, over the mesh where one was given."""
 
 
 @dataclass(slots=True)

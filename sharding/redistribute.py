@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sharding.errors import LocalShapeError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
 from sharding.layout.exchange import Exchange, exchange, windows
@@ -59,8 +58,8 @@ def redistribute(
     their targets may be made as they are needed. Sources are not changed; a target may not share
     memory with a source. Raises HoleError where a layout wants what the other does not hold.
 
-    Local tensors are what their layouts say: whoever is not sure uses `check_holds`, and tells the
-    other ranks, before.
+    Local tensors are what their layouts say: whoever is not sure uses `local_part.check_holds`,
+    and tells the other ranks, before.
 
     >>> have, want = Layout.replicated((4,), 1), Layout.single((4,))
     >>> target = torch.zeros(4)
@@ -88,17 +87,6 @@ def redistribute(
                 batch = _Batch(here, group)
             batch.add(plan.within(window), source, target, window.numel * itemsize)
     batch.run()
-
-
-def check_holds(name: str, local: torch.Tensor, layout: Layout, rank: int) -> None:
-    """Raise LocalShapeError where a local tensor has not the elements its layout gives a rank."""
-    lo, hi = layout.span(rank)
-    if local.numel() != hi - lo:
-        raise LocalShapeError(
-            f"{name}: rank {rank} has a local tensor of {local.numel()} elements, but of "
-            f"{layout.shape} as {layout} it holds {hi - lo}; it was truncated, or belongs to "
-            "another rank or world size"
-        )
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,14 @@
-"""Which kind of state dict a module makes: full by default."""
+"""Which kind of state dict a module makes: full by default.
+
+Torch's own enums and configurations are taken for ours of the same name: users import them from
+either place.
+"""
 
 from __future__ import annotations
+
+from dataclasses import fields
+from enum import Enum
+from typing import TypeVar
 
 from sharding.policies import (
     FullOptimStateDictConfig,
@@ -20,6 +28,8 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
+EnumT = TypeVar("EnumT", bound=Enum)
+ConfigT = TypeVar("ConfigT", StateDictConfig, OptimStateDictConfig)
 
 
 def default_settings() -> StateDictSettings:
@@ -27,16 +37,40 @@ def default_settings() -> StateDictSettings:
     return checked_settings(StateDictType.FULL_STATE_DICT, None, None)
 
 
-def checked_settings(
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    """The settings; RuntimeError where a configuration is of another kind."""
-    model_type, optim_type = _CONFIGS[kind]
-    for given, wanted in ((config, model_type), (optim_config, optim_type)):
-        if given is not None and type(given) is not wanted:
-            raise RuntimeError(
-                f"Expected state_dict_config of type {wanted} for {kind} but got {type(given)}"
-            )
-    return StateDictSettings(kind, config or model_type(), optim_config or optim_type())
+def checked_settings(kind: object, config: object, optim_config: object) -> StateDictSettings:
+    """The settings; RuntimeError where a configuration is of another kind.
+
+    >>> from torch.distributed import fsdp
+    >>> checked_settings(
+    ...     fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(rank0_only=True), None
+    ... ).state_dict_config
+    FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    """
+    ours = member_of(StateDictType, kind)
+    model_type, optim_type = _CONFIGS[ours]
+    return StateDictSettings(
+        ours,
+        _taken_over("state_dict_config", model_type, config),
+        _taken_over("optim_state_dict_config", optim_type, optim_config),
+    )
+
+
+def member_of(kind: type[EnumT], given: object) -> EnumT:
+    """The member of our enum that is given, or that has the name of the one of torch's."""
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, Enum) and type(given).__name__ == kind.__name__:
+        return kind[given.name]
+    raise TypeError(f"expected a {kind.__name__}, but got {given!r} of {type(given)}")
+
+
+def _taken_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
+    """The configuration that is given, or one of ours with the values of torch's; None: default."""
+    if given is None:
+        return wanted()
+    if type(given) is wanted:
+        return given
+    if type(given).__name__ != wanted.__name__:
+        raise RuntimeError(f"Expected {what} of type {wanted} but got {type(given)}")
+    names = [field.name for field in fields(wanted) if hasattr(given, field.name)]
+    return wanted(**{name: getattr(given, name) for name in names})

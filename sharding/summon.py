@@ -52,15 +52,6 @@ def summoned(
 
 
 @contextmanager
-def whole_unit(unit: Unit, writeback: bool) -> Iterator[None]:
-    """Inside, one unit's parameters are whole in its modules."""
-    with ExitStack() as stack:
-        for bucket in flat_buckets(unit.buckets):
-            stack.enter_context(_whole(bucket, writeback, False, False, False))
-        yield
-
-
-@contextmanager
 def _marked(unit: Unit) -> Iterator[None]:
     unit.summoned = True
     try:

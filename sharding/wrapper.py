@@ -22,6 +22,7 @@ from sharding.front_door import (
     front_doors,
     ignored_of,
 )
+from sharding.optim_methods import OptimStateDicts
 from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,
@@ -45,7 +46,7 @@ WRAPPED = "_fsdp_wrapped_module"
 HYBRID_HOOK = "Communication hook is not supported for hybrid strategies"
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     """A module whose parameters, gradients and optimizer state are spread over ranks.
 
     Wrap inner modules first, or pass a policy that says which are units of their own; then the
@@ -161,6 +162,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._comm_hook: Callable[..., Any] | None = None
         self._comm_hook_state: object = None
+        self._device_mesh = device_mesh
         self._fsdp_wrapped_module = module
         self._sharding_door = FrontDoor(self, module, settings, f"{WRAPPED}.")
         hook_state_dicts(self._sharding_door)
