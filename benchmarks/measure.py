@@ -46,6 +46,8 @@ class Sample:
     """System calls that wrote, to files or pipes."""
     read_bytes: int
     """Bytes that system calls read. What is mapped into memory is not counted."""
+    written_bytes: int
+    """Bytes that system calls wrote: to files, and to other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ def sampled(action: Callable[[], object]) -> Sample:
         max(0, _status("VmHWM") - resident),
         after["syscw"] - io["syscw"],
         after["rchar"] - io["rchar"],
+        after["wchar"] - io["wchar"],
     )
 
 
@@ -156,6 +159,7 @@ def _joined_round(parts: Sequence[Sample]) -> Sample:
         max(part.extra_bytes for part in parts),
         sum(part.write_calls for part in parts),
         sum(part.read_bytes for part in parts),
+        sum(part.written_bytes for part in parts),
     )
 
 

@@ -135,6 +135,16 @@ def machine() -> str:
     )
 
 
+def write_between(begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks in README.md."""
+    readme = Path(__file__).parent / "README.md"
+    before, first, rest = readme.read_text().partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise SystemExit(f"{readme}: the lines {begin} and {end} are not there")
+    readme.write_text("\n".join([before + first, "", text, last + after]))
+
+
 def main(description: str | None, tables: Callable[[Options], list[Table]]) -> None:
     """The command line of one script."""
     parser = argparse.ArgumentParser(

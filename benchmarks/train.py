@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import measure
 import report
@@ -34,7 +33,6 @@ import sharding
 
 WARM_UP = 2
 OURS, FSDP2, DDP = "ckpt fully_shard", "torch FSDP2", "torch DDP"
-README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- training: written by train.py -->", "<!-- end of training -->"
 
 
@@ -245,15 +243,6 @@ def tables(world_size: int, rounds: int) -> list[report.Table]:
     ]
 
 
-def _write(text: str) -> None:
-    """Replace what stands between the two marks in README.md."""
-    before, begin, rest = README.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{README}: the lines {BEGIN} and {END} are not there")
-    README.write_text("\n".join([before + begin, "", text, end + after]))
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -269,7 +258,7 @@ def main() -> None:
         texts.append(str(table))
         print(table, flush=True)
     if given.write_table:
-        _write("\n".join(texts))
+        report.write_between(BEGIN, END, "\n".join(texts))
 
 
 if __name__ == "__main__":

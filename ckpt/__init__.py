@@ -5,6 +5,7 @@
     ckpt.save("runs/step-100", {"model": model, "optim": optim, "step": step})
     state = ckpt.load("runs/step-100", {"model": model, "optim": optim, "step": 0})
     weights = ckpt.open("runs/step-100")["model.embed.weight"][0:16]
+    full = ckpt.state_dict.convert(model, to="full", rank0_only=True)
 
 Names are imported when they are first used: `ckpt inspect`, `verify` and `ls` never import torch.
 No module has the name of a function here (`ckpt.saving` has `save`): importing it would hide it.
@@ -21,6 +22,7 @@ from ckpt.version import __version__
 check_neighbours()
 
 if TYPE_CHECKING:
+    from ckpt import state_dict
     from ckpt.converting import convert
     from ckpt.diffing import diff
     from ckpt.errors import (
@@ -85,11 +87,14 @@ __all__ = [
     "open",
     "read",
     "save",
+    "state_dict",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name == "state_dict":
+        return importlib.import_module("ckpt.state_dict")
     if name not in _WHERE:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
+from ckpt.local_states import by_parameters
 from ckpt.memory import torch_can_share
 from ckpt.saved import join, leaves
 from ckpt.stateful import (
@@ -112,6 +113,7 @@ class _Flattener:
             named, where = self._parameters.of(node), _shown(path)
             return self._walk(optimizer_entries(node, named, where), path)
         if type(node) in (dict, OrderedDict, defaultdict) and isinstance(node, Mapping):
+            node = by_parameters(node)
             return {
                 self._key(key, path): self._walk(item, (*path, key)) for key, item in node.items()
             }

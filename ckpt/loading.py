@@ -12,16 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
-from warnings import warn
 
 import torch
-import xxhash
 
-from ckpt.errors import DamagedLoadError, Difference, MismatchError, PartialLoadError
+from ckpt.errors import DamagedLoadError, Difference, PartialLoadError
+from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.ledger import Match, Want
 from ckpt.match import match
 from ckpt.memory import array_over, is_plain, torch_dtype
-from ckpt.ranks import HASH_BITS, Ranks
+from ckpt.ranks import Ranks
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
@@ -100,17 +99,16 @@ def load(
             return source, match(saved, state, selection, dtype == "target")
 
         (source, matched), agreed = ranks.compare(
-            "matching the checkpoint with the target", matching, lambda found: (_mark(found[1]),), 1
+            "matching the checkpoint with the target", matching, lambda found: (mark(found[1]),), 1
         )
-        unexpected = _unexpected(ranks, matched, agreed.same[0])
-        differences = [*matched.differences, *unexpected]
+        found = differences(ranks, matched, agreed.same[0])
         numbers, fills = ranks.attempt(
-            "planning to load", lambda: _plan(source, matched, differences, strict, ranks)
+            "planning to load", lambda: _plan(source, matched, found, strict, ranks)
         )
 
         def reading() -> None:
             _read(source, numbers, verify, progress)
-            _check(source, matched)
+            check_numbers(source.url, matched)
             _read(source, fills, verify, progress)
 
         ranks.attempt("loading", reading)
@@ -131,50 +129,17 @@ class _Fill:
         return 0 if self.into is self.target else self.into.nbytes
 
 
-def _mark(matched: Match) -> int:
-    """A hash of the names this rank's target lacks."""
-    names = "\n".join(matched.unexpected).encode()
-    return xxhash.xxh3_64_intdigest(names) >> (64 - HASH_BITS)
-
-
-def _unexpected(ranks: Ranks, matched: Match, same: bool) -> list[Difference]:
-    """The checkpoint's names that no rank's target has; `same` when all ranks lack the same."""
-    names = matched.unexpected
-    if not same:
-        here = set(names)
-        common = ranks.common(bytes(name in here for name in matched.saved_names))
-        names = [name for name, flag in zip(matched.saved_names, common, strict=True) if flag]
-    return [
-        Difference(name, "unexpected", "is in the checkpoint and not in the target")
-        for name in names
-    ]
-
-
 def _plan(
     source: Source,
     matched: Match,
-    differences: list[Difference],
+    found: list[Difference],
     strict: bool,
     ranks: Ranks,
 ) -> tuple[list[_Fill], list[_Fill]]:
     """What to read where, numbers apart. Opens every file that is needed and touches nothing."""
-    if not strict:
-        skipped = [d for d in differences if d.problem in ("missing", "unexpected", "shape")]
-        differences = [d for d in differences if d not in skipped]
-        if skipped and ranks.rank == 0:
-            shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
-            warn(f"{source.url}: strict=False skips {len(skipped)}: {shown}", stacklevel=5)
-    if differences:
-        raise MismatchError(source.url, differences)
+    check_fits(source.url, found, strict, warns=ranks.rank == 0)
     numbers = [_fill(want, ranks) for want in matched.numbers]
     return numbers, [_fill(want, ranks) for want in matched.wants]
-
-
-def _check(source: Source, matched: Match) -> None:
-    """Raise MismatchError where numbers that must agree do not."""
-    found = [difference for check in matched.checks if (difference := check()) is not None]
-    if found:
-        raise MismatchError(source.url, found)
 
 
 def _fill(want: Want, ranks: Ranks) -> _Fill:

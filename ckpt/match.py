@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.ledger import Ledger, Match, Step, Want
+from ckpt.local_states import by_parameters
 from ckpt.match_optimizer import match_optimizer
 from ckpt.memory import torch_can_share
 from ckpt.saved import MISSING, Missing, Saved, holds_tensor, join
@@ -168,10 +169,13 @@ class _Matcher:
         return install
 
     def _mapping(self, node: Mapping[object, object], path: str) -> Step:
-        steps = {key: self.walk(item, join(path, key)) for key, item in node.items()}
+        items = by_parameters(node)
+        steps = {key: self.walk(item, join(path, key)) for key, item in items.items()}
 
         def install() -> object:
             loaded = {key: step() for key, step in steps.items()}
+            if items is not node:
+                return node  # its flat parameters have got what belongs to their parts
             if isinstance(node, MutableMapping):
                 node.update(loaded)
                 return node

@@ -33,12 +33,12 @@ def torch_can_share(array: np.ndarray) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True when `array_over` can give the tensor's own memory."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy(tensor)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """True for a view whose memory holds other bits than its values: conjugated or negated."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:

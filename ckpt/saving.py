@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,17 +20,18 @@ from typing import TYPE_CHECKING
 from warnings import warn
 
 import torch
-import xxhash
 
 from ckpt.commit import committed_files
 from ckpt.errors import ExistsError, StateError, StoreError
 from ckpt.flatten import FlatState, Leaf, flatten
+from ckpt.memory import is_lazy
 from ckpt.ranks import HASH_BITS, Ranks, attempt
-from ckpt.save_plan import Described, check_members, merged, stored_layouts
+from ckpt.save_plan import Described, check_members, stored_layouts
 from ckpt.store import Store, open_store
+from ckpt.together import described_by, summary, together
 from ckpt.version import __version__
 from formats.dtypes import DType
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump
 from formats.native.shard import Progress, ShardSummary, write_shard
 from formats.outgoing import OutgoingTensor
 from sharding.layout import Layout
@@ -97,22 +98,19 @@ class _Save:
     _progress: Progress | None
 
     def run(self, state: object) -> None:
-        found, agreed = self._ranks.compare(
+        held = together(
+            self._ranks,
             "describing the state",
             lambda: self._flatten(state),
-            lambda found: (found.structure, found.values),
-            2,
+            self._compress.to_bytes(1, "little"),
             secrets.randbits(HASH_BITS),
         )
-        described = _described(found.flat)
-        same_structure, same_values = agreed.same
-        if not same_structure:
-            described = self._ranks.attempt("merging the ranks' states", self._exchange(found))
-        elif not same_values:
-            self._warn_of_values(found)
+        described = held.whole
+        if not held.same_values:
+            self._warn_of_values(described)
         tensors = stored_layouts(described.tensors)
-        prefix = f"{agreed.number:016x}"
-        written, error = attempt(lambda: self._write(found.flat, tensors, prefix))
+        prefix = f"{held.number:016x}"
+        written, error = attempt(lambda: self._write(held.flat, tensors, prefix))
         self._commit(
             Described(tensors, described.aliases, described.tree),
             prefix,
@@ -120,7 +118,7 @@ class _Save:
             error,
         )
 
-    def _flatten(self, state: object) -> _Flattened:
+    def _flatten(self, state: object) -> FlatState:
         if self._ranks.rank == 0 and not self._overwrite and self._store.exists(MANIFEST):
             raise ExistsError(
                 f"{self._store.url} holds a checkpoint; pass overwrite=True to replace it"
@@ -129,17 +127,8 @@ class _Save:
             if not isinstance(key, str) or not isinstance(text, str):
                 raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
         flat = flatten(state, self._ranks.mesh)
-        if self._ranks.is_subgroup:
-            check_members(_described(flat).tensors, self._ranks.mesh)
-        if self._ranks.alone:
-            return _Flattened(flat, 0, 0)
-        hasher = xxhash.xxh3_64(self._compress.to_bytes(1, "little"))
-        for leaf in flat.leaves.values():
-            hasher.update(repr((leaf.name, leaf.dtype.name, leaf.layout)).encode())
-        hasher.update(repr(sorted(flat.aliases.items())).encode())
-        structure = hasher.intdigest() >> (64 - HASH_BITS)
-        values = xxhash.xxh3_64_intdigest(_summary(flat)) >> (64 - HASH_BITS)
-        return _Flattened(flat, structure, values)
+        check_members(described_by(flat).tensors, self._ranks.mesh)
+        return flat
 
     def _check_all_are_seen(self, files: list[ShardFile]) -> None:
         """Raise StoreError when ranks wrote to a place of their own that has the same name."""
@@ -151,28 +140,9 @@ class _Save:
                 f"{len(unseen)} of {len(files)} files: save to a disk that all ranks share"
             )
 
-    def _exchange(self, mine: _Flattened) -> Callable[[], Described]:
-        """Collects each different description once; returns what merges them."""
-        hashes = self._ranks.all_hashes(mine.structure)
-        summary = _summary(mine.flat)
-        ranks_of: dict[int, list[int]] = {}
-        for rank, value in enumerate(hashes):
-            ranks_of.setdefault(value, []).append(rank)
-        world = self._ranks.mesh
-        received = [
-            ([world.rank((rank,)) for rank in ranks], self._ranks.broadcast(summary, ranks[0]))
-            for ranks in ranks_of.values()
-        ]
-
-        def merge() -> Described:
-            return merged([(ranks, _described_by(data)) for ranks, data in received], world)
-
-        return merge
-
-    def _warn_of_values(self, mine: _Flattened) -> None:
-        summary = _summary(mine.flat)
-        first = self._ranks.broadcast(summary, 0)
-        if first != summary:
+    def _warn_of_values(self, described: Described) -> None:
+        mine = summary(described)
+        if self._ranks.broadcast(mine, 0) != mine:
             warn(
                 f"rank {self._ranks.rank} has other plain values in the state than rank 0, whose "
                 "values are stored; give what differs between ranks keys of its own",
@@ -243,36 +213,6 @@ class _Save:
                 self._store.delete(name)
 
 
-@dataclass(frozen=True)
-class _Flattened:
-    """This rank's state, and hashes that say whether the other ranks' is the same."""
-
-    flat: FlatState
-    structure: int
-    """Of names, types, layouts and ties."""
-    values: int
-    """Of these and the plain values."""
-
-
-def _described(flat: FlatState) -> Described:
-    tensors = {
-        leaf.name: StoredTensor(leaf.layout.shape, leaf.dtype, leaf.layout)
-        for leaf in flat.leaves.values()
-    }
-    return Described(tensors, flat.aliases, flat.tree)
-
-
-def _summary(flat: FlatState) -> bytes:
-    """What this rank describes, as bytes that another rank can read back."""
-    described = _described(flat)
-    return dump(Manifest(described.tensors, described.aliases, described.tree, ()))
-
-
-def _described_by(summary: bytes) -> Described:
-    manifest = load(summary, "another rank's summary", stored=False)
-    return Described(manifest.tensors, manifest.aliases, manifest.tree)
-
-
 def _record(written: ShardFile | None) -> bytes:
     """What the manifest needs of a rank's file; nothing where the rank wrote none."""
     if written is None:
@@ -290,7 +230,7 @@ def outgoing_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OutgoingTensor
         first, _, _ = _part(leaf.layout, rank)  # of what the rank holds, which may be a range too
         lo, hi, shape = lo - first, hi - first, (hi - lo,)
     local = leaf.local
-    if local.device.type == "cpu" and local.is_contiguous() and not _is_lazy(local):
+    if local.device.type == "cpu" and local.is_contiguous() and not is_lazy(local):
         data = _bytes_of(local)[lo * leaf.dtype.itemsize : hi * leaf.dtype.itemsize]
         return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: iter((data,)), stable=True)
     return OutgoingTensor(leaf.name, shape, leaf.dtype, lambda: _staged(local, lo, hi, leaf.dtype))
@@ -300,11 +240,6 @@ def outgoing_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OutgoingTensor
 def _part(layout: Layout, rank: int) -> tuple[int, int, tuple[int, ...]]:
     """A rank's span and the shape of its local array. Most tensors of a model share few layouts."""
     return *layout.span(rank), layout.local_shape(rank)
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """True for a view whose memory holds other bits than its values: conjugated or negated."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -319,7 +254,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
     """Elements `[lo, hi)` of a tensor in row-major order, copied to the CPU block by block."""
-    if local.is_contiguous() and not _is_lazy(local):
+    if local.is_contiguous() and not is_lazy(local):
         flat = local.reshape(-1)
         step = max(1, STAGE_BYTES // dtype.itemsize)
         for start in range(lo, hi, step):

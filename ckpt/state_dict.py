@@ -1,0 +1,306 @@
+"""State dicts in memory: of any kind into any other, and from any kind into a model.
+
+    full = ckpt.state_dict.convert({"model": model, "optim": optim}, to="full", rank0_only=True)
+    ckpt.state_dict.load(full, {"model": other_model, "optim": other_optim})
+
+`convert` describes what the ranks have as `ckpt.save` does, and `load` matches it with a target as
+`ckpt.load` does; what lies between the two is no file, but `sharding.redistribute`. A user gives
+modules, optimizers, or state dicts of any kind and of any runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from ckpt.fitting import check_fits, check_numbers, differences, mark
+from ckpt.flatten import FlatState, flatten
+from ckpt.ledger import Match, Want
+from ckpt.loading import STAGE_BYTES, Patterns
+from ckpt.local_states import with_names
+from ckpt.match import match
+from ckpt.memory import is_lazy, torch_dtype
+from ckpt.ranks import Ranks
+from ckpt.save_plan import Described, check_members
+from ckpt.saved import Rename, Saved
+from ckpt.selection import Selection
+from ckpt.together import Together, described_by, merge, structure_mark, together
+from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
+from formats.native.manifest import StoredTensor
+from sharding.describing import Spread, describe
+from sharding.kind import Kind
+from sharding.kinds import converted
+from sharding.layout import Layout
+from sharding.layout.exchange import exchange
+from sharding.local_part import LocalPart
+from sharding.redistribute import BUDGET_BYTES, Move, redistribute
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+S = TypeVar("S")
+SOURCE = "the state"
+"""What messages call what a target is loaded from."""
+
+
+def convert(
+    state: object,
+    to: str,
+    *,
+    mesh: DeviceMesh | None = None,
+    model: nn.Module | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    group: ProcessGroup | None = None,
+    budget: int = BUDGET_BYTES,
+) -> dict[object, object]:
+    """The state dict of a state, of the kind `to`: `full`, `sharded` or `local`.
+
+    To be called by all ranks of `group` (by default of the default process group; one process
+    needs none). Modules are in it as dicts from parameter names, without what wrappers add, to
+    tensors; optimizers as `{"state": {name: {...}}, "param_groups": [..., "params": names]}`.
+
+    `full` has whole plain tensors, `sharded` DTensors, `local` a `LocalPart` for every tensor: what
+    this rank has and the layout it is part of. What already lies as it is wanted shares its memory
+    with the source; so does all of a local state dict, for which nothing is copied or sent, unless
+    `mesh` asks for another division.
+
+    Args:
+        state: a module, an optimizer, a state dict, or a nest of these. An optimizer is named by
+            the modules beside it. Ranks may have different entries, even none: what one rank alone
+            has reaches the others.
+        to: the kind.
+        mesh: what sharded and local tensors are divided over: by rows, or by elements, over its
+            last dimension, and replicated along the others. Without it what is divided stays as it
+            is divided, and the rest is divided over the group.
+        model: the module that a state dict is of, where only it knows what is in it: torch's
+            LOCAL_STATE_DICT has flat parameters without names.
+        rank0_only: full tensors on the first rank only; the others get an empty dict.
+        offload_to_cpu: the tensors of the result are in host memory.
+        budget: bytes of tensors that travel at once; a larger tensor travels in parts.
+
+    Raises:
+        ValueError: no such kind.
+        StateError: what no state dict holds, or ranks contradict each other.
+        LocalShapeError: a local tensor is not what its layout says: a truncated shard.
+        RankError: another rank failed; nothing has moved.
+
+    >>> part = convert({"w": torch.arange(6).reshape(2, 3)}, to="local")["w"]
+    >>> part.local.tolist(), part.shape
+    ([0, 1, 2, 3, 4, 5], (2, 3))
+    """
+    kind = Kind.named(to)
+    ranks = Ranks(group)
+    held = _together(ranks, f"describing the state to be made {to}", state, model)
+    tensors = converted(
+        dict(_parts(held)),
+        kind,
+        mesh=mesh,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        group=group,
+        budget=budget,
+    )
+    if kind is Kind.FULL and rank0_only and ranks.rank != 0:
+        return {}
+    built = _built(held.whole.tree, tensors)
+    return built if isinstance(built, dict) else {"": built}
+
+
+def load(
+    state: object,
+    target: S,
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    dtype: str | None = None,
+    model: nn.Module | None = None,
+    group: ProcessGroup | None = None,
+    budget: int = BUDGET_BYTES,
+) -> S:
+    """`target`, filled from a state of any kind that the ranks have in memory.
+
+    To be called by all ranks of `group`. As `ckpt.load`, with what `convert` takes in the place of
+    a checkpoint: names, optimizers without a step, `strict`, `rename`, `include`, `exclude` and
+    `dtype` mean the same, and so do the errors. The state of one rank alone, with nothing on the
+    others, fills the targets of all. Tensors travel from who has them to who wants them, within
+    `budget`.
+
+    Raises:
+        MismatchError: the two do not fit; all differences are listed. Nothing was touched.
+        LocalShapeError: a local tensor is not what its layout says. Nothing was touched.
+        RankError: another rank failed.
+
+    >>> load({"w": torch.ones(2), "step": 3}, {"w": torch.zeros(2), "step": 0})
+    {'w': tensor([1., 1.]), 'step': 3}
+    """
+    if dtype not in (None, "target"):
+        raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+    ranks = Ranks(group)
+    held = _together(ranks, "describing the state to be loaded", state, model)
+    selection = Selection.of(include, exclude)
+
+    def matching() -> tuple[Saved, Match]:
+        saved = Saved(_catalog(held.whole), rename)
+        return saved, match(saved, target, selection, dtype == "target")
+
+    (saved, matched), agreed = ranks.compare(
+        "matching the state with the target", matching, lambda found: (mark(found[1]),), 1
+    )
+    found = differences(ranks, matched, agreed.same[0])
+    ranks.attempt(
+        "comparing the state with the target",
+        lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
+    )
+    filling = _Filling(held, saved, ranks, group, budget)
+    filling.fill(matched.numbers)
+    ranks.attempt("comparing the numbers of the state", lambda: check_numbers(SOURCE, matched))
+    filling.fill(matched.wants)
+    return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
+
+
+def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> Together:
+    """The state of all ranks."""
+
+    def flattened() -> FlatState:
+        flat = flatten(with_names(state, model), ranks.mesh)
+        check_members(described_by(flat).tensors, ranks.mesh)
+        return flat
+
+    return together(ranks, stage, flattened)
+
+
+def _parts(held: Together) -> Iterator[tuple[str, Spread]]:
+    """All ranks' tensors by name, each as this rank has it."""
+    for name, tensor in held.whole.tensors.items():
+        leaf = held.flat.leaves.get(name)
+        if leaf is not None and leaf.layout == tensor.layout:
+            yield name, leaf.given
+        else:
+            yield name, LocalPart(_local(held, name), tensor.layout)
+
+
+def _local(held: Together, name: str) -> torch.Tensor:
+    """What this rank has of a tensor: perhaps nothing."""
+    leaf = held.flat.leaves.get(name)
+    if leaf is not None:
+        return leaf.local
+    return torch.empty(0, dtype=torch_dtype(held.whole.tensors[name].dtype.torch_name))
+
+
+def _built(tree: Tree, tensors: Mapping[str, Spread]) -> object:
+    """The nest, with these tensors in it."""
+    if isinstance(tree, TensorRef):
+        return tensors[tree.name]
+    if isinstance(tree, dict):
+        return {key: _built(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_built(item, tensors) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(_built(item, tensors) for item in tree)
+    return torch_dtype(tree.torch_name) if isinstance(tree, DType) else tree
+
+
+def _catalog(whole: Described) -> Catalog:
+    """The state as a catalog without files: names, shapes, dtypes and the nest."""
+    records = {
+        name: TensorRecord(name, tensor.shape, tensor.dtype, PieceTable(()), tensor.layout)
+        for name, tensor in whole.tensors.items()
+    }
+    return Catalog("memory", records, whole.tree, (), whole.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """Wants, filled from a state in memory."""
+
+    held: Together
+    saved: Saved
+    ranks: Ranks
+    group: ProcessGroup | None
+    budget: int
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """All are filled on all ranks, which may want different ones."""
+
+        def planning() -> dict[str, _Fill]:
+            return {want.name: self._fill(want) for want in wants}
+
+        fills, agreed = self.ranks.compare(
+            "planning to load", planning, lambda fills: (structure_mark(_described(fills)),), 1
+        )
+        wanted = _described(fills)
+        if not agreed.same[0]:
+            wanted = merge(self.ranks, wanted, structure_mark(wanted))
+        for batch in self.ranks.attempt("planning to load", lambda: list(self._batches(wanted))):
+            moves = (self._move(name, wanted, fills.get(name)) for name in batch)
+            redistribute(moves, group=self.group, budget=self.budget)
+            for name in batch:
+                if name in fills:
+                    fills[name].finish()
+
+    def _fill(self, want: Want) -> _Fill:
+        local, layout = describe(want.tensor, want.name, self.ranks.mesh)
+        return _Fill(local, StoredTensor(layout.shape, want.record.dtype, layout))
+
+    def _source(self, name: str) -> str:
+        """The name that a wanted tensor has in the state."""
+        ref = self.saved.leaves[name]
+        return ref.name if isinstance(ref, TensorRef) else name
+
+    def _batches(self, wanted: Described) -> Iterator[list[str]]:
+        """Names whose tensors may be staged together; what nobody holds is found here."""
+        batch: list[str] = []
+        nbytes = 0
+        for name, tensor in wanted.tensors.items():
+            exchange(self._have(name), tensor.layout, self.ranks.here)
+            if batch and nbytes + tensor.dtype.nbytes(tensor.shape) > STAGE_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(name)
+            nbytes += tensor.dtype.nbytes(tensor.shape)
+        if batch:
+            yield batch
+
+    def _have(self, name: str) -> Layout:
+        return self.held.whole.tensors[self._source(name)].layout
+
+    def _move(self, name: str, wanted: Described, fill: _Fill | None) -> Move:
+        source = _local(self.held, self._source(name))
+        into = source.new_empty(0) if fill is None else fill.stage(source.dtype)
+        return Move(name, source, self._have(name), into, wanted.tensors[name].layout)
+
+
+@dataclass(slots=True, eq=False)
+class _Fill:
+    """One tensor of the target on this rank."""
+
+    target: torch.Tensor
+    wanted: StoredTensor
+    staged: torch.Tensor | None = None
+
+    def stage(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is filled: the target itself, or memory of its own where that cannot be."""
+        if self.target.dtype == dtype and self.target.is_contiguous() and not is_lazy(self.target):
+            return self.target
+        self.staged = torch.empty(self.target.shape, dtype=dtype, device=self.target.device)
+        return self.staged
+
+    def finish(self) -> None:
+        """The target has what was staged for it."""
+        if self.staged is not None:
+            self.target.copy_(self.staged)
+            self.staged = None
+
+
+def _described(fills: Mapping[str, _Fill]) -> Described:
+    tensors = {name: fill.wanted for name, fill in fills.items()}
+    return Described(tensors, {}, {name: TensorRef(name) for name in fills})
