@@ -62,7 +62,8 @@ def connect() -> None:
 class _KnowsBoth(type):
     """The class of a class whose instances are those of torch's wrapper and of ours."""
 
-    theirs: Any
+    theirs: Any = None
+    """Torch's wrapper class, once it is known."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         from sharding.wrapper import FullyShardedDataParallel
