@@ -186,7 +186,7 @@ def _item(name: str, tensor: Spread, targets: _Targets) -> _Item:
     local, have = describe(tensor, name, targets.ranks.mesh)
     here = targets.ranks.here
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
-        return _Item(name, local, have, have, lambda part: _like(tensor, part))
+        return _Item(name, local, have, have, lambda part: dtensor_like(tensor, part))
     want = targets.layout(have)
     exchange(have, want, here)  # finds what nobody holds, while all can still be told
     if targets.kind is Kind.LOCAL:
@@ -213,7 +213,7 @@ def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
     )
 
 
-def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor that is placed as another is."""
     return DTensor.from_local(
         local,

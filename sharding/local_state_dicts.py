@@ -61,6 +61,24 @@ def record_of(bucket: FlatBucket, names: list[tuple[str, ...]]) -> Record:
     }
 
 
+def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Record:
+    """What a module's DTensors are in a local state dict: each a local tensor under its names."""
+    rank = dist.get_rank()
+    return {
+        "key": None,
+        "fqns": tuple(names),
+        "shapes": tuple(layout.local_shape(rank) for layout in layouts),
+        "offsets": (0,) * len(layouts),
+        "numel": sum(layout.numel for layout in layouts),
+        "shard_numel": 0,
+        "layouts": tuple(map(_written, layouts)),
+        "sharing": (rank,),
+        "replicating": (rank,),
+        "rank": rank,
+        "world_size": dist.get_world_size(),
+    }
+
+
 def local_parts(
     state: Mapping[str, Any], *, rank: int | None = None, world_size: int | None = None
 ) -> dict[str, object]:

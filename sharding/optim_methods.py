@@ -20,16 +20,9 @@ from sharding.policies import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
     StateDictSettings,
-    StateDictType,
 )
-from sharding.state_dict_settings import member_of
+from sharding.state_dict_settings import KIND_OF, member_of
 from sharding.state_dicts import settings_of
-
-_KINDS = {
-    StateDictType.FULL_STATE_DICT: Kind.FULL,
-    StateDictType.SHARDED_STATE_DICT: Kind.SHARDED,
-    StateDictType.LOCAL_STATE_DICT: Kind.LOCAL,
-}
 
 
 class OptimStateDicts:
@@ -54,7 +47,10 @@ class OptimStateDicts:
         settings = settings_of(model)
         config = settings.optim_state_dict_config
         wanted = Wanted(
-            _KINDS[settings.state_dict_type], _is_rank0_only(settings), config.offload_to_cpu, group
+            KIND_OF[settings.state_dict_type],
+            _is_rank0_only(settings),
+            config.offload_to_cpu,
+            group,
         )
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optim_state_of(model, optim, state, wanted)

@@ -116,6 +116,7 @@ def local_state_dicts(module: nn.Module) -> Iterator[None]:
     if not is_in_use():
         yield
         return
+    from sharding.dtensor_state_dicts import as_they_lie
     from sharding.front_door import front_doors
     from sharding.policies import StateDictType
     from sharding.state_dict_settings import checked_settings
@@ -124,7 +125,8 @@ def local_state_dicts(module: nn.Module) -> Iterator[None]:
     for door, _ in before:
         door.state_dict_settings = checked_settings(StateDictType.LOCAL_STATE_DICT, None, None)
     try:
-        yield
+        with as_they_lie(module):
+            yield
     finally:
         for door, settings in before:
             door.state_dict_settings = settings

@@ -90,8 +90,8 @@ def redistribute(
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
-    """A local tensor's elements in row-major order: in its own memory, where they lie so."""
-    return local.detach().reshape(-1)
+    """A local tensor's elements in row-major order, end to end: in its own memory, if they are."""
+    return local.detach().reshape(-1).contiguous()  # what `reshape` gives may have steps between
 
 
 @dataclass(slots=True)

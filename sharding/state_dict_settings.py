@@ -10,6 +10,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import TypeVar
 
+from sharding.kind import Kind
 from sharding.policies import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,6 +28,11 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+KIND_OF = {
+    StateDictType.FULL_STATE_DICT: Kind.FULL,
+    StateDictType.SHARDED_STATE_DICT: Kind.SHARDED,
+    StateDictType.LOCAL_STATE_DICT: Kind.LOCAL,
 }
 EnumT = TypeVar("EnumT", bound=Enum)
 ConfigT = TypeVar("ConfigT", StateDictConfig, OptimStateDictConfig)

@@ -27,10 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.chunk_bucket import local_of
+from sharding.dtensor_state_dicts import choose, chosen_for
 from sharding.errors import ShardingError
 from sharding.flat_bucket import FlatBucket
 from sharding.flat_states import FlatPart, by_rows
 from sharding.front_door import FrontDoor, front_door_of, front_doors
+from sharding.fsdp_module import FSDPModule
 from sharding.local_part import FLAT_PARAMETERS
 from sharding.local_state_dicts import check_loadable, record_of
 from sharding.policies import (
@@ -47,9 +49,6 @@ from sharding.strategies import sharing_of
 from sharding.torch_state_dict import connect
 from sharding.whole_parameters import WholeParameters
 
-_without_instances: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
-"""Of modules with other units: what is made of their optimizers' state."""
-
 
 def with_settings(
     module: nn.Module,
@@ -60,12 +59,10 @@ def with_settings(
     """Set the kind of state dicts of all instances in a module; what it was before."""
     before = settings_of(module)
     chosen = checked_settings(kind, config, optim_config)
-    _without_instances.pop(module, None)
     doors = list(front_doors(module))
     for door in doors:
         door.state_dict_settings = chosen
-    if not doors:
-        _without_instances[module] = chosen
+    choose(module, None if doors or chosen == default_settings_of(module) else chosen)
     return before
 
 
@@ -78,7 +75,14 @@ def settings_of(module: nn.Module) -> StateDictSettings:
                 "All FSDP modules must have the same state dict settings; got "
                 f"{found[0]} and {other}"
             )
-    return found[0] if found else _without_instances.get(module) or default_settings()
+    return found[0] if found else chosen_for(module) or default_settings_of(module)
+
+
+def default_settings_of(module: nn.Module) -> StateDictSettings:
+    """Full state dicts; sharded ones of a module whose parameters are DTensors."""
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
+    return default_settings()
 
 
 def mesh_given(door: FrontDoor) -> DeviceMesh | None:
