@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.flatten import FlatState, flatten
@@ -34,7 +35,7 @@ from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from sharding.describing import Spread, describe
 from sharding.kind import Kind
-from sharding.kinds import converted
+from sharding.kinds import converted, dtensor_like
 from sharding.layout import Layout
 from sharding.layout.exchange import exchange
 from sharding.local_part import LocalPart
@@ -74,10 +75,11 @@ def convert(
     Args:
         state: a module, an optimizer, a state dict, or a nest of these. An optimizer is named by
             the modules beside it. Ranks may have different entries, even none: what one rank alone
-            has reaches the others.
+            has reaches the others. (But a DTensor that is to stay as it is, stays where it is.)
         to: the kind.
         mesh: what sharded and local tensors are divided over: by rows, or by elements, over its
-            last dimension, and replicated along the others. Without it what is divided stays as it
+            last dimension, and replicated along the others, and along those of the mesh that it is
+            a slice of. Without it what is divided stays as it
             is divided, and the rest is divided over the group.
         model: the module that a state dict is of, where only it knows what is in it: torch's
             LOCAL_STATE_DICT has flat parameters without names.
@@ -98,8 +100,11 @@ def convert(
     kind = Kind.named(to)
     ranks = Ranks(group)
     held = _together(ranks, f"describing the state to be made {to}", state, model)
-    tensors = converted(
-        dict(_parts(held)),
+    kept = {}
+    if kind is Kind.SHARDED and mesh is None:
+        kept = _dtensors_as_they_are(held, ranks, offload_to_cpu)
+    tensors = kept | converted(
+        {name: tensor for name, tensor in _parts(held) if name not in kept},
         kind,
         mesh=mesh,
         rank0_only=rank0_only,
@@ -109,7 +114,7 @@ def convert(
     )
     if kind is Kind.FULL and rank0_only and ranks.rank != 0:
         return {}
-    built = _built(held.whole.tree, tensors)
+    built = _built(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
     return built if isinstance(built, dict) else {"": built}
 
 
@@ -188,6 +193,21 @@ def _parts(held: Together) -> Iterator[tuple[str, Spread]]:
             yield name, LocalPart(_local(held, name), tensor.layout)
 
 
+def _dtensors_as_they_are(held: Together, ranks: Ranks, to_cpu: bool) -> dict[str, DTensor | None]:
+    """What is a DTensor wherever there is some of it; None where this rank has none of it."""
+    names, leaves = list(held.whole.tensors), held.flat.leaves
+    stays = bytes(name not in leaves or isinstance(leaves[name].given, DTensor) for name in names)
+    kept: dict[str, DTensor | None] = {}
+    for name, flag in zip(names, ranks.common(stays), strict=True):
+        if flag:
+            leaf = leaves.get(name)
+            kept[name] = None
+            if leaf is not None and isinstance(leaf.given, DTensor):
+                local = leaf.local.cpu() if to_cpu else leaf.local
+                kept[name] = dtensor_like(leaf.given, local)
+    return kept
+
+
 def _local(held: Together, name: str) -> torch.Tensor:
     """What this rank has of a tensor: perhaps nothing."""
     leaf = held.flat.leaves.get(name)
@@ -199,9 +219,13 @@ def _local(held: Together, name: str) -> torch.Tensor:
 def _built(tree: Tree, tensors: Mapping[str, Spread]) -> object:
     """The nest, with these tensors in it."""
     if isinstance(tree, TensorRef):
-        return tensors[tree.name]
+        return tensors.get(tree.name)
     if isinstance(tree, dict):
-        return {key: _built(item, tensors) for key, item in tree.items()}
+        return {
+            key: _built(item, tensors)
+            for key, item in tree.items()
+            if not isinstance(item, TensorRef) or item.name in tensors
+        }
     if isinstance(tree, list):
         return [_built(item, tensors) for item in tree]
     if isinstance(tree, tuple):

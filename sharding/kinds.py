@@ -171,15 +171,29 @@ class _Targets:
         )
         if self.kind is Kind.LOCAL and self.mesh is None and is_divided:
             return have
-        over = world if self.mesh is None else mesh_of(self.mesh)
-        last: Placement = Shard(0)
+        over, axis = (world, 0) if self.mesh is None else _mesh_and_axis(self.mesh)
+        placements: list[Placement] = [Replicate()] * len(over.sizes)
+        placements[axis] = Shard(0)
         if self.kind is Kind.LOCAL:
-            last = FlatShard(0, max(1, -(-prod(shape) // over.sizes[-1])))
-        return Layout(shape, over, (*[Replicate()] * (len(over.sizes) - 1), last))
+            placements[axis] = FlatShard(0, max(1, -(-prod(shape) // over.sizes[axis])))
+        return Layout(shape, over, tuple(placements))
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
         """The mesh of sharded results."""
         return self.mesh or mesh_over(self.group, device.type)
+
+
+def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
+    """The ranks of a mesh and those that do the same beside it, and which axis is its last one.
+
+    Each rank is in another slice of the mesh that this one was taken from; all of them together are
+    what everybody sees.
+    """
+    root = mesh._get_root_mesh()
+    names = root.mesh_dim_names or ()
+    if mesh.mesh_dim_names and root.ndim > mesh.ndim and set(mesh.mesh_dim_names) <= set(names):
+        return mesh_of(root), names.index(mesh.mesh_dim_names[-1])
+    return mesh_of(mesh), mesh.ndim - 1
 
 
 def _item(name: str, tensor: Spread, targets: _Targets) -> _Item:

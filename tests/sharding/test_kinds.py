@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import ckpt
 from sharding import kinds, redistribute
 from sharding.errors import ShardingError
 from sharding.kind import Kind
@@ -176,6 +177,22 @@ def over_a_grid() -> bool:
 
 def test_a_mesh_of_two_dimensions_replicates_along_the_first(clusters: Any) -> None:
     assert all(clusters(4).run(over_a_grid))
+
+
+def over_a_slice() -> bool:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    for name in ("rows", "columns"):
+        rows = converted(whole(), Kind.SHARDED, mesh=grid[name])
+        assert rows["a"].device_mesh == grid[name]
+        assert rows["a"].to_local().shape[0] in (3, 4)
+        assert same(ckpt.state_dict.convert(rows, to="full"))
+        flat = converted(whole(), Kind.LOCAL, mesh=grid[name])
+        assert same(converted(flat, Kind.FULL))
+    return True
+
+
+def test_a_slice_of_a_mesh_is_replicated_along_the_rest_of_it(clusters: Any) -> None:
+    assert all(clusters(4).run(over_a_slice))
 
 
 def truncated() -> None:
