@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt.errors import StateError
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.flatten import FlatState, flatten
 from ckpt.ledger import Match, Want
@@ -25,7 +27,7 @@ from ckpt.loading import STAGE_BYTES, Patterns
 from ckpt.local_states import with_names
 from ckpt.match import match
 from ckpt.memory import is_lazy, torch_dtype
-from ckpt.ranks import Ranks
+from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.save_plan import Described, check_members
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
@@ -88,8 +90,9 @@ def convert(
         budget: bytes of tensors that travel at once; a larger tensor travels in parts.
 
     Raises:
-        ValueError: no such kind.
-        StateError: what no state dict holds, or ranks contradict each other.
+        ValueError: no such kind, or no such budget.
+        StateError: what no state dict holds, or ranks contradict each other, in what they have or
+            in their arguments (of budgets the first rank's counts).
         LocalShapeError: a local tensor is not what its layout says: a truncated shard.
         RankError: another rank failed; nothing has moved.
 
@@ -97,8 +100,16 @@ def convert(
     >>> part.local.tolist(), part.shape
     ([0, 1, 2, 3, 4, 5], (2, 3))
     """
-    kind = Kind.named(to)
     ranks = Ranks(group)
+
+    def reading() -> tuple[Kind, bytes]:
+        _check_budget(budget)
+        kind = Kind.named(to)
+        return kind, repr((kind, mesh is None, rank0_only)).encode()
+
+    (kind, _), agreed = ranks.compare("reading the arguments", reading, _mark_of, 1, budget)
+    _check_same_arguments(agreed.same[0])
+    budget = agreed.number
     held = _together(ranks, f"describing the state to be made {to}", state, model)
     kept = {}
     if kind is Kind.SHARDED and mesh is None:
@@ -147,11 +158,18 @@ def load(
     >>> load({"w": torch.ones(2), "step": 3}, {"w": torch.zeros(2), "step": 0})
     {'w': tensor([1., 1.]), 'step': 3}
     """
-    if dtype not in (None, "target"):
-        raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
     ranks = Ranks(group)
+
+    def reading() -> tuple[Selection, bytes]:
+        _check_budget(budget)
+        if dtype not in (None, "target"):
+            raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+        return Selection.of(include, exclude), repr(dtype).encode()
+
+    (selection, _), agreed = ranks.compare("reading the arguments", reading, _mark_of, 1, budget)
+    _check_same_arguments(agreed.same[0])
+    budget = agreed.number
     held = _together(ranks, "describing the state to be loaded", state, model)
-    selection = Selection.of(include, exclude)
 
     def matching() -> tuple[Saved, Match]:
         saved = Saved(_catalog(held.whole), rename)
@@ -170,6 +188,22 @@ def load(
     ranks.attempt("comparing the numbers of the state", lambda: check_numbers(SOURCE, matched))
     filling.fill(matched.wants)
     return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
+
+
+def _check_budget(budget: int) -> None:
+    """Raise ValueError for what is no number of bytes."""
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"a budget of {budget!r}: it is a number of bytes, at least 1")
+
+
+def _check_same_arguments(same: bool) -> None:
+    """Raise StateError where the ranks were not called alike."""
+    if not same:
+        raise StateError("the ranks were called with different arguments; call all of them alike")
+
+
+def _mark_of(read: tuple[object, bytes]) -> tuple[int]:
+    return (xxhash.xxh3_64_intdigest(read[1]) >> (64 - HASH_BITS),)
 
 
 def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> Together:
@@ -264,8 +298,9 @@ class _Filling:
         wanted = _described(fills)
         if not agreed.same[0]:
             wanted = merge(self.ranks, wanted, structure_mark(wanted))
+        apart = self._apart(fills)
         for batch in self.ranks.attempt("planning to load", lambda: list(self._batches(wanted))):
-            moves = (self._move(name, wanted, fills.get(name)) for name in batch)
+            moves = (self._move(name, wanted, fills.get(name), apart) for name in batch)
             redistribute(moves, group=self.group, budget=self.budget)
             for name in batch:
                 if name in fills:
@@ -297,8 +332,27 @@ class _Filling:
     def _have(self, name: str) -> Layout:
         return self.held.whole.tensors[self._source(name)].layout
 
-    def _move(self, name: str, wanted: Described, fill: _Fill | None) -> Move:
-        source = _local(self.held, self._source(name))
+    def _apart(self, fills: Mapping[str, _Fill]) -> dict[str, torch.Tensor]:
+        """Copies of what is in the memory of targets that something else is to fill."""
+        targets = {_memory(fill.target) for fill in fills.values() if fill.target.numel()}
+        found = {}
+        for name, fill in fills.items():
+            source = _local(self.held, self._source(name))
+            is_itself = source.data_ptr() == fill.target.data_ptr()
+            if source.numel() and _memory(source) in targets and not is_itself:
+                found[name] = source.clone()
+        return found
+
+    def _move(
+        self,
+        name: str,
+        wanted: Described,
+        fill: _Fill | None,
+        apart: Mapping[str, torch.Tensor],
+    ) -> Move:
+        source = apart.get(name)
+        if source is None:
+            source = _local(self.held, self._source(name))
         into = source.new_empty(0) if fill is None else fill.stage(source.dtype)
         return Move(name, source, self._have(name), into, wanted.tensors[name].layout)
 
@@ -323,6 +377,11 @@ class _Fill:
         if self.staged is not None:
             self.target.copy_(self.staged)
             self.staged = None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _described(fills: Mapping[str, _Fill]) -> Described:

@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -117,7 +118,9 @@ def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | No
             else entries
             for key, entries in _checked(saved)["state"].items()
         }
-        return [{**(saved or {}), "state": state}]
+        outlined = [{**(saved or {}), "state": state}]
+        pickle.dumps(outlined)  # finds what cannot travel, while all can still be told
+        return outlined
 
     objects = ranks.attempt(STAGE, outline)
     dist.broadcast_object_list(objects, src=ranks.mesh.rank((0,)), group=group)

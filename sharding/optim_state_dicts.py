@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ from sharding.state_dicts import mesh_given
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Entries of torch's optimizers that are one number for a parameter, even of no dimensions."""
 
+COMPARING = "comparing optimizers' states"
 Entries = dict[Any, Any]
 """What an optimizer keeps for one parameter."""
 
@@ -69,6 +71,10 @@ class Wanted:
     to_cpu: bool = False
     group: ProcessGroup | None = None
     """The ranks that call."""
+
+    def mark(self) -> int:
+        """A hash of what all of them must ask for."""
+        return crc32(repr((self.kind, self.rank0_only)).encode())
 
 
 @torch.no_grad()
@@ -95,12 +101,18 @@ def optim_state_of(
         return {"state": {**plan.entries, **plan.others}, **_groups(plan.known, state)}
     ranks = Ranks(wanted.group)
     plan, agreement = ranks.compare(
-        "describing an optimizer's state", planning, lambda plan: (plan.mark(),), 1
+        "describing an optimizer's state", planning, lambda plan: (plan.mark(), wanted.mark()), 2
     )
+    if not agreement.same[1]:
+        raise OptimizerMismatchError(
+            "the ranks ask for different state dicts of the optimizer: this one for a "
+            f"{wanted.kind.value} one with rank0_only={wanted.rank0_only}; set the same on all"
+        )
     if not agreement.same[0]:
+        ranks.attempt(COMPARING, lambda: pickle.dumps(plan.described))  # all of it can travel
         everyone: list[dict[str, _Described]] = [{} for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, plan.described, group=wanted.group)
-        ranks.attempt("comparing optimizers' states", lambda: plan.complete(everyone))
+        ranks.attempt(COMPARING, lambda: plan.complete(everyone))
     made = _rows(plan, wanted, module) if wanted.kind is Kind.SHARDED else {}
     made |= _converted(plan, wanted, made)
     if wanted.rank0_only and ranks.rank > 0:

@@ -31,7 +31,7 @@ from sharding.parameter import Parameter
 from sharding.ranks import Ranks
 from sharding.redistribute import Move, redistribute
 from sharding.sharded_tensor import is_sharded
-from sharding.state_dict_keys import OwnKeys
+from sharding.state_dict_keys import OwnKeys, state_key
 
 
 @dataclass(slots=True)
@@ -54,7 +54,8 @@ class _Given:
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
             for pairs in (self.near, self.spread, self.whole)
         ]
-        return crc32(repr(seen).encode())
+        lying = [held.layout for _, held in self.near]
+        return crc32(repr((seen, lying)).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,9 @@ class RowLoading:
                 "reading a sharded state dict", reading, lambda found: (found.mark(),), 1
             )
             if not agreement.same[0]:
+                path = state_key(self.inside).rstrip(".") or "the root"
                 raise ShardingError(
-                    f"{self.inside}: the ranks load sharded state dicts with other names, dtypes "
+                    f"{path}: the ranks load sharded state dicts with other names, dtypes "
                     "or placements; all of them load the same, each its own part"
                 )
         self._fill(given)

@@ -12,7 +12,7 @@ Rules:
    of it let go of each unit before the next is gathered.
 3. For a sharded one nothing is gathered, made or loaded (`sharding.flat_states`).
 4. What does not fit a local one is an error before anything is changed. What does not fit the
-   others is `load_state_dict`'s complaint, with whole shapes and the module's own names.
+   others is `load_state_dict`'s complaint, with whole shapes.
 """
 
 from __future__ import annotations

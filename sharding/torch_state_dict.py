@@ -134,4 +134,4 @@ def _names_in_flat(model: nn.Module, name: str) -> set[str] | None:
     if not isinstance(flat, FlatParameter):
         return None
     prefix = clean_name(f"{path}.") if path else ""
-    return {f"{prefix}{inside}" for inside in flat._fqns}
+    return {clean_name(f"{prefix}{inside}") for inside in flat._fqns}

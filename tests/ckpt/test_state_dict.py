@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import AdamW
 
 import ckpt
@@ -22,13 +22,7 @@ from sharding import redistribute
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from sharding.local_part import LocalPart
-from tests.ckpt.test_flat_modules import (
-    flat_dict,
-    other,
-    state_of,
-    train,
-    wrapped,
-)
+from tests.ckpt.wrappings import flat_dict, other, state_of, train, wrapped
 from tests.conftest import RankFailed
 
 KINDS = [kind.value for kind in Kind]
@@ -209,6 +203,29 @@ def test_a_mesh_says_what_sharded_and_local_tensors_are_divided_over(
     clusters(4).run(over_a_mesh)
 
 
+def stages() -> None:
+    """Pipeline stages: each half of the ranks has a tensor of its own, over a mesh of its own."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    stage = dist.get_rank() // 2
+    own = distribute_tensor(torch.arange(10.0) + stage, grid["shard"], [Shard(0)])
+    state = {f"stage-{stage}": own, "both": torch.ones(3), "step": 4}
+    rows = ckpt.state_dict.convert(state, to="sharded")
+    assert set(rows) == {f"stage-{stage}", "both", "step"}
+    assert rows[f"stage-{stage}"].device_mesh == grid["shard"]
+    full = ckpt.state_dict.convert(rows, to="full")
+    for number in (0, 1):
+        assert torch.equal(full[f"stage-{number}"], torch.arange(10.0) + number)
+    target = {f"stage-{1 - stage}": torch.zeros(10), "both": torch.zeros(3), "step": 0}
+    ckpt.state_dict.load(rows, target)
+    assert torch.equal(target[f"stage-{1 - stage}"], full[f"stage-{1 - stage}"])
+
+
+def test_pipeline_stages_keep_what_is_theirs_and_see_what_is_the_others(
+    clusters: Callable[[int], Any],
+) -> None:
+    clusters(4).run(stages)
+
+
 def groups() -> None:
     """Parameter groups with options of their own, one of them added late, a tensor for a rate."""
     model = wrapped("fully_shard")
@@ -331,6 +348,57 @@ def test_a_parameter_group_mismatch_is_an_error_that_names_the_group(
         assert "param_groups.0" in message
         assert "give the optimizer the same groups" in message
         assert untouched
+
+
+def wrong_on_one_rank(what: str) -> None:
+    """Arguments that only the last rank gets wrong."""
+    mine = dist.get_rank() == 1
+    if what == "kind":
+        ckpt.state_dict.convert({"w": torch.ones(2)}, to="flat" if mine else "full")
+    elif what == "other kind":
+        ckpt.state_dict.convert({"w": torch.ones(2)}, to="sharded" if mine else "full")
+    elif what == "budget":
+        ckpt.state_dict.convert({"w": torch.ones(2)}, to="full", budget=0 if mine else 8)
+    else:
+        dtype = "float32" if mine else None
+        ckpt.state_dict.load({"w": torch.ones(2)}, {"w": torch.ones(2)}, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("what", "other", "own"),
+    [
+        ("kind", "RankError", "ValueError"),
+        ("other kind", "StateError", "StateError"),
+        ("budget", "RankError", "ValueError"),
+        ("dtype", "RankError", "ValueError"),
+    ],
+)
+def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(
+    clusters: Callable[[int], Any], what: str, other: str, own: str
+) -> None:
+    with pytest.raises(RankFailed) as failed:
+        clusters(2).run(wrong_on_one_rank, what)
+    assert {rank: error[0] for rank, error in failed.value.errors.items()} == {0: other, 1: own}
+
+
+def budgets_that_differ() -> None:
+    state = trained("flat")
+    made = ckpt.state_dict.convert(state, to="sharded", budget=64 << dist.get_rank())
+    same(full_of(made), full_of(state))
+
+
+def test_budgets_may_differ_between_ranks(clusters: Callable[[int], Any]) -> None:
+    clusters(3).run(budgets_that_differ)
+
+
+def test_tensors_that_are_exchanged_within_one_memory_are_exchanged() -> None:
+    memory = torch.arange(6.0)
+    target = {"a": memory[:3], "b": memory[3:]}
+    ckpt.state_dict.load({"a": memory[3:], "b": memory[:3]}, target)
+    assert memory.tolist() == [3, 4, 5, 0, 1, 2]
+    swap = {"a": "b", "b": "a"}
+    ckpt.state_dict.load(ckpt.state_dict.convert(target, to="local"), target, rename=swap)
+    assert memory.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_kind_that_there_is_not_is_an_error_that_lists_those_there_are() -> None:

@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import sharding
+from tests.networks import Frozen
 
 KINDS = (
     "plain",
@@ -101,17 +102,6 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x * self.scale)))
 
 
-class Frozen(nn.Module):
-    """A layer that is not trained: a unit of its own, since torch flattens no mixed ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.turn(x)
-
-
 class Network(nn.Module):
     """An embedding that is the head's weight too, two blocks, a frozen layer, a single number."""
 
@@ -119,7 +109,7 @@ class Network(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList([Block(8), Block(9)])
-        self.frozen = Frozen()
+        self.frozen = Frozen(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
         self.head.weight = self.embedding.weight
         self.gain = nn.Parameter(torch.rand(()) + 0.5)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.ckpt.test_flat_modules import state_of, train
+from sharding import FullyShardedDataParallel
+from tests.ckpt.wrappings import state_of, train
 
 OURS = ["fully_shard", "flat", "original", "composable", "flat NO_SHARD", "original SHARD_GRAD_OP"]
 ALL = [*OURS, "fsdp2", "ddp"]
@@ -191,6 +193,22 @@ def test_torch_s_clip_grad_norm_clips_what_fully_shard_sharded(
     assert ours == theirs
     assert ours[0] == pytest.approx(clipped("unsharded"), rel=1e-5)
     assert ours[0][1] == pytest.approx(0.01, rel=1e-3)
+
+
+def behind_checkpointing() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), nn.Linear(3, 2))
+    model[0] = FullyShardedDataParallel(model[0])
+    model = FullyShardedDataParallel(model)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    found = get_optimizer_state_dict(model, optim)
+    assert sorted(found["state"]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    set_optimizer_state_dict(model, optim, found)
+
+
+def test_names_are_clean_behind_activation_checkpointing(clusters: Callable[[int], Any]) -> None:
+    clusters(2).run(behind_checkpointing)
 
 
 def test_a_module_of_neither_runtime_is_what_it_was_to_torch() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,13 @@ from sharding.layout import Box, Copy, Layout, Replicate, Shape, copies_to
 from sharding.layout.exchange import everyone_with, exchange, windows
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
+Pairs = st.SearchStrategy[tuple[Layout, Layout]]
+
+
+@pytest.fixture(scope="module")
+def pairs(shapes: st.SearchStrategy[Shape], layouts_of: LayoutsOf) -> Pairs:
+    """Two layouts of one shape: what ranks have, and what they want."""
+    return shapes.flatmap(lambda shape: st.tuples(layouts_of(shape), layouts_of(shape)))
 
 
 def _key(copy: Copy) -> tuple[object, ...]:
@@ -20,12 +28,11 @@ def _key(copy: Copy) -> tuple[object, ...]:
 
 
 def test_what_a_rank_sends_another_is_what_that_one_receives_in_the_same_order(
-    shapes: st.SearchStrategy[Shape], layouts_of: LayoutsOf
+    pairs: Pairs,
 ) -> None:
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        shape = data.draw(shapes)
-        have, want = data.draw(layouts_of(shape)), data.draw(layouts_of(shape))
+    @given(pairs)
+    def check(pair: tuple[Layout, Layout]) -> None:
+        have, want = pair
         ranks = sorted({*have.mesh.ranks(), *want.mesh.ranks()})
         parts = {rank: exchange(have, want, rank) for rank in ranks}
         for source in ranks:
@@ -40,13 +47,10 @@ def test_what_a_rank_sends_another_is_what_that_one_receives_in_the_same_order(
     check()
 
 
-def test_a_rank_takes_from_itself_whatever_it_has(
-    shapes: st.SearchStrategy[Shape], layouts_of: LayoutsOf
-) -> None:
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        shape = data.draw(shapes)
-        have, want = data.draw(layouts_of(shape)), data.draw(layouts_of(shape))
+def test_a_rank_takes_from_itself_whatever_it_has(pairs: Pairs) -> None:
+    @given(pairs)
+    def check(pair: tuple[Layout, Layout]) -> None:
+        have, want = pair
         for rank in want.mesh.ranks():
             held = [piece.box for piece in have.pieces(rank)]
             for copy in exchange(have, want, rank).receives:
@@ -57,18 +61,17 @@ def test_a_rank_takes_from_itself_whatever_it_has(
 
 
 def test_windows_cover_a_tensor_once_and_an_exchange_within_them_is_the_exchange(
-    shapes: st.SearchStrategy[Shape], layouts_of: LayoutsOf
+    pairs: Pairs,
 ) -> None:
-    @given(st.data(), st.integers(1, 20))
-    def check(data: st.DataObject, most: int) -> None:
-        shape = data.draw(shapes)
-        seen = np.zeros(shape, dtype=int)
-        boxes = list(windows(shape, most))
+    @given(pairs, st.integers(1, 20))
+    def check(pair: tuple[Layout, Layout], most: int) -> None:
+        have, want = pair
+        seen = np.zeros(have.shape, dtype=int)
+        boxes = list(windows(have.shape, most))
         for box in boxes:
             assert box.numel <= most
             seen[_slices(box)] += 1
         assert (seen == 1).all()
-        have, want = data.draw(layouts_of(shape)), data.draw(layouts_of(shape))
         for rank in want.mesh.ranks():
             whole = exchange(have, want, rank)
             parts = [whole.within(box) for box in boxes]

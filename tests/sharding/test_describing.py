@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sharding
 from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from sharding.describing import describe, describe_module, flat_members, part_of
+from sharding.describing import describe_module, flat_members, part_of
 from sharding.errors import ShardingError
-from sharding.layout import Layout, Mesh
 from sharding.local_part import LocalPart
+from tests.sharding.pieces import Held, Parameters, held, whole
 from tests.sharding.wrapper_models import (
     full_parameters,
     loss_of,
@@ -30,59 +30,6 @@ from tests.sharding.wrapper_models import (
     sgd,
     wrapped,
 )
-
-Held = dict[str, tuple[np.ndarray, Layout]]
-"""By name, the elements of a rank's local storage, and the layout."""
-
-
-def held(module: nn.Module) -> Held:
-    """All tensors that a module is said to have on this rank."""
-    world = Mesh.grid(("world",), (dist.get_world_size(),))
-    found = {}
-    for name, entry in describe_module(module).items():
-        assert isinstance(entry, torch.Tensor | LocalPart)
-        local, layout = describe(entry, name, world)
-        found[name] = local.reshape(-1).numpy().copy(), layout
-    return found
-
-
-def whole(name: str, ranks: list[Held]) -> np.ndarray:
-    """A tensor from the pieces of all ranks, of which every element has as many as replicas."""
-    layout = ranks[0][name][1]
-    found = np.full(layout.shape, np.nan)
-    counts = np.zeros(layout.shape, dtype=int)
-    for rank, tensors in enumerate(ranks):
-        local, own = tensors[name]
-        assert own.shape == layout.shape
-        assert sum(piece.box.numel for piece in own.pieces(rank)) == local.size
-        for piece in own.pieces(rank):
-            at = tuple(slice(lo, hi) for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True))
-            sizes = [hi - lo for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True)]
-            strides = [8 * stride for stride in piece.strides]
-            start = local.astype(np.float64)[piece.at :]
-            values = np.lib.stride_tricks.as_strided(start, sizes, strides)
-            assert np.all(np.isnan(found[at]) | (found[at] == values)), name
-            found[at] = values
-            counts[at] += 1
-    assert counts.min(initial=1) >= 1
-    assert len(set(counts.flat)) <= 1
-    return found
-
-
-class Parameters(nn.Module):
-    """Parameters of given shapes that count through, every other one in a module inside."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        first = 0
-        for index, shape in enumerate(shapes):
-            numel = int(np.prod(shape))
-            values = torch.arange(first, first + numel, dtype=torch.float64).reshape(shape)
-            (self if index % 2 else self.inner).register_parameter(
-                f"p{index}", nn.Parameter(values)
-            )
-            first += numel
 
 
 @cache
@@ -105,7 +52,7 @@ def flat(module: nn.Module, form: str, strategy: str) -> nn.Module:
 
 
 def held_of_shapes(shapes: list[tuple[int, ...]], form: str, strategy: str) -> Held:
-    return held(flat(Parameters(shapes), form, strategy))
+    return held(describe_module(flat(Parameters(shapes), form, strategy)))
 
 
 SHAPES = st.lists(
@@ -136,7 +83,6 @@ def test_the_pieces_of_all_ranks_tile_parameters_of_any_shape(
     plain = dict(Parameters(shapes).named_parameters())
     assert all(sorted(tensors) == sorted(plain) for tensors in found)
     for name, parameter in plain.items():
-        assert len({tensors[name][1] for tensors in found}) == 1
         np.testing.assert_array_equal(whole(name, found), parameter.detach().numpy())
 
 
@@ -152,7 +98,7 @@ def described_network(form: str, strategy: str) -> tuple[Held, dict[str, np.ndar
     optimizer = sgd(model)
     loss_of(model, 0).backward()
     optimizer.step()
-    found = held(model)
+    found = held(describe_module(model))
     if form == "fully_shard":
         wholes = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     else:
@@ -255,14 +201,13 @@ def over_tensor_parallelism(form: str, strategy: str) -> Held:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return held(
-        FullyShardedDataParallel(
-            model,
-            mesh["data"].get_group(),
-            sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=form == "original",
-        )
+    wrapper = FullyShardedDataParallel(
+        model,
+        mesh["data"].get_group(),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=form == "original",
     )
+    return held(describe_module(wrapper))
 
 
 @pytest.mark.parametrize("form", ["flat", "original"])
@@ -274,7 +219,8 @@ def test_the_pieces_tile_what_tensor_parallelism_divided_before(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3))
     for name, parameter in model.named_parameters():
-        np.testing.assert_array_equal(whole(name, found), parameter.detach().numpy())
+        tensor = whole(name, found, one_layout=False)
+        np.testing.assert_array_equal(tensor, parameter.detach().numpy())
 
 
 def parameters_by_themselves() -> list[tuple[str, str]]:

@@ -221,6 +221,30 @@ def test_ranks_that_give_different_names_are_told_so(clusters: Any) -> None:
     assert {error[0] for error in failed.value.errors.values()} == {"ShardingError"}
 
 
+STEPPED = {
+    "every other column": lambda: torch.arange(24.0).reshape(4, 6)[:, ::2],
+    "one column": lambda: torch.arange(24.0).reshape(4, 6)[:, 1],
+    "one element for all": lambda: torch.tensor(3.0).expand(5),
+    "transposed": lambda: torch.arange(24.0).reshape(4, 6).t(),
+}
+"""Tensors whose elements do not lie end to end."""
+
+
+def stepped_through(how: str, kind: Kind, budget: int) -> bool:
+    made = converted({"w": STEPPED[how]()}, kind, budget=budget)
+    back = converted(made, Kind.FULL, budget=budget)["w"]
+    return isinstance(back, torch.Tensor) and torch.equal(back, STEPPED[how]())
+
+
+@pytest.mark.parametrize("kind", [Kind.SHARDED, Kind.LOCAL])
+@pytest.mark.parametrize("how", STEPPED)
+def test_elements_that_do_not_lie_end_to_end_are_those_that_travel(
+    clusters: Any, how: str, kind: Kind
+) -> None:
+    for budget in (1, 64 << 20):
+        assert all(clusters(2).run(stepped_through, how, kind, budget))
+
+
 def test_sharded_tensors_need_a_process_group() -> None:
     with pytest.raises(ShardingError, match="init_process_group"):
         converted({"w": torch.zeros(3)}, Kind.SHARDED)

@@ -31,27 +31,19 @@ from sharding import (
     StateDictType,
 )
 from sharding.local_part import LocalPart
-from sharding.wrap import ModuleWrapPolicy
-
-FSDP = FullyShardedDataParallel
-WIDTH = 5
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
+from tests.networks import Block
+from tests.sharding.state_dict_forms import (
+    FLAT_FORMS,
+    FULL,
+    LOCAL,
+    SHARDED,
+    WIDTH,
+    in_form,
+    whole,
 )
 
-
-class Block(nn.Module):
-    """Two layers around a bend: a unit inside."""
-
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, inner)
-        self.down = nn.Linear(inner, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+FSDP = FullyShardedDataParallel
+FORMS = (*FLAT_FORMS, "fully_shard")
 
 
 class Network(nn.Module):
@@ -60,7 +52,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, WIDTH)
-        self.blocks = nn.ModuleList([Block(3), Block(4)])
+        self.blocks = nn.ModuleList([Block(3, WIDTH), Block(4, WIDTH)])
         self.turn = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.idle = nn.Linear(2, 2)
         self.gain = nn.Parameter(torch.tensor(0.75))
@@ -75,25 +67,11 @@ class Network(nn.Module):
         return self.head(self.outside(self.turn(x))) * self.gain
 
 
-FORMS = ("flat", "original", "composable", "fully_shard")
-
-
 def wrapped(form: str, seed: int = 0, **arguments: Any) -> nn.Module:
-    """A network under a form of the runtime; each block a unit, and `outside` ignored."""
+    """A network as it is, or in a form of the runtime; each block a unit, `outside` ignored."""
     torch.manual_seed(seed)
     model = Network()
-    policy = ModuleWrapPolicy({Block})
-    if form == "plain":
-        return model
-    if form == "fully_shard":
-        for block in model.blocks:
-            sharding.fully_shard(block)
-        return sharding.fully_shard(model, ignored_params=set(model.outside.parameters()))
-    arguments.setdefault("ignored_states", list(model.outside.parameters()))
-    if form == "composable":
-        return sharding.composable.fully_shard(model, policy=policy, **arguments)
-    arguments.setdefault("auto_wrap_policy", policy)
-    return FSDP(model, use_orig_params=form == "original", **arguments)
+    return model if form == "plain" else in_form(form, model, **arguments)
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -108,10 +86,6 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[
         optim.step()
         losses.append(loss.item())
     return losses
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def plain_state(make: Callable[[Any], torch.optim.Optimizer], steps: int = 2) -> dict[str, Any]:
@@ -217,18 +191,14 @@ def load_full(form: str, stored: bytes, first_only: bool) -> list[float]:
     state, saved = torch.load(io.BytesIO(stored), weights_only=True)
     assert isinstance(saved["param_groups"][0]["lr"], torch.Tensor)
     assert saved["param_groups"][1]["weight_decay"] == 0.0
-    model = wrapped(form, seed=1)
-    optim = grouped(model)
-    if form == "fully_shard":
+    if form == "fully_shard":  # it is sharded once it has loaded
         plain = wrapped("plain", seed=1)
         plain.load_state_dict(state)
-        model = plain
-        for block in model.blocks:
-            sharding.fully_shard(block)
-        sharding.fully_shard(model, ignored_params=set(model.outside.parameters()))
-        optim = grouped(model)
+        model = in_form(form, plain)
     else:
+        model = wrapped(form, seed=1)
         model.load_state_dict(state)
+    optim = grouped(model)
     given = copy.deepcopy(saved)
     if first_only:
         loaded = FSDP.scatter_full_optim_state_dict(
@@ -344,7 +314,7 @@ def resume(form: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-@pytest.mark.parametrize("form", ["flat", "original", "composable"])
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_training_goes_on_exactly_from_every_kind(clusters: Any, form: str, kind: str) -> None:
     clusters(3).run(resume, form, kind)
 
@@ -524,7 +494,7 @@ def local_alone(form: str) -> int:
     return len(parts)
 
 
-@pytest.mark.parametrize("form", ["flat", "original", "composable"])
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_local_state_is_the_optimizers_memory_and_asks_nobody(clusters: Any, form: str) -> None:
     assert clusters(2).run(local_alone, form)[1] >= 10
 
@@ -551,7 +521,7 @@ def on_a_grid(form: str) -> None:
         check_resume(form, model, optim, kind, state)
 
 
-@pytest.mark.parametrize("form", ["flat", "original", "composable"])
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_hybrid_state_is_over_both_dimensions_and_loads_again(clusters: Any, form: str) -> None:
     clusters(4).run(on_a_grid, form)
 
@@ -765,3 +735,50 @@ def test_an_optimizer_whose_state_cannot_be_divided_is_an_error_on_all_ranks(clu
         "RankError",
         "OptimizerMismatchError",
     }
+
+
+def of_different_kinds(form: str, rank0_only: bool) -> str:
+    model = wrapped(form)
+    optim = Adam(model.parameters(), lr=0.01)
+    train(model, optim, range(1))
+    is_second = dist.get_rank() == 1
+    try:
+        if rank0_only:
+            FSDP.full_optim_state_dict(model, optim, rank0_only=is_second)
+        else:
+            with FSDP.state_dict_type(model, SHARDED if is_second else FULL):
+                FSDP.optim_state_dict(model, optim)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("form", ["flat", "original"])
+def test_ranks_that_ask_for_different_kinds_are_told_so(
+    clusters: Any, form: str, rank0_only: bool
+) -> None:
+    for said in clusters(2).run(of_different_kinds, form, rank0_only):
+        assert said.startswith("OptimizerMismatchError")
+        assert "different state dicts" in said
+
+
+def state_that_cannot_travel() -> str:
+    model = wrapped("flat")
+    optim = Adam(model.parameters(), lr=0.01)
+    train(model, optim, range(1))
+    saved = FSDP.full_optim_state_dict(model, optim)
+    if dist.get_rank() == 0:
+        saved["param_groups"][0]["schedule"] = lambda step: step
+    try:
+        FSDP.scatter_full_optim_state_dict(saved, model, optim=optim)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_state_of_the_first_rank_that_cannot_be_sent_is_an_error_on_all(clusters: Any) -> None:
+    first, second = clusters(2).run(state_that_cannot_travel)
+    assert "pickle" in first
+    assert second.startswith("RankError")
+    assert first.partition(": ")[2] in second

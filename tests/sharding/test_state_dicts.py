@@ -31,29 +31,19 @@ from sharding.local_part import LocalPart
 from sharding.local_state_dicts import FLAT_PARAMETERS, local_parts
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
+from tests.networks import ScaledBlock
+from tests.sharding.state_dict_forms import (
+    FLAT_FORMS,
+    FULL,
+    LOCAL,
+    SHARDED,
+    WIDTH,
+    in_form,
+    whole,
+)
 
 FSDP = FullyShardedDataParallel
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
-FORMS = ("flat", "original", "composable")
-WIDTH = 5
 CPU = torch.device("cpu")
-
-
-class Block(nn.Module):
-    """Two layers around a bend, and a buffer: a unit inside."""
-
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, inner)
-        self.down = nn.Linear(inner, WIDTH)
-        self.register_buffer("scale", torch.linspace(0.5, 1.0, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x * self.scale)))
 
 
 class Network(nn.Module):
@@ -65,7 +55,7 @@ class Network(nn.Module):
         self.register_buffer("passing", torch.ones(3), persistent=False)
         self.gain = nn.Parameter(torch.tensor(0.75))
         self.embedding = nn.Embedding(7, WIDTH)
-        self.blocks = nn.ModuleList([Block(3), Block(4)])
+        self.blocks = nn.ModuleList([ScaledBlock(3, WIDTH), ScaledBlock(4, WIDTH)])
         self.turn = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.outside = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -92,17 +82,7 @@ def network(seed: int = 0) -> Network:
 
 def wrapped(form: str, seed: int = 0, **arguments: Any) -> Any:
     """A network in a form of the runtime; each block a unit, `outside` ignored."""
-    model = network(seed)
-    arguments.setdefault("ignored_states", list(model.outside.parameters()))
-    policy = ModuleWrapPolicy({Block})
-    if form == "composable":
-        return sharding.composable.fully_shard(model, policy=policy, **arguments)
-    arguments.setdefault("auto_wrap_policy", policy)
-    return FSDP(model, use_orig_params=form == "original", **arguments)
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return in_form(form, network(seed), **arguments)
 
 
 def assert_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -150,7 +130,7 @@ def save_and_load(form: str, kind: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_a_state_dict_is_the_plain_modules_and_loads_into_another(
     clusters: Any, form: str, kind: str, world_size: int
 ) -> None:
@@ -158,7 +138,7 @@ def test_a_state_dict_is_the_plain_modules_and_loads_into_another(
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_so_it_is_where_nothing_is_divided(clusters: Any, form: str, kind: str) -> None:
     clusters(2).run(save_and_load, form, kind, "NO_SHARD")
 
@@ -246,6 +226,26 @@ def test_ranks_that_load_other_names_are_told_so(clusters: Any) -> None:
         assert "other names, dtypes or placements" in message
 
 
+def differing_placements(form: str) -> None:
+    model = wrapped(form)
+    FSDP.set_state_dict_type(model, SHARDED)
+    state = model.state_dict()
+    name = "blocks.1.down.weight"
+    if dist.get_rank() == 1:
+        mesh = state[name].device_mesh
+        state[name] = DTensor.from_local(torch.zeros(state[name].shape), mesh, [Replicate()])
+    model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("form", ["flat", "original"])
+def test_ranks_that_load_other_placements_are_told_so_and_where(clusters: Any, form: str) -> None:
+    with pytest.raises(RankFailed) as failed:
+        clusters(2).run(differing_placements, form)
+    for name, message, _ in failed.value.errors.values():
+        assert name == "ShardingError"
+        assert message.startswith("blocks.1: the ranks load sharded state dicts with other")
+
+
 # --- Where instances are --------------------------------------------------------------------------
 
 
@@ -315,7 +315,7 @@ def tied_across_units(form: str) -> None:
         assert_state({name: state[name] for name in wanted}, wanted)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_a_weight_that_two_units_have_is_in_both_places(clusters: Any, form: str) -> None:
     clusters(2).run(tied_across_units, form)
 
@@ -369,7 +369,7 @@ def after_training(form: str) -> None:
                 assert torch.equal(whole(state[name]), value)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_mixed_precision_shows_in_no_state_dict(clusters: Any, form: str) -> None:
     clusters(2).run(after_training, form)
 
@@ -388,7 +388,7 @@ def while_summoned(form: str) -> None:
         assert whole(model.state_dict()["gain"]).item() == 1.75
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_they_are_the_same_inside_summon_full_params(clusters: Any, form: str) -> None:
     clusters(2).run(while_summoned, form)
 
@@ -425,7 +425,7 @@ def lines_of(complaint: str) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_it_complains_as_the_plain_module_does(clusters: Any, form: str, kind: str) -> None:
     for found in clusters(2).run(complaints, form, kind):
         assert len(found) == 6
@@ -469,7 +469,7 @@ def renamed(form: str) -> None:
     assert torch.equal(model.state_dict()["old"], wanted["old"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_hooks_of_modules_may_rename_what_a_full_state_dict_has(clusters: Any, form: str) -> None:
     clusters(2).run(renamed, form)
 
@@ -523,7 +523,7 @@ def memory(form: str) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_other_ranks_have_one_unit_whole_at_a_time_and_sharded_ones_none(
     clusters: Any, form: str
 ) -> None:
@@ -552,7 +552,7 @@ def own_memory(form: str) -> None:
             assert name.startswith("outside") or torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_values_are_in_memory_of_their_own_that_training_does_not_touch(
     clusters: Any, form: str
 ) -> None:
@@ -596,7 +596,7 @@ def local_alone(form: str) -> list[str] | None:
     return list(state)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_a_local_one_is_the_shards_themselves_says_what_they_are_and_asks_nobody(
     clusters: Any, form: str
 ) -> None:
@@ -657,7 +657,7 @@ def bad_local(form: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_a_local_one_that_does_not_fit_is_an_error_before_anything_is_changed(
     clusters: Any, form: str
 ) -> None:
@@ -715,7 +715,7 @@ def local_of(model: Any) -> Any:
         return model.state_dict()
 
 
-@pytest.mark.parametrize("form", [*FORMS, "groups"])
+@pytest.mark.parametrize("form", [*FLAT_FORMS, "groups"])
 def test_hybrid_ones_are_dtensors_over_both_dimensions(clusters: Any, form: str) -> None:
     clusters(4).run(over_a_mesh, form)
 
@@ -801,7 +801,7 @@ def from_the_first_rank() -> None:
     plain = network(1 + dist.get_rank())
     if dist.get_rank() == 0:
         plain.load_state_dict(state)
-    model = FSDP(plain, sync_module_states=True, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = FSDP(plain, sync_module_states=True, auto_wrap_policy=ModuleWrapPolicy({ScaledBlock}))
     assert_state(model.state_dict(), network().state_dict())
 
 
@@ -823,6 +823,6 @@ def interrupted(form: str) -> None:
     assert_state(model.state_dict(), network().state_dict())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FLAT_FORMS)
 def test_after_an_error_in_the_middle_the_next_one_is_right(clusters: Any, form: str) -> None:
     clusters(2).run(interrupted, form)

@@ -27,14 +27,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sharding.describing import describe, describe_module, flat_members, load_rest, part_of
-from sharding.layout import FlatShard, Layout, Mesh
+from sharding.layout import FlatShard, Mesh
 from sharding.layout import Shard as RowShard
-from sharding.local_part import LocalPart
 from sharding.torch_fsdp import named_parts
+from tests.sharding.pieces import Held, Parameters, held, whole
 
 CPU = torch.device("cpu")
-Held = dict[str, tuple[np.ndarray, Layout]]
-"""By name, the elements of a rank's local storage, and the layout."""
 
 
 class Block(nn.Module):
@@ -95,40 +93,6 @@ def step(model: nn.Module) -> None:
     optimizer.zero_grad()
 
 
-def held(entries: dict[str, object]) -> Held:
-    """Descriptions as values that travel."""
-    world = Mesh.grid(("world",), (dist.get_world_size(),))
-    found = {}
-    for name, entry in entries.items():
-        assert isinstance(entry, torch.Tensor | LocalPart)
-        local, layout = describe(entry, name, world)
-        found[name] = local.reshape(-1).numpy().copy(), layout
-    return found
-
-
-def whole(name: str, ranks: list[Held]) -> np.ndarray:
-    """A tensor from the pieces of all ranks, of which every element has as many as replicas."""
-    layout = ranks[0][name][1]
-    found = np.full(layout.shape, np.nan)
-    counts = np.zeros(layout.shape, dtype=int)
-    for rank, tensors in enumerate(ranks):
-        local, own = tensors[name]
-        assert own == layout
-        assert sum(piece.box.numel for piece in own.pieces(rank)) == local.size
-        for piece in own.pieces(rank):
-            at = tuple(slice(lo, hi) for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True))
-            sizes = [hi - lo for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True)]
-            strides = [8 * stride for stride in piece.strides]
-            start = local.astype(np.float64)[piece.at :]
-            values = np.lib.stride_tricks.as_strided(start, sizes, strides)
-            assert np.all(np.isnan(found[at]) | (found[at] == values)), name
-            found[at] = values
-            counts[at] += 1
-    assert counts.min(initial=1) >= 1
-    assert len(set(counts.flat)) <= 1
-    return found
-
-
 def full_state_dict(model: nn.Module) -> dict[str, np.ndarray]:
     """What torch gathers."""
     with warnings.catch_warnings():
@@ -183,21 +147,6 @@ def test_nothing_is_gathered_or_said_to_other_ranks(
 ) -> None:
     names = len(Network().state_dict())
     assert clusters(2).run(described_alone, original, strategy) == [names, 0]
-
-
-class Parameters(nn.Module):
-    """Parameters of given shapes that count through, every other one in a module inside."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        first = 0
-        for index, shape in enumerate(shapes):
-            numel = int(np.prod(shape))
-            values = torch.arange(first, first + numel, dtype=torch.float64).reshape(shape)
-            owner = self if index % 2 else self.inner
-            owner.register_parameter(f"p{index}", nn.Parameter(values))
-            first += numel
 
 
 def held_of_shapes(shapes: list[tuple[int, ...]], original: bool) -> Held:

@@ -16,33 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.networks import Block, Frozen
+
 CPU = torch.device("cpu")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 WORDS, WIDTH = 11, 6
-
-
-class Block(nn.Module):
-    """Two layers around a bend, added to what came in: a nested unit."""
-
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, inner)
-        self.down = nn.Linear(inner, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Frozen(nn.Module):
-    """A layer that is never trained: a nested unit as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Linear(WIDTH, WIDTH)
-        self.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.turn(x)
 
 
 class Network(nn.Module):
