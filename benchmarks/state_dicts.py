@@ -131,10 +131,16 @@ def _on_rank(rounds: int) -> tuple[dict[str, measure.Samples], int]:
     return samples, 3 * 4 * numel
 
 
-def _least_sent(kind: str, nbytes: int, world_size: int) -> float:
-    """Bytes that must go from rank to rank: everybody lacks all but its own part, or the first."""
+def _least_sent(kind: str, name: str, nbytes: int, world_size: int) -> str:
+    """MiB that must go from rank to rank: everybody lacks all but its own part, or the first does.
+
+    Not said where flat parameters become rows: what changes hands depends on where they begin.
+    """
+    if kind == SHARDED and ("wrapper" in name or name.startswith(FSDP1)):
+        return "–"
     lacking = nbytes * (world_size - 1) / world_size
-    return {FULL: lacking * world_size, FIRST: lacking}.get(kind, 0)
+    least = {FULL: lacking * world_size, FIRST: lacking}.get(kind, 0)
+    return f"{least / 2**20:,.0f}"
 
 
 def table(world_size: int, rounds: int) -> report.Table:
@@ -155,7 +161,7 @@ def table(world_size: int, rounds: int) -> report.Table:
                     report.spread([sample.seconds for sample in found]),
                     report.spread([mine.seconds / other.seconds for mine, other in pairs]),
                     f"{sent / 2**20:,.0f}",
-                    f"{_least_sent(kind, nbytes, world_size) / 2**20:,.0f}",
+                    _least_sent(kind, name, nbytes, world_size),
                     f"{max(sample.extra_bytes for sample in found) / 2**20:,.0f}",
                 ]
             )
