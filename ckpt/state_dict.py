@@ -10,38 +10,34 @@ modules, optimizers, or state dicts of any kind and of any runtime.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt.errors import StateError
+from ckpt.filling import Filling, held_locally
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.flatten import FlatState, flatten
-from ckpt.ledger import Match, Want
-from ckpt.loading import STAGE_BYTES, Patterns
+from ckpt.ledger import Match
+from ckpt.loading import Patterns
 from ckpt.local_states import with_names
 from ckpt.match import match
-from ckpt.memory import is_lazy, torch_dtype
+from ckpt.memory import torch_dtype
 from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.save_plan import Described, check_members
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
-from ckpt.together import Together, described_by, merge, structure_mark, together
+from ckpt.together import Together, described_by, together
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
-from formats.native.manifest import StoredTensor
-from sharding.describing import Spread, describe
+from sharding.describing import Spread
 from sharding.kind import Kind
 from sharding.kinds import converted, dtensor_like
-from sharding.layout import Layout
-from sharding.layout.exchange import exchange
 from sharding.local_part import LocalPart
-from sharding.redistribute import BUDGET_BYTES, Move, redistribute
+from sharding.redistribute import BUDGET_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -183,7 +179,7 @@ def load(
         "comparing the state with the target",
         lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
     )
-    filling = _Filling(held, saved, ranks, group, budget)
+    filling = Filling(held, saved, ranks, group, budget)
     filling.fill(matched.numbers)
     ranks.attempt("comparing the numbers of the state", lambda: check_numbers(SOURCE, matched))
     filling.fill(matched.wants)
@@ -224,7 +220,7 @@ def _parts(held: Together) -> Iterator[tuple[str, Spread]]:
         if leaf is not None and leaf.layout == tensor.layout:
             yield name, leaf.given
         else:
-            yield name, LocalPart(_local(held, name), tensor.layout)
+            yield name, LocalPart(held_locally(held, name), tensor.layout)
 
 
 def _dtensors_as_they_are(held: Together, ranks: Ranks, to_cpu: bool) -> dict[str, DTensor | None]:
@@ -240,14 +236,6 @@ def _dtensors_as_they_are(held: Together, ranks: Ranks, to_cpu: bool) -> dict[st
                 local = leaf.local.cpu() if to_cpu else leaf.local
                 kept[name] = dtensor_like(leaf.given, local)
     return kept
-
-
-def _local(held: Together, name: str) -> torch.Tensor:
-    """What this rank has of a tensor: perhaps nothing."""
-    leaf = held.flat.leaves.get(name)
-    if leaf is not None:
-        return leaf.local
-    return torch.empty(0, dtype=torch_dtype(held.whole.tensors[name].dtype.torch_name))
 
 
 def _built(tree: Tree, tensors: Mapping[str, Spread]) -> object:
@@ -274,116 +262,3 @@ def _catalog(whole: Described) -> Catalog:
         for name, tensor in whole.tensors.items()
     }
     return Catalog("memory", records, whole.tree, (), whole.aliases)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filling:
-    """Wants, filled from a state in memory."""
-
-    held: Together
-    saved: Saved
-    ranks: Ranks
-    group: ProcessGroup | None
-    budget: int
-
-    def fill(self, wants: Sequence[Want]) -> None:
-        """All are filled on all ranks, which may want different ones."""
-
-        def planning() -> dict[str, _Fill]:
-            return {want.name: self._fill(want) for want in wants}
-
-        fills, agreed = self.ranks.compare(
-            "planning to load", planning, lambda fills: (structure_mark(_described(fills)),), 1
-        )
-        wanted = _described(fills)
-        if not agreed.same[0]:
-            wanted = merge(self.ranks, wanted, structure_mark(wanted))
-        apart = self._apart(fills)
-        for batch in self.ranks.attempt("planning to load", lambda: list(self._batches(wanted))):
-            moves = (self._move(name, wanted, fills.get(name), apart) for name in batch)
-            redistribute(moves, group=self.group, budget=self.budget)
-            for name in batch:
-                if name in fills:
-                    fills[name].finish()
-
-    def _fill(self, want: Want) -> _Fill:
-        local, layout = describe(want.tensor, want.name, self.ranks.mesh)
-        return _Fill(local, StoredTensor(layout.shape, want.record.dtype, layout))
-
-    def _source(self, name: str) -> str:
-        """The name that a wanted tensor has in the state."""
-        ref = self.saved.leaves[name]
-        return ref.name if isinstance(ref, TensorRef) else name
-
-    def _batches(self, wanted: Described) -> Iterator[list[str]]:
-        """Names whose tensors may be staged together; what nobody holds is found here."""
-        batch: list[str] = []
-        nbytes = 0
-        for name, tensor in wanted.tensors.items():
-            exchange(self._have(name), tensor.layout, self.ranks.here)
-            if batch and nbytes + tensor.dtype.nbytes(tensor.shape) > STAGE_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(name)
-            nbytes += tensor.dtype.nbytes(tensor.shape)
-        if batch:
-            yield batch
-
-    def _have(self, name: str) -> Layout:
-        return self.held.whole.tensors[self._source(name)].layout
-
-    def _apart(self, fills: Mapping[str, _Fill]) -> dict[str, torch.Tensor]:
-        """Copies of what is in the memory of targets that something else is to fill."""
-        targets = {_memory(fill.target) for fill in fills.values() if fill.target.numel()}
-        found = {}
-        for name, fill in fills.items():
-            source = _local(self.held, self._source(name))
-            is_itself = source.data_ptr() == fill.target.data_ptr()
-            if source.numel() and _memory(source) in targets and not is_itself:
-                found[name] = source.clone()
-        return found
-
-    def _move(
-        self,
-        name: str,
-        wanted: Described,
-        fill: _Fill | None,
-        apart: Mapping[str, torch.Tensor],
-    ) -> Move:
-        source = apart.get(name)
-        if source is None:
-            source = _local(self.held, self._source(name))
-        into = source.new_empty(0) if fill is None else fill.stage(source.dtype)
-        return Move(name, source, self._have(name), into, wanted.tensors[name].layout)
-
-
-@dataclass(slots=True, eq=False)
-class _Fill:
-    """One tensor of the target on this rank."""
-
-    target: torch.Tensor
-    wanted: StoredTensor
-    staged: torch.Tensor | None = None
-
-    def stage(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is filled: the target itself, or memory of its own where that cannot be."""
-        if self.target.dtype == dtype and self.target.is_contiguous() and not is_lazy(self.target):
-            return self.target
-        self.staged = torch.empty(self.target.shape, dtype=dtype, device=self.target.device)
-        return self.staged
-
-    def finish(self) -> None:
-        """The target has what was staged for it."""
-        if self.staged is not None:
-            self.target.copy_(self.staged)
-            self.staged = None
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def _described(fills: Mapping[str, _Fill]) -> Described:
-    tensors = {name: fill.wanted for name, fill in fills.items()}
-    return Described(tensors, {}, {name: TensorRef(name) for name in fills})
