@@ -92,7 +92,8 @@ def convert(
         LocalShapeError: a local tensor is not what its layout says: a truncated shard.
         RankError: another rank failed; nothing has moved.
 
-    >>> part = convert({"w": torch.arange(6).reshape(2, 3)}, to="local")["w"]
+    >>> import ckpt, torch
+    >>> part = ckpt.state_dict.convert({"w": torch.arange(6).reshape(2, 3)}, to="local")["w"]
     >>> part.local.tolist(), part.shape
     ([0, 1, 2, 3, 4, 5], (2, 3))
     """
@@ -103,7 +104,7 @@ def convert(
         kind = Kind.named(to)
         return kind, repr((kind, mesh is None, rank0_only)).encode()
 
-    (kind, _), agreed = ranks.compare("reading the arguments", reading, _mark_of, 1, budget)
+    (kind, _), agreed = ranks.compare("reading the arguments", reading, _mark_of, 1, _count(budget))
     _check_same_arguments(agreed.same[0])
     budget = agreed.number
     held = _together(ranks, f"describing the state to be made {to}", state, model)
@@ -151,7 +152,8 @@ def load(
         LocalShapeError: a local tensor is not what its layout says. Nothing was touched.
         RankError: another rank failed.
 
-    >>> load({"w": torch.ones(2), "step": 3}, {"w": torch.zeros(2), "step": 0})
+    >>> import ckpt, torch
+    >>> ckpt.state_dict.load({"w": torch.ones(2), "step": 3}, {"w": torch.zeros(2), "step": 0})
     {'w': tensor([1., 1.]), 'step': 3}
     """
     ranks = Ranks(group)
@@ -162,7 +164,9 @@ def load(
             raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
         return Selection.of(include, exclude), repr(dtype).encode()
 
-    (selection, _), agreed = ranks.compare("reading the arguments", reading, _mark_of, 1, budget)
+    (selection, _), agreed = ranks.compare(
+        "reading the arguments", reading, _mark_of, 1, _count(budget)
+    )
     _check_same_arguments(agreed.same[0])
     budget = agreed.number
     held = _together(ranks, "describing the state to be loaded", state, model)
@@ -188,8 +192,13 @@ def load(
 
 def _check_budget(budget: int) -> None:
     """Raise ValueError for what is no number of bytes."""
-    if not isinstance(budget, int) or budget < 1:
+    if not _count(budget):
         raise ValueError(f"a budget of {budget!r}: it is a number of bytes, at least 1")
+
+
+def _count(budget: object) -> int:
+    """The number of bytes, or as many as ranks can tell one another; 0 for what is none."""
+    return min(budget, 1 << 61) if isinstance(budget, int) and budget > 0 else 0
 
 
 def _check_same_arguments(same: bool) -> None:

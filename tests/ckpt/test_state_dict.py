@@ -351,9 +351,11 @@ def test_a_parameter_group_mismatch_is_an_error_that_names_the_group(
 
 
 def wrong_on_one_rank(what: str) -> None:
-    """Arguments that only the last rank gets wrong."""
-    mine = dist.get_rank() == 1
-    if what == "kind":
+    """Arguments that only one rank gets wrong."""
+    mine = dist.get_rank() == (0 if what == "first budget" else 1)
+    if what == "first budget":
+        ckpt.state_dict.convert({"w": torch.ones(2)}, to="full", budget="many" if mine else 8)
+    elif what == "kind":
         ckpt.state_dict.convert({"w": torch.ones(2)}, to="flat" if mine else "full")
     elif what == "other kind":
         ckpt.state_dict.convert({"w": torch.ones(2)}, to="sharded" if mine else "full")
@@ -365,20 +367,21 @@ def wrong_on_one_rank(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "other", "own"),
+    ("what", "first", "second"),
     [
         ("kind", "RankError", "ValueError"),
         ("other kind", "StateError", "StateError"),
         ("budget", "RankError", "ValueError"),
+        ("first budget", "ValueError", "RankError"),
         ("dtype", "RankError", "ValueError"),
     ],
 )
 def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(
-    clusters: Callable[[int], Any], what: str, other: str, own: str
+    clusters: Callable[[int], Any], what: str, first: str, second: str
 ) -> None:
     with pytest.raises(RankFailed) as failed:
         clusters(2).run(wrong_on_one_rank, what)
-    assert {rank: error[0] for rank, error in failed.value.errors.items()} == {0: other, 1: own}
+    assert {rank: error[0] for rank, error in failed.value.errors.items()} == {0: first, 1: second}
 
 
 def budgets_that_differ() -> None:
