@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import AdamW
 
 import ckpt
-from sharding import redistribute
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from sharding.local_part import LocalPart
 from tests.ckpt.wrappings import flat_dict, other, state_of, train, wrapped
 from tests.conftest import RankFailed
+from tests.traffic import received_while
 
 KINDS = [kind.value for kind in Kind]
 WAYS = ["ddp", "fsdp2", "fully_shard", "flat", "original", "composable"]
@@ -145,27 +145,9 @@ def test_what_the_first_rank_has_alone_reaches_all(clusters: Callable[[int], Any
     clusters(3).run(from_rank_0)
 
 
-def moved_bytes(action: Callable[[], object]) -> int:
-    """Bytes of tensors that this rank receives meanwhile."""
-    received = [0]
-    before = redistribute._unpack
-
-    def counting(message: torch.Tensor, parts: Any) -> None:
-        received[0] += sum(part.numel() * part.itemsize for part in parts)
-        before(message, parts)
-
-    redistribute._unpack = counting
-    try:
-        action()
-    finally:
-        redistribute._unpack = before
-    return received[0]
-
-
 def local_costs(how: str) -> tuple[int, bool]:
     state = trained(how)
-    made: dict[Any, Any] = {}
-    moved = moved_bytes(lambda: made.update(ckpt.state_dict.convert(state, to="local")))
+    made, moved = received_while(lambda: ckpt.state_dict.convert(state, to="local"))
     seen = [p.to_local() if isinstance(p, DTensor) else p for p in state["model"].parameters()]
     own = {p.untyped_storage().data_ptr() for p in seen if p.numel()}
     # A buffer and a frozen layer of a unit of its own lie where they always did.

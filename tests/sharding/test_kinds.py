@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from sharding import kinds, redistribute
+from sharding import kinds
 from sharding.errors import ShardingError
 from sharding.kind import Kind
 from sharding.kinds import converted
@@ -19,6 +19,7 @@ from sharding.layout import FlatShard, Layout, Mesh
 from sharding.layout.copies import copies_to
 from sharding.local_part import LocalPart
 from tests.conftest import RankFailed
+from tests.traffic import received_while
 
 SHAPES = {"a": (7, 5), "b": (1,), "c": (), "d": (2, 3, 4), "e": (0, 3), "f": (13,)}
 DTYPES = {"a": "float32", "b": "bfloat16", "c": "int64", "d": "complex64", "e": "bool", "f": "int8"}
@@ -85,20 +86,8 @@ def test_full_is_plain_sharded_is_dtensors_and_local_is_parts(clusters: Any) -> 
 
 
 def counted(make: Any, kind: Kind) -> int:
-    """Bytes of messages that this rank receives while tensors become another kind."""
-    received = []
-    before = redistribute._unpack
-
-    def counting(message: torch.Tensor, parts: Any) -> None:
-        received.extend(part.nbytes for part in parts)
-        before(message, parts)
-
-    redistribute._unpack = counting
-    try:
-        converted(make, kind)
-    finally:
-        redistribute._unpack = before
-    return sum(received)
+    """Bytes that this rank receives while tensors become another kind."""
+    return received_while(lambda: converted(make, kind))[1]
 
 
 def traffic() -> dict[str, int]:

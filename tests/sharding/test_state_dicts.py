@@ -24,7 +24,6 @@ from sharding import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
-    redistribute,
 )
 from sharding.full_buffer import FullBuffer
 from sharding.local_part import LocalPart
@@ -41,6 +40,7 @@ from tests.sharding.state_dict_forms import (
     in_form,
     whole,
 )
+from tests.traffic import received_while
 
 FSDP = FullyShardedDataParallel
 CPU = torch.device("cpu")
@@ -163,19 +163,8 @@ class Drawn(nn.Module):
 
 def received_by(module: Any) -> tuple[dict[str, Any], int]:
     """A sharded state dict, and the bytes of messages that this rank got for it."""
-    sizes = []
-    before = redistribute._unpack
-
-    def counting(message: torch.Tensor, parts: Any) -> None:
-        sizes.extend(part.nbytes for part in parts)
-        before(message, parts)
-
-    redistribute._unpack = counting
-    try:
-        with FSDP.state_dict_type(module, SHARDED):
-            return module.state_dict(), sum(sizes)
-    finally:
-        redistribute._unpack = before
+    with FSDP.state_dict_type(module, SHARDED):
+        return received_while(module.state_dict)
 
 
 def drawn_shapes(seeds: range) -> None:
