@@ -30,6 +30,7 @@ from ckpt.stateful import (
     optimizer_entries,
     parameter_names,
 )
+from ckpt.subclass_state import is_composed
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
 from formats.errors import UnsupportedError
@@ -200,6 +201,11 @@ def _check_storable(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
         kinds = {tensor.is_nested: "nested", tensor.is_quantized: "quantized"}
         kind = kinds.get(True, tensor.layout)
         raise StateError(f"{_shown(path)}: a {kind} tensor cannot be stored: densify it")
+    if is_composed(tensor) or is_composed(getattr(tensor, "_local_tensor", None)):
+        raise StateError(
+            f"{_shown(path)}: a {type(tensor).__qualname__} is made of other tensors, and such are "
+            "stored only as an optimizer's state of a parameter that is not divided: store those"
+        )
 
 
 def _integer(value: int, path: tuple[object, ...]) -> int:

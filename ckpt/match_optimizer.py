@@ -28,6 +28,7 @@ from ckpt.match_slices import match_slices
 from ckpt.memory import torch_dtype
 from ckpt.saved import Missing, join
 from ckpt.stateful import STEP, optimizer_entries
+from ckpt.subclass_state import put_together, unknown_classes
 from formats.catalog import TensorRecord, TensorRef, Tree
 from sharding.dtensor import zeros_placed_like
 from sharding.members import NamedParameter
@@ -63,7 +64,7 @@ class _OptimizerMatch:
         }
 
         def install() -> object:
-            state = {index: step() for index, step in states.items()}
+            state = {index: put_together(step()) for index, step in states.items()}
             state = {index: entries for index, entries in state.items() if entries}
             rest = {key: step() for key, step in others.items()}
             self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
@@ -192,6 +193,13 @@ class _OptimizerMatch:
         if isinstance(saved, Missing):
             return dict
         self.ledger.used.update(below)
+        for unknown in unknown_classes(saved):
+            self.ledger.differ(
+                where,
+                "structure",
+                f"has tensors of the class {unknown} in the checkpoint, which this program has not "
+                "imported; import it before loading",
+            )
 
         def like(entry: str, record: TensorRecord) -> torch.Tensor:
             key = entry[len(where) + 1 :]

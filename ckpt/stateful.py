@@ -12,7 +12,8 @@ Rules:
 3. State that has the shape of a flat parameter is divided among the names as the parameter is; a
    single number (`step`) belongs to each of them. Where a rank has nothing of a parameter and its
    optimizer keeps nothing for it, there is no entry either.
-4. Anything else with `state_dict()` and `load_state_dict()` is its state dict.
+4. State that is a tensor made of other tensors is a dict of those (`ckpt.subclass_state`).
+5. Anything else with `state_dict()` and `load_state_dict()` is its state dict.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.saved import join
+from ckpt.subclass_state import taken_apart
 from sharding.describing import Spread, clean_name, describe_module, flat_members, is_divided
 from sharding.local_part import LocalPart
 from sharding.members import NamedParameter
@@ -148,7 +150,7 @@ def optimizer_entries(
     for key, value in packed["state"].items():
         if isinstance(key, int) and key < len(named):
             if not named[key].is_idle:
-                state |= _divided(named[key], value, path)
+                state |= _divided(named[key], _by_its_tensors(value), path)
         else:
             state[key] = value
     groups = [
@@ -157,6 +159,13 @@ def optimizer_entries(
     ]
     others = {k: v for k, v in packed.items() if k not in ("state", "param_groups")}
     return {"state": state, "param_groups": groups, **others}
+
+
+def _by_its_tensors(state: object) -> object:
+    """The state of one parameter, without tensors that are made of others."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: taken_apart(value) for key, value in state.items()}
 
 
 def _divided(named: NamedParameter, state: object, path: str) -> dict[object, object]:
