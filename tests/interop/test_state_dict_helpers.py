@@ -30,7 +30,6 @@ from sharding import FullyShardedDataParallel
 from tests.ckpt.wrappings import state_of, train
 
 OURS = ["fully_shard", "flat", "original", "composable", "flat NO_SHARD", "original SHARD_GRAD_OP"]
-ALL = [*OURS, "fsdp2", "ddp"]
 OPTIONS = [(full, cpu) for full in (False, True) for cpu in (False, True)]
 
 
