@@ -28,7 +28,7 @@ def open(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """The checkpoint at a path or URL, with nothing read but its description.
 
     Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
-    read out to whole chunks of 256 KiB; False reads the exact bytes. No process group is involved.
+    read out to whole chunks of 64 KiB; False reads the exact bytes. No process group is involved.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,7 @@ from formats.outgoing import OutgoingTensor
 from formats.safetensors_header import Header, build, parse
 from formats.storage import Buffer, FileWriter, Reader
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 64 << 10
 """Raw bytes of a chunk that is stored as it is: small, because a reader that needs a part of a
 chunk reads all of it to verify it."""
 COMPRESSED_CHUNK_BYTES = 1 << 20
