@@ -21,7 +21,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import attrgetter
+from operator import itemgetter
+from typing import NamedTuple
 
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.storage import Reader
@@ -69,8 +70,7 @@ BITS = {
 """Bits per element of each safetensors dtype. Below 8, a tensor still fills whole bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor in a header. Its data are the bytes `begin <= byte < end` of the data section."""
 
     name: str
@@ -135,7 +135,7 @@ def parse(data: bytes, file: str, file_size: int | None = None) -> Header:
     document = decode_object(data[PREFIX_BYTES:data_offset], f"{file}: the header")
     metadata = _metadata(document.pop(METADATA_KEY, None), file)
     found = [_entry(name, described, file) for name, described in document.items()]
-    found.sort(key=attrgetter("begin", "end"))
+    found.sort(key=_BEGIN_END)
     _check_covers(found, file)
     if file_size is not None:
         _check_end(found, file_size - data_offset, file)
@@ -190,6 +190,9 @@ def build(
         )
     data = length.to_bytes(PREFIX_BYTES, "little") + encoded.ljust(length)
     return data, Header(placed, dict(metadata), data_offset)
+
+
+_BEGIN_END = itemgetter(3, 4)
 
 
 def _header_length(prefix: bytes, file: str, file_size: int | None) -> int:

@@ -17,13 +17,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import add, gt
+from typing import NamedTuple
 
 import xxhash
 
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import DType, dtype_named
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.native.tree import Json, TensorNode, decode, encode
+from formats.native.tree import Json, decode, encode
 from sharding.layout import (
     FlatShard,
     Layout,
@@ -55,8 +57,7 @@ _PREFIX = b'{"digest":"'
 _HEX = re.compile(rb"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFile:
+class ShardFile(NamedTuple):
     """One file of one rank."""
 
     name: str
@@ -213,28 +214,26 @@ class _Loader:
             self._placements(entry, meshes)
             for entry in self._list(self._content.get("layouts"), "layouts")
         ]
-        files = [self._shard_file(f) for f in self._list(self._content.get("files"), "files")]
-        for what, values in (("file", [f.name for f in files]), ("rank", [f.rank for f in files])):
-            if len(set(values)) != len(values):
-                raise HostileError(f"{self._file}: a {what} stands twice in the list of files")
+        files = self._shard_files(self._list(self._content.get("files"), "files"))
         tensors: dict[str, StoredTensor] = {}
         aliases: dict[str, str] = {}
 
-        def found(node: TensorNode) -> TensorRef:
-            if node.name in tensors or node.name in aliases:
-                raise HostileError(f"{self._file}: two entries have the name {node.name!r}")
-            entry = self._dict(node.node, node.name)
-            if "$alias" in entry:
-                target = entry["$alias"]
-                if not isinstance(target, str):
-                    raise FormatError(f"{self._file}: {node.name}: an alias names another tensor")
-                aliases[node.name] = target
-                return TensorRef(target)
-            tensor = self._tensor(node.name, entry["$tensor"], layouts)
-            if self._stored and tensor.layout.mesh.size > len(files):
-                self._check_spread(node.name, tensor.layout, len(files))
-            tensors[node.name] = tensor
-            return TensorRef(node.name)
+        alike: dict[str, StoredTensor] = {}
+
+        def found(name: str, tag: str, value: Json) -> TensorRef:
+            if name in tensors or name in aliases:
+                raise HostileError(f"{self._file}: two entries have the name {name!r}")
+            if tag == "$alias":
+                if not isinstance(value, str):
+                    raise FormatError(f"{self._file}: {name}: an alias names another tensor")
+                aliases[name] = value
+                return TensorRef(value)
+            written = repr(value)
+            stored = alike.get(written)
+            if stored is None:  # most tensors of a model are like others
+                stored = alike[written] = self._tensor(name, value, layouts, len(files))
+            tensors[name] = stored
+            return TensorRef(name)
 
         tree = decode(self._content.get("state"), found)
         for name, target in aliases.items():
@@ -246,7 +245,7 @@ class _Loader:
         return Manifest(tensors, aliases, tree, files, {k: str(v) for k, v in writer.items()})
 
     def _tensor(
-        self, name: str, value: Json, layouts: list[tuple[Mesh, tuple[Placement, ...]]]
+        self, name: str, value: Json, layouts: list[tuple[Mesh, tuple[Placement, ...]]], files: int
     ) -> StoredTensor:
         entry = self._list(value, name)
         if len(entry) != 3:
@@ -263,9 +262,12 @@ class _Loader:
             raise FormatError(f"{self._file}: {name}: there is no layout {index}")
         mesh, placements = layouts[index]
         try:
-            return StoredTensor(shape, dtype, Layout(shape, mesh, placements))
+            layout = Layout(shape, mesh, placements)
         except ValueError as error:
             raise FormatError(f"{self._file}: {name}: {error}") from error
+        if self._stored and mesh.size > files:
+            self._check_spread(name, layout, files)
+        return StoredTensor(shape, dtype, layout)
 
     def _check_spread(self, name: str, layout: Layout, files: int) -> None:
         """Raise where more ranks than have a file hold a part: their number may be absurd."""
@@ -329,17 +331,46 @@ class _Loader:
                 return StridedShard(a, b) if kind == "SS" else FlatShard(a, b)
         raise FormatError(f"{self._file}: {str(value)[:80]!r} is not a placement")
 
-    def _shard_file(self, value: Json) -> ShardFile:
-        entry = self._list(value, "a file")
+    def _shard_files(self, rows: list[Json]) -> list[ShardFile]:
+        """The files, column by column: there may be many thousands."""
+        if not self._are_sound(rows):
+            for row in rows:
+                self._check_file(row)
+        files = [ShardFile._make(row) for row in rows]  # type: ignore[arg-type]
+        for what, values in (("file", {f.name for f in files}), ("rank", {f.rank for f in files})):
+            if len(values) != len(files):
+                raise HostileError(f"{self._file}: a {what} stands twice in the list of files")
+        return files
+
+    def _are_sound(self, rows: list[Json]) -> bool:
+        """False where `_check_file` would, or might, find something wrong with a row."""
+        if not rows:
+            return True
+        if set(map(type, rows)) != {list} or set(map(len, rows)) != {6}:  # type: ignore[arg-type]
+            return False
+        names, *numbers, digests = zip(*rows, strict=True)
+        if set(map(type, names)) != {str} or set(map(type, digests)) != {str}:
+            return False
+        if any(set(map(type, column)) != {int} or min(column) < 0 for column in numbers):
+            return False
+        _, sizes, headers, tables = numbers
+        return (
+            max(map(max, numbers)) <= MAX_SIZE
+            and not any(map(gt, map(add, headers, tables), sizes))
+            and all(map(_FILE_NAME.fullmatch, names))
+            and MANIFEST not in names
+        )
+
+    def _check_file(self, row: Json) -> None:
+        entry = self._list(row, "a file")
         if len(entry) != 6 or not isinstance(entry[5], str):
             raise FormatError(
                 f"{self._file}: a file is [name, rank, bytes, header bytes, table bytes, digest]"
             )
         name = check_file_name(entry[0], self._file)
-        rank, size, header, table = (self._integer(n, f"of {name}") for n in entry[1:5])
+        _, size, header, table = (self._integer(n, f"of {name}") for n in entry[1:5])
         if header + table > size:
             raise FormatError(f"{self._file}: {name}: header and table are larger than the file")
-        return ShardFile(name, rank, size, header, table, entry[5])
 
     def _dict(self, value: Json, what: str) -> dict[str, Json]:
         if not isinstance(value, dict):
@@ -352,7 +383,7 @@ class _Loader:
         return value
 
     def _integer(self, value: Json, what: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_SIZE:
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
             raise FormatError(f"{self._file}: {what} is {str(value)[:80]!r}, not a size")
         return value
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import TypeAlias
 
 from formats.catalog import Key, TensorRef, Tree
@@ -31,12 +30,8 @@ MAX_DEPTH = 200
 """How deep a state may nest."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorNode:
-    """A `$tensor` or `$alias` node found on the way through a tree."""
-
-    name: str
-    node: Json
+Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
+"""What stands in the tree for a tensor: of its name, the tag of its node and what the node says."""
 
 
 def join(path: str, key: object) -> str:
@@ -86,33 +81,44 @@ def _no_tensor(name: str, ref: TensorRef) -> Json:
     raise FormatError(f"{ref.name}: a tensor cannot be a key")
 
 
-def decode(node: Json, tensor: Callable[[TensorNode], TensorRef], path: str = "") -> Tree:
+def decode(node: Json, tensor: Found, path: str = "") -> Tree:
     """The tree of a JSON node; `tensor` is called for every tensor and alias, in order."""
     return _decode(node, tensor, path, 0)
 
 
-def _decode(node: Json, tensor: Callable[[TensorNode], TensorRef], path: str, depth: int) -> Tree:
-    if depth > MAX_DEPTH:
+def _decode(node: Json, tensor: Found, path: str, depth: int) -> Tree:
+    if isinstance(node, dict):
+        if len(node) == 1:
+            ((tag, value),) = node.items()
+            if tag in ("$tensor", "$alias"):
+                return tensor(path or ROOT, tag, value)
+            if tag.startswith("$"):
+                return _decode_tagged(tag, value, tensor, path, depth)
+        _check_depth(node, path, depth)
+        prefix = f"{path}." if path else ""
+        return {
+            key: _decode(item, tensor, prefix + key, depth + 1)
+            if isinstance(item, dict | list)
+            else item
+            for key, item in node.items()
+        }
+    return _decode_items(node, tensor, path, depth) if isinstance(node, list) else node
+
+
+def _decode_items(nodes: list[Json], tensor: Found, path: str, depth: int) -> list[Tree]:
+    _check_depth(nodes, path, depth)
+    return [_decode(item, tensor, join(path, i), depth + 1) for i, item in enumerate(nodes)]
+
+
+def _check_depth(node: Sized, path: str, depth: int) -> None:
+    """Raise HostileError where what is in a container lies deeper than MAX_DEPTH."""
+    if depth >= MAX_DEPTH and len(node):
         raise HostileError(f"manifest: {path[:80]}... nests deeper than {MAX_DEPTH}")
-    if isinstance(node, list):
-        return [_decode(item, tensor, join(path, i), depth + 1) for i, item in enumerate(node)]
-    if not isinstance(node, dict):
-        return node
-    if len(node) == 1:
-        tag, value = next(iter(node.items()))
-        if tag.startswith("$"):
-            return _decode_tagged(tag, value, tensor, path, depth)
-    return {k: _decode(item, tensor, join(path, k), depth + 1) for k, item in node.items()}
 
 
-def _decode_tagged(
-    tag: str, value: Json, tensor: Callable[[TensorNode], TensorRef], path: str, depth: int
-) -> Tree:
-    if tag in ("$tensor", "$alias"):
-        return tensor(TensorNode(path or ROOT, {tag: value}))
+def _decode_tagged(tag: str, value: Json, tensor: Found, path: str, depth: int) -> Tree:
     if tag == "$tuple" and isinstance(value, list):
-        items = enumerate(value)
-        return tuple(_decode(item, tensor, join(path, i), depth + 1) for i, item in items)
+        return tuple(_decode_items(value, tensor, path, depth))
     if tag == "$dict" and isinstance(value, list):
         return dict(_decode_pairs(value, tensor, path, depth))
     if tag == "$float" and value in ("nan", "inf", "-inf"):
@@ -123,7 +129,7 @@ def _decode_tagged(
         except ValueError as error:
             raise FormatError(f"manifest: {path}: $bytes is not base64: {error}") from error
     if tag == "$complex" and isinstance(value, list) and len(value) == 2:
-        real, imag = (_decode(part, tensor, path, depth + 1) for part in value)
+        real, imag = (_decode(part, tensor, path, depth) for part in value)
         if isinstance(real, float) and isinstance(imag, float):
             return complex(real, imag)
     if tag == "$dtype" and isinstance(value, str) and value in BY_NAME:
@@ -132,8 +138,9 @@ def _decode_tagged(
 
 
 def _decode_pairs(
-    pairs: list[Json], tensor: Callable[[TensorNode], TensorRef], path: str, depth: int
+    pairs: list[Json], tensor: Found, path: str, depth: int
 ) -> Iterator[tuple[Key, Tree]]:
+    _check_depth(pairs, path, depth)
     seen: set[Key] = set()
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2:
@@ -151,5 +158,5 @@ def _decode_pairs(
         yield key, _decode(pair[1], tensor, join(path, key), depth + 1)
 
 
-def _no_tensor_node(node: TensorNode) -> TensorRef:
-    raise FormatError(f"manifest: {node.name}: a tensor cannot be a key")
+def _no_tensor_node(name: str, tag: str, value: Json) -> TensorRef:
+    raise FormatError(f"manifest: {name}: a tensor cannot be a key")

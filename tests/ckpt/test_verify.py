@@ -1,6 +1,5 @@
 import random
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +163,7 @@ def test_a_manifest_that_speaks_of_what_no_file_has_is_reported(native):
     lost = StoredTensor((6,), BY_NAME["F32"], layout)
     tree = {**manifest.tree, "lost": TensorRef("lost")}
     tensors = {**manifest.tensors, "lost": lost}
-    files = [*manifest.files[:2], replace(manifest.files[2], rank=7)]
+    files = [*manifest.files[:2], manifest.files[2]._replace(rank=7)]
     path.write_bytes(dump(Manifest(tensors, {}, tree, files)))
     problems = verify(native).problems
     assert [(problem.tensor, problem.file) for problem in problems] == [
