@@ -10,8 +10,8 @@ Rules:
    Unverified, uncompressed bytes are read to the byte.
 2. What lies contiguously at both ends, uncompressed, is read straight into the target; only the
    chunks at its two ends, where they hold other bytes too, go through a scratch buffer.
-3. Memory beyond the targets is at most `workers * (SCRATCH_BYTES + one chunk)`, plus what one
-   chunk decompresses to.
+3. Memory beyond the targets is at most `workers * (SCRATCH_BYTES + one chunk)`, and as much again
+   for what is decompressed.
 4. What is read beyond the need is bounded: rows that lie further apart than `GAP_BYTES`, or one
    chunk, are read one by one; files are read in ascending order.
 5. No torch: targets are numpy arrays over somebody's memory.
@@ -321,22 +321,27 @@ class Transfer:
 
         extent = bite.request.extent
         where = f"{self._reader.url}/{extent.file}: {bite.request.name}"
-        parts: list[memoryview] = []
+        decoded = self._buffer(sum(chunk.raw_bytes for chunk in bite.chunks), "decoded")
+        done = 0
         for chunk in bite.chunks:
             at = chunk.offset - bite.lo
             data = stored[at : at + chunk.stored_bytes]
+            target = decoded[done : done + chunk.raw_bytes]
             if chunk.compressed:
-                data = decompress(data, chunk.raw_bytes, extent.itemsize, where)
-            parts.append(data)
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+                decompress(data, extent.itemsize, target, where)
+            else:
+                target[:] = data
+            done += chunk.raw_bytes
+        return decoded
 
-    def _buffer(self, nbytes: int) -> memoryview:
+    def _buffer(self, nbytes: int, use: str = "stored") -> memoryview:
         """This thread's scratch memory, aligned to any element; kept, for fresh memory is slow."""
-        held: Array | None = getattr(self._scratch, "array", None)
+        held: Array | None = getattr(self._scratch, use, None)
         if held is None or held.nbytes < nbytes:
-            self._scratch.array = held = None  # let go before there are two
+            held = None  # let go before there are two
+            setattr(self._scratch, use, held)
             held = np.empty(-(-max(nbytes, SCRATCH_BYTES) // 16) * 2, dtype=np.uint64)
-            self._scratch.array = held
+            setattr(self._scratch, use, held)
         return _bytes(held)[:nbytes]
 
 

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -30,6 +31,9 @@ from formats.native.manifest import ShardFile
 from formats.outgoing import OutgoingTensor
 from formats.safetensors_header import Header, build, parse
 from formats.storage import Buffer, FileWriter, Reader
+
+if TYPE_CHECKING:
+    from formats.native.codec import Effort
 
 CHUNK_BYTES = 64 << 10
 """Raw bytes of a chunk that is stored as it is: small, because a reader that needs a part of a
@@ -104,7 +108,7 @@ def write_shard(
 def _write_compressed(
     file: FileWriter, tensors: Sequence[OutgoingTensor], progress: Progress | None
 ) -> ShardSummary:
-    from formats.native.codec import compress
+    from formats.native.codec import Effort, compress
 
     chunk_counts = sum(-(-tensor.nbytes // COMPRESSED_CHUNK_BYTES) for tensor in tensors)
     table = _table_entry(chunk_counts)
@@ -115,26 +119,31 @@ def _write_compressed(
     records: list[bytes] = []
     entries = []
 
-    def pack(raw: memoryview, width: int) -> tuple[bytes, Buffer]:
-        stored: Buffer = compress(raw, width) or raw
-        return RECORD.pack(xxhash.xxh3_128_digest(stored), len(stored)), stored
+    def pack(raw: memoryview, width: int, try_it: bool) -> _Packed:
+        frame = compress(raw, width) if try_it else None
+        stored: Buffer = raw if frame is None else frame
+        shrank = frame is not None if try_it else None
+        return _Packed(RECORD.pack(xxhash.xxh3_128_digest(stored), len(stored)), stored, shrank)
 
     workers = min(4, os.cpu_count() or 1)
     with _Gather(file) as out, ThreadPoolExecutor(workers, "ckpt-compress") as pool:
         out.add(reserved)
         for tensor in tensors:
             stored_bytes = 0
-            pending: deque[Future[tuple[bytes, Buffer]]] = deque()
+            effort = Effort()
+            pending: deque[Future[_Packed]] = deque()
             for chunk, ends_block in _chunks(tensor, tensor.nbytes, COMPRESSED_CHUNK_BYTES):
-                pending.append(pool.submit(pack, chunk, tensor.dtype.component_bytes))
+                # By the chunks taken so far, not by those that happen to be done.
+                width, try_it = tensor.dtype.component_bytes, effort.tries_next()
+                pending.append(pool.submit(pack, chunk, width, try_it))
                 # What is not stable must be gone before the next block is asked for.
                 room = 0 if ends_block and not tensor.stable else 2 * workers
                 while len(pending) > room:
-                    stored_bytes += _take(pending, records, out)
+                    stored_bytes += _take(pending, records, out, effort)
                 if room == 0:
                     out.flush()
             while pending:
-                stored_bytes += _take(pending, records, out)
+                stored_bytes += _take(pending, records, out, effort)
             out.flush()
             entries.append((tensor.name, "U8", (stored_bytes,), stored_bytes))
             if progress is not None:
@@ -145,11 +154,25 @@ def _write_compressed(
     return summary
 
 
-def _take(pending: deque[Future[tuple[bytes, Buffer]]], records: list[bytes], out: _Gather) -> int:
-    record, stored = pending.popleft().result()
-    records.append(record)
-    out.add(stored)
-    return len(stored)
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """One chunk, ready to be written."""
+
+    record: bytes
+    stored: Buffer
+    shrank: bool | None
+    """None where compressing it was not tried."""
+
+
+def _take(
+    pending: deque[Future[_Packed]], records: list[bytes], out: _Gather, effort: Effort
+) -> int:
+    packed = pending.popleft().result()
+    if packed.shrank is not None:
+        effort.note(packed.shrank)
+    records.append(packed.record)
+    out.add(packed.stored)
+    return len(packed.stored)
 
 
 def _finish(out: _Gather, header: bytes, records: list[bytes]) -> ShardSummary:

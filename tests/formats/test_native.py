@@ -319,4 +319,29 @@ def test_what_is_compressed_decodes_to_what_it_was(width: int, elements: int, sp
         assert spread == 255 or len(raw) < 64
         return
     assert len(frame) < len(raw) - len(raw) // 32
-    assert bytes(codec.decompress(frame, len(raw), width, "here")) == raw
+    decoded = bytearray(len(raw))
+    codec.decompress(frame, width, memoryview(decoded), "here")
+    assert bytes(decoded) == raw
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_chunks_are_tried_until_three_do_not_shrink_and_then_one_in_sixteen(
+    shrinks: list[bool],
+) -> None:
+    effort, misses, idle = codec.Effort(), 0, 0
+    for shrank in shrinks:
+        tried = effort.tries_next()
+        assert tried == (misses < codec.MISSES or idle == codec.SAMPLE_EVERY - 1)
+        idle = 0 if tried else idle + 1
+        if tried:
+            effort.note(shrank)
+            misses = 0 if shrank else misses + 1
+
+
+def test_noise_is_stored_as_it_is_and_what_shrinks_after_it_is_found(tmp_path: Path) -> None:
+    noise = torch.randint(0, 256, (24 << 20,), dtype=torch.uint8)
+    state = {"w": torch.cat([noise, torch.zeros(40 << 20, dtype=torch.uint8)])}
+    ckpt.save(tmp_path, state, compress=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert 24 << 20 < file.stat().st_size < 48 << 20
+    assert torch.equal(ckpt.read(tmp_path)["w"], state["w"])
