@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ckpt.converting import convert
     from ckpt.diffing import diff
     from ckpt.errors import (
+        BackgroundError,
+        BusyError,
         CkptError,
         DamagedLoadError,
         ExistsError,
@@ -33,16 +35,20 @@ if TYPE_CHECKING:
         NotACheckpointError,
         PartialLoadError,
         RankError,
+        StateChangedError,
         StateError,
     )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
+    from ckpt.save_handle import Saved, SaveHandle
     from ckpt.saving import save
     from ckpt.verifying import verify
     from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 
 _WHERE = {
     "save": "ckpt.saving",
+    "SaveHandle": "ckpt.save_handle",
+    "Saved": "ckpt.save_handle",
     "load": "ckpt.loading",
     "open": "ckpt.lazy",
     "read": "ckpt.lazy",
@@ -53,6 +59,9 @@ _WHERE = {
     "verify": "ckpt.verifying",
     "CkptError": "ckpt.errors",
     "StateError": "ckpt.errors",
+    "StateChangedError": "ckpt.errors",
+    "BusyError": "ckpt.errors",
+    "BackgroundError": "ckpt.errors",
     "ExistsError": "ckpt.errors",
     "NotACheckpointError": "ckpt.errors",
     "MismatchError": "ckpt.errors",
@@ -66,6 +75,8 @@ _WHERE = {
 }
 
 __all__ = [
+    "BackgroundError",
+    "BusyError",
     "Checkpoint",
     "CkptError",
     "CorruptError",
@@ -77,6 +88,9 @@ __all__ = [
     "NotACheckpointError",
     "PartialLoadError",
     "RankError",
+    "SaveHandle",
+    "Saved",
+    "StateChangedError",
     "StateError",
     "TensorHandle",
     "UnsupportedError",

@@ -43,6 +43,24 @@ class StoreError(CkptError, OSError):
     kind = "store"
 
 
+class BusyError(CkptError):
+    """A save is in flight on some rank, and another was not to wait for it: that one is refused."""
+
+    kind = "busy"
+
+
+class StateChangedError(CkptError):
+    """A tensor was changed in place before it was copied; there is no checkpoint of it."""
+
+    kind = "state_changed"
+
+
+class BackgroundError(CkptError):
+    """An earlier save failed in the background, of which nobody had been told."""
+
+    kind = "background"
+
+
 class MismatchError(CkptError, ValueError):
     """Checkpoint and target do not fit together; the target was not touched.
 

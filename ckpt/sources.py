@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.store import Store, is_file, open_store, split_url
 from formats.catalog import Catalog
@@ -30,9 +31,11 @@ class Source:
 def open_source(url: str | os.PathLike[str]) -> Iterator[Source]:
     """The checkpoint at a path or URL, whatever its format; closed with the block.
 
-    Raises NotACheckpointError, saying what is there, when no known format is.
+    One that this process still saves in the background is waited for. Raises NotACheckpointError,
+    saying what is there, when no known format is.
     """
     text = os.fspath(url)
+    in_flight.before_loading(text)
     if is_file(text):
         folder, name = split_url(text)
         with open_store(folder) as store:

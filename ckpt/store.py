@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -98,6 +99,32 @@ def is_file(url: str | os.PathLike[str]) -> bool:
     folder, name = split_url(text)
     with open_store(folder) as store:
         return store.exists(name)
+
+
+def url_elsewhere(url: str | os.PathLike[str]) -> str | None:
+    """The URL by which another process on this machine reaches the same folder; None if none does.
+
+    Memory is this process's own, and so are drivers that the program registered itself and options
+    that it set.
+    """
+    text = os.fspath(url)
+    if "://" not in text and "::" not in text:
+        return os.path.abspath(text)
+    if text.startswith("file://"):
+        return text
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    for part in text.split("::"):
+        protocol = part.partition("://")[0]
+        known = str(known_implementations.get(protocol, {}).get("class", ""))
+        module, _, name = known.rpartition(".")
+        used = fsspec.registry.get(protocol)
+        if used is not None and used is not getattr(sys.modules.get(module), name, None):
+            return None
+        if protocol == "memory" or not known or fsspec.config.conf.get(protocol):
+            return None
+    return text
 
 
 class FsspecStore:

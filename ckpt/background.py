@@ -1,0 +1,142 @@
+"""A save after the call has returned: the rest of the copies, the writing, the commit.
+
+One thread of the trainer does the copies and then mostly waits: for the process that writes, for
+the other ranks. It touches no process group.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ckpt import in_flight
+from ckpt.ranks import attempt
+from ckpt.save_handle import SaveHandle
+from ckpt.save_steps import Plan, packed, write_manifest
+from ckpt.staging import Staging, optimizers, slots
+from ckpt.store import Store, open_store, url_elsewhere
+from ckpt.store_agreement import Failure, StoreAgreement
+from ckpt.workplace import Workplace, workplace
+from ckpt.write_job import WriteJob
+from ckpt.writers import write_here
+from formats.native.shard import Progress, ShardSummary
+
+
+def begin(
+    handle: SaveHandle,
+    state: object,
+    plan: Plan,
+    agreement: StoreAgreement | None,
+    progress: Progress | None,
+) -> None:
+    """Let a save go on by itself, once what must be copied at once has been.
+
+    `agreement` is None where there is one rank. Raises nothing: from here on errors are the
+    handle's, because the other ranks count on this one's report.
+    """
+    staged, error = attempt(lambda: _stage(plan, state))
+    save = _Save(handle, replace(plan, parts=()), agreement, progress)
+    in_flight.begin(handle)
+    # A daemon, because `in_flight` waits for it at exit, while it still can finish.
+    threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What the arena is being filled with."""
+
+    workplace: Workplace
+    staging: Staging
+    data: memoryview
+    tensors: list[tuple[str, tuple[int, ...], str]]
+
+
+def _stage(plan: Plan, state: object) -> _Staged:
+    place, found = workplace(), slots(plan.parts)
+    data = place.arena.reserve(found[-1].hi if found else 0)
+    tensors = [(slot.part.name, slot.part.shape, slot.part.dtype.name) for slot in found]
+    return _Staged(place, Staging(found, data, list(optimizers(state))), data, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """The part of a save that one thread does."""
+
+    _handle: SaveHandle
+    _plan: Plan
+    _agreement: StoreAgreement | None
+    _progress: Progress | None
+
+    def run(self, staged: list[_Staged], error: Exception | None) -> None:
+        """Copy, write, commit; what goes wrong is the handle's to tell."""
+        written: list[ShardSummary | None] = []
+        if error is None:
+            written, error = attempt(lambda: self._write(staged.pop()))
+        self._handle.mark_staged()
+        _, ended = attempt(lambda: self._end(written[0] if written else None, error))
+        self._handle.mark_finished(ended)
+
+    def _write(self, staged: _Staged) -> ShardSummary | None:
+        """This rank's shard file; None when there is nothing for it to write."""
+        url, place = self._handle.url, staged.workplace
+        elsewhere = url_elsewhere(url) if staged.tensors else None
+        # Started before the copies: while those are made, it imports what it needs.
+        writer = None if elsewhere is None else place.writer()
+        staged.staging.finish()
+        self._handle.mark_staged()
+        if not staged.tensors:
+            return None
+        self._handle.follow(place.arena.progress)
+        compress, name = self._plan.settings.compress, self._plan.file_name
+        job = WriteJob(elsewhere or url, name, compress, staged.tensors)
+        if writer is None:
+            return write_here(job, staged.data, place.arena, self._progress)
+        return writer.write(job, self._progress)
+
+    def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
+        """The checkpoint exists, or this raises what stands against it, as on all ranks."""
+        plan = self._plan
+        failure = None if error is None else Failure.of("writing", plan.rank, error)
+        with open_store(self._handle.url) as store:
+            if self._agreement is None:
+                failure, error = self._commit(store, [packed(written)], failure, error)
+            else:
+                self._agreement.report(packed(written), failure)
+                if plan.rank == 0:
+                    failure, error = self._lead(self._agreement, store, error)
+                else:
+                    failure = self._agreement.outcome()
+            if failure is None:
+                return
+            if written is not None and failure.stage == "writing":
+                with suppress(OSError):  # no manifest will ever refer to it
+                    store.delete(plan.file_name)
+        raise failure.raised() if error is None else error
+
+    def _lead(
+        self, agreement: StoreAgreement, store: Store, error: Exception | None
+    ) -> tuple[Failure | None, Exception | None]:
+        """What rank 0 does besides: commit if all have written, and tell all others."""
+        collected, lost = attempt(agreement.collect)
+        if lost is not None:
+            return Failure.of("writing", 0, lost), lost
+        records, failure = collected[0]
+        failure, error = self._commit(store, records, failure, error)
+        with suppress(RuntimeError):  # a store that is lost now changes nothing here any more
+            agreement.publish(failure)
+        return failure, error
+
+    def _commit(
+        self,
+        store: Store,
+        records: list[bytes],
+        failure: Failure | None,
+        error: Exception | None,
+    ) -> tuple[Failure | None, Exception | None]:
+        """Write the manifest where nothing has failed; how that went."""
+        if failure is None:
+            _, error = attempt(lambda: write_manifest(store, self._plan, records))
+            if error is not None:
+                failure = Failure.of("committing", self._plan.rank, error)
+        return failure, error

@@ -1,0 +1,113 @@
+"""The one save that this process has in the background, and what must not happen meanwhile.
+
+Rules:
+
+1. At most one is in flight. Whoever begins another waits for it, or is refused.
+2. An error that nobody has been told of is raised by the next save, or printed at exit.
+3. A normal exit of the interpreter waits for the save in flight. A forked child has none.
+4. Imports no torch: what only looks into checkpoints asks here as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import Protocol
+
+from ckpt.errors import BackgroundError
+
+
+class InFlight(Protocol):
+    """A save in the background, as others need to know it."""
+
+    url: str
+
+    def finished(self, timeout: float | None = None) -> bool:
+        """Whether it is over, well or not, within so many seconds; None waits for it."""
+        ...
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the state has been copied and may be changed."""
+        ...
+
+    def untold(self) -> Exception | None:
+        """The error it ended with, unless somebody has been told of it. Now somebody is."""
+        ...
+
+
+_last: InFlight | None = None
+_is_watching_exit = False
+
+
+def begin(save: InFlight) -> None:
+    """From now on this one is in flight; the one before is over."""
+    global _last, _is_watching_exit
+    _last = save
+    if not _is_watching_exit:
+        _is_watching_exit = True
+        _at_exit()
+
+
+def is_busy() -> bool:
+    """Whether a save is in flight."""
+    return _last is not None and not _last.finished(0)
+
+
+def url() -> str:
+    """The place of the last save in the background."""
+    return "" if _last is None else _last.url
+
+
+def wait() -> None:
+    """Return when no save is in flight; its error stays untold."""
+    if _last is not None:
+        _last.finished()
+
+
+def raise_untold() -> None:
+    """Raise BackgroundError if the last save in the background failed and nobody was told."""
+    error = None if _last is None else _last.untold()
+    if error is not None:
+        raise BackgroundError(
+            f"{url()}: the save in the background failed, there is no new checkpoint: "
+            f"{type(error).__name__}: {error}; this call has saved nothing, call it again"
+        ) from error
+
+
+def before_loading(place: str) -> None:
+    """Return when loading from a place neither misses a save in flight nor disturbs its copies."""
+    if _last is not None:
+        _last.wait_staged()
+        if _same(place, _last.url):
+            _last.finished()
+
+
+def _same(one: str, other: str) -> bool:
+    if "://" in one or "://" in other:
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.abspath(one) == os.path.abspath(other)
+
+
+def _finish_at_exit() -> None:
+    wait()
+    error = None if _last is None else _last.untold()
+    if error is not None:
+        sys.stderr.write(
+            f"ckpt: {url()}: the save in the background failed, there is no new checkpoint: "
+            f"{type(error).__name__}: {error}\n"
+        )
+
+
+def _at_exit() -> None:
+    # Before threads are shut down: writing may need some. `atexit` comes after that, and not at
+    # all in children of multiprocessing.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_finish_at_exit)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    global _last
+    _last = None

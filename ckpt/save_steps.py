@@ -1,0 +1,162 @@
+"""The steps of a save, blocking or not: agree on a plan; make a manifest of what was written.
+
+`agreed_plan` communicates: one all-reduce after describing (errors, a hash of the structure, the
+attempt's number), summaries only if the structures differ. `write_manifest` communicates nothing,
+so that it can run in the background.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from warnings import warn
+
+import torch
+
+from ckpt.commit import committed_files
+from ckpt.errors import ExistsError, StateError, StoreError
+from ckpt.flatten import FlatState, flatten
+from ckpt.own_parts import OwnPart, own_parts
+from ckpt.ranks import HASH_BITS, Ranks
+from ckpt.save_plan import Described, check_members, stored_layouts
+from ckpt.store import Store
+from ckpt.together import described_by, summary, together
+from ckpt.version import __version__
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
+from formats.native.shard import ShardSummary
+from sharding.layout import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user decided about one save."""
+
+    overwrite: bool
+    compress: bool
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One save that all ranks agreed on, as one of them sees it."""
+
+    parts: Sequence[OwnPart]
+    """What this rank writes, in the state's order."""
+    described: Described
+    """The whole state, in the layouts that it is stored in; the same on every rank."""
+    mesh: Mesh
+    """The ranks that save, by their rank in the default process group."""
+    rank: int
+    """This one among them."""
+    number: int
+    """The attempt's, the same on every rank."""
+    settings: Settings
+
+    @property
+    def file_name(self) -> str:
+        """Of this rank's shard file."""
+        return self.file_of(self.rank)
+
+    def file_of(self, rank: int) -> str:
+        """The name of a rank's shard file."""
+        return f"{self.number:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
+
+
+def agreed_plan(
+    ranks: Ranks, store: Store, state: object, settings: Settings, check: Callable[[], None]
+) -> Plan:
+    """The plan for saving `state`, the same on all ranks; or the error of one of them on all.
+
+    Called by all ranks. `check` may raise what stands against this save on this rank.
+    """
+
+    def described() -> FlatState:
+        check()
+        _check_place(ranks, store, settings)
+        flat = flatten(state, ranks.mesh)
+        check_members(described_by(flat).tensors, ranks.mesh)
+        return flat
+
+    mark = settings.compress.to_bytes(1, "little")
+    held = together(ranks, "describing the state", described, mark, secrets.randbits(HASH_BITS))
+    whole = held.whole
+    if not held.same_values:
+        _warn_of_values(ranks, whole)
+    tensors = stored_layouts(whole.tensors)
+    return Plan(
+        own_parts(held.flat, tensors, ranks.here),
+        Described(tensors, whole.aliases, whole.tree),
+        ranks.mesh,
+        ranks.rank,
+        held.number,
+        settings,
+    )
+
+
+def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
+    if ranks.rank == 0 and not settings.overwrite and store.exists(MANIFEST):
+        raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+    for key, text in settings.metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
+
+
+def _warn_of_values(ranks: Ranks, described: Described) -> None:
+    mine = summary(described)
+    if ranks.broadcast(mine, 0) != mine:
+        warn(
+            f"rank {ranks.rank} has other plain values in the state than rank 0, whose "
+            "values are stored; give what differs between ranks keys of its own",
+            stacklevel=4,
+        )
+
+
+def packed(summary: ShardSummary | None) -> bytes:
+    """What the manifest needs of a rank's file; nothing where the rank wrote none."""
+    if summary is None:
+        return b""
+    s = summary
+    return f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}".encode()
+
+
+def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
+    """The checkpoint exists when this returns. `records` has what each rank packed, by rank.
+
+    To be called by rank 0 alone, when all ranks have written.
+    """
+    settings = plan.settings
+    files = []
+    for rank, record in enumerate(records):
+        if record:
+            size, header, table, digest = record.decode().split()
+            summary = ShardSummary(int(size), int(header), int(table), digest)
+            files.append(summary.named(plan.file_of(rank), plan.mesh.rank((rank,))))
+    _check_all_are_seen(store, files)
+    old = committed_files(store) if settings.overwrite else []
+    writer = {
+        "ckpt": __version__,
+        "torch": torch.__version__,
+        "world_size": str(plan.mesh.size),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **settings.metadata,
+    }
+    described = plan.described
+    manifest = Manifest(described.tensors, described.aliases, described.tree, files, writer)
+    store.commit(MANIFEST, dump(manifest), replace=settings.overwrite)
+    for name in old:
+        with suppress(OSError):  # the new checkpoint is there; left-overs only take space
+            store.delete(name)
+
+
+def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> None:
+    """Raise StoreError when ranks wrote to a place of their own that has the same name."""
+    names = set(store.names()) if files else set()
+    unseen = [file.rank for file in files if file.name not in names]
+    if unseen:
+        raise StoreError(
+            f"{store.url}: rank 0 does not see what ranks {unseen[:8]} wrote, "
+            f"{len(unseen)} of {len(files)} files: save to a disk that all ranks share"
+        )

@@ -1,0 +1,196 @@
+"""A rank's part of a state on its way into the arena, some of it while training goes on.
+
+Rules:
+
+1. The arena gets what the rank writes and nothing else, in the order of the shard file's data.
+2. What is copied later than the call is what an optimizer of the state owns: its parameters and its
+   state. Nothing but its step changes those, and a hook before the step waits for the copies.
+   Everything else, and what is small, is copied before the call returns.
+3. A change that goes past the hook is found by the tensors' versions, and fails the save. What
+   leaves no trace in them, writes through `.data` or numpy, has to wait for `wait_staged` itself.
+4. The hook stays on its optimizer and does nothing between saves: taking it off from another thread
+   would change a dict that the optimizer may be going through.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.device_copies import DeviceCopies
+from ckpt.errors import StateChangedError
+from ckpt.own_parts import OwnPart
+from ckpt.stateful import MAX_DEPTH
+
+SMALL_BYTES = 64 << 10
+"""Parts up to this size are copied at once: as quickly as they are put off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part, and where it belongs in the arena."""
+
+    part: OwnPart
+    lo: int
+
+    @property
+    def hi(self) -> int:
+        """Where it ends."""
+        return self.lo + self.part.nbytes
+
+
+def slots(parts: Sequence[OwnPart]) -> list[Slot]:
+    """The parts end to end, in the order in which they lie in a shard file.
+
+    That is by falling size of their elements, so that each is aligned to it.
+    """
+    found, at = [], 0
+    for part in sorted(parts, key=lambda part: -part.dtype.itemsize):
+        found.append(Slot(part, at))
+        at += part.nbytes
+    return found
+
+
+def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
+    """The optimizers in a nest."""
+    if isinstance(state, Optimizer):
+        yield state
+    elif depth > MAX_DEPTH:
+        return
+    elif isinstance(state, Mapping):
+        for item in state.values():
+            yield from optimizers(item, depth + 1)
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from optimizers(item, depth + 1)
+
+
+class Staging:
+    """The copies of one save. Made in the caller's thread, finished in another."""
+
+    def __init__(self, found: Sequence[Slot], data: memoryview, owners: list[Optimizer]) -> None:
+        self._data = data
+        self._later: list[Slot] = []
+        self._versions: list[tuple[int, ...]] = []
+        self._done = threading.Event()
+        self._devices = DeviceCopies(data)
+        owned = _storages(owners)
+        for slot in found:
+            device = slot.part.leaf.local.device.type
+            if slot.part.nbytes > SMALL_BYTES and _storage(slot.part.leaf.local) in owned:
+                self._later.append(slot)
+            elif device == "cuda":
+                self._devices.start(slot.part, slot.lo)
+            else:
+                _copy(slot, data)
+        self._devices.finish()
+        self._versions = [_version(slot.part) for slot in self._later]
+        for slot in self._later:
+            if slot.part.leaf.local.device.type == "cuda":
+                self._devices.start(slot.part, slot.lo)
+        if self._later:
+            _hold_steps(self, owners)
+        else:
+            self._done.set()
+
+    def finish(self) -> None:
+        """Everything is copied when this returns; to be called once, by the thread that copies.
+
+        Raises StateChangedError naming a tensor that was changed meanwhile.
+        """
+        try:
+            for slot in self._later:
+                if slot.part.leaf.local.device.type != "cuda":
+                    _copy(slot, self._data)
+            self._devices.finish()
+            changed = [
+                slot.part.name
+                for slot, version in zip(self._later, self._versions, strict=True)
+                if _version(slot.part) != version
+            ]
+        finally:
+            self._later, self._versions, self._data = [], [], memoryview(b"")
+            self._devices = DeviceCopies(self._data)
+            self._done.set()
+        if changed:
+            raise StateChangedError(
+                f"{changed[0]}"
+                + (f" and {len(changed) - 1} more tensors were" if changed[1:] else " was")
+                + " changed in place, by something else than the step of an optimizer in the "
+                "state, before it was copied; call wait_staged() of the save's handle before that"
+            )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether everything is copied, within so many seconds."""
+        return self._done.wait(timeout)
+
+
+_holding: Staging | None = None
+_held: WeakSet[Optimizer] = WeakSet()
+
+
+def _hold_steps(staging: Staging, owners: Iterable[Optimizer]) -> None:
+    """From now on the optimizers' steps wait for this staging (rule 4)."""
+    global _holding
+    _holding = staging
+    for optimizer in owners:
+        if optimizer not in _held:
+            optimizer.register_step_pre_hook(_before_step)
+            _held.add(optimizer)
+
+
+def _before_step(*_: object) -> None:
+    if _holding is not None:
+        _holding.wait()
+
+
+def _copy(slot: Slot, data: memoryview) -> None:
+    """Copy a part from host memory, or from a device that has no stream of ours."""
+    part = slot.part
+    if part.is_in_memory:
+        local = part.leaf.local
+        source = local.data_ptr() + part.lo * part.dtype.itemsize
+        # Lets go of the interpreter's lock, starts no threads, and makes no tensor of the target.
+        ctypes.memmove(_address(data) + slot.lo, source, part.nbytes)
+        return
+    at = slot.lo
+    for block in part.blocks():
+        data[at : at + len(block)] = block
+        at += len(block)
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _storages(owners: Iterable[Optimizer]) -> set[int]:
+    """The memory of what the optimizers own, by address."""
+    found = set()
+    for optimizer in owners:
+        for group in optimizer.param_groups:
+            found |= {_storage(parameter) for parameter in group["params"]}
+        for state in optimizer.state.values():
+            if isinstance(state, Mapping):
+                found |= {_storage(v) for v in state.values() if isinstance(v, torch.Tensor)}
+    return found - {0}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory, of a DTensor its local one's; 0 where there is none."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return int(local.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # a tensor made of others
+        return 0
+
+
+def _version(part: OwnPart) -> tuple[int, ...]:
+    """Changes with every operation in place; a DTensor counts for itself, its local one not."""
+    given, local = part.leaf.given, part.leaf.local
+    return (local._version, given._version if isinstance(given, torch.Tensor) else 0)

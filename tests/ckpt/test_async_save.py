@@ -1,0 +1,213 @@
+"""A save in the background stores the state at the call, whatever training does meanwhile."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckpt
+from tests.ckpt.late_copies import SECONDS, late_copies
+from tests.ckpt.trainers import KINDS, Snapshot, snapshot, train, trainer
+
+
+def differences(one: Snapshot, other: Snapshot) -> list[str]:
+    """The names of what is not the same bit for bit; NaN stands where an optimizer has no state."""
+    assert one.keys() == other.keys()
+    return [
+        name
+        for name, tensor in one.items()
+        if not torch.allclose(tensor, other[name], rtol=0, atol=0, equal_nan=True)
+    ]
+
+
+def train_while_saving(kind: str, folder: str) -> list[str]:
+    """Forward and backward run before anything that can be put off is copied; then steps."""
+    source = trainer(kind, seed=0)
+    train(source, 0, 2)
+    before = snapshot(source)
+    state = {"model": source.model, "optim": source.optimizer, "step": 2}
+    with late_copies() as go:
+        optimizer, held = source.optimizer, []
+
+        def let_go(*_: object) -> None:
+            held.append(not handle._staged.is_set())
+            go.set()
+
+        # Stands before the hook that waits, so that this is the last moment before the step.
+        first = optimizer.register_step_pre_hook(let_go)
+        handle = ckpt.save(folder, state, blocking=False)
+        train(source, 2, 2)
+        first.remove()
+        assert held == [True, False]
+    handle.wait(SECONDS)
+    train(source, 4, 1)
+    target = trainer(kind, seed=1)
+    state = {"model": target.model, "optim": target.optimizer, "step": 0}
+    assert ckpt.load(folder, state)["step"] == 2
+    assert differences(snapshot(source), before)  # it did train on
+    return differences(snapshot(target), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_changes_nothing_of_what_is_stored(
+    clusters: Callable, tmp_path: Path, kind: str
+) -> None:
+    assert clusters(2).run(train_while_saving, kind, str(tmp_path)) == [[], []]
+
+
+def test_what_no_optimizer_owns_is_copied_before_the_call_returns(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(3)
+    loose, array, number = torch.arange(6.0), np.arange(4), {"n": 1}
+    strided = torch.arange(12.0).reshape(3, 4).T
+    state = {"model": model, "loose": loose, "array": array, "number": number, "t": strided}
+    with late_copies():
+        handle = ckpt.save(tmp_path, state, blocking=False)
+        model(torch.randn(5, 3))
+        for tensor in (*model.parameters(), loose, strided):
+            tensor.detach().zero_()
+        array[:] = 9
+        number["n"] = 9
+        handle.wait(SECONDS)
+    found: Any = ckpt.read(tmp_path)
+    assert found["model"]["running_mean"].equal(torch.zeros(3))
+    assert found["model"]["weight"].equal(torch.ones(3))
+    assert found["loose"].equal(torch.arange(6.0))
+    assert found["array"].equal(torch.arange(4))
+    assert found["number"] == {"n": 1}
+    assert found["t"].equal(torch.arange(12.0).reshape(3, 4).T)
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(40)).sum().backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.zero_, lambda p: nn.init.ones_(p)])
+def test_a_change_past_the_optimizer_fails_the_save_by_name(
+    tmp_path: Path, change: Callable
+) -> None:
+    model, optimizer = network()
+    with late_copies() as go:
+        handle = ckpt.save(tmp_path, {"model": model, "o": optimizer}, blocking=False)
+        with torch.no_grad():
+            change(model.weight)
+        go.set()
+        with pytest.raises(ckpt.StateChangedError, match=r"^model\.weight was changed in place"):
+            handle.wait(SECONDS)
+    with pytest.raises(ckpt.NotACheckpointError):
+        ckpt.read(tmp_path)
+    assert not list(tmp_path.iterdir())
+    ckpt.save(tmp_path, {"model": model})  # nothing is left to tell
+
+
+def test_after_wait_staged_everything_may_be_changed(tmp_path: Path) -> None:
+    model, optimizer = network()
+    weight = model.weight.detach().clone()
+    handle = ckpt.save(tmp_path, {"model": model, "o": optimizer}, blocking=False)
+    handle.wait_staged(SECONDS)
+    model.weight.data.zero_()
+    handle.wait(SECONDS)
+    assert ckpt.open(tmp_path)["model.weight"][:].equal(weight)
+
+
+def test_a_load_waits_for_the_copies_and_for_the_checkpoint_itself(tmp_path: Path) -> None:
+    model, optimizer = network()
+    weight = model.weight.detach().clone()
+    ckpt.save(tmp_path / "other", {"model": nn.Linear(40, 30)})
+    with late_copies() as go:
+        ckpt.save(tmp_path / "new", {"model": model, "o": optimizer}, blocking=False)
+        waiting = threading.Timer(0.01, go.set)
+        waiting.start()
+        ckpt.load(tmp_path / "other", {"model": model})
+        waiting.join(SECONDS)
+    assert not model.weight.equal(weight)
+    assert ckpt.open(tmp_path / "new")["model.weight"][:].equal(weight)
+
+
+def test_a_handle_says_how_far_the_save_is(tmp_path: Path) -> None:
+    model, optimizer = network()
+    told: list[int] = []
+    total = 4 * (40 * 30 + 30)
+    with late_copies() as go:
+        handle = ckpt.save(
+            tmp_path, {"m": model, "o": optimizer}, blocking=False, progress=told.append
+        )
+        assert handle.progress() == (0, total)
+        assert not handle.done()
+        with pytest.raises(TimeoutError, match="not copied after"):
+            handle.wait_staged(0.01)
+        with pytest.raises(TimeoutError, match=f"has written 0 of {total:,} bytes"):
+            handle.wait(0.01)
+        assert "in flight" in repr(handle)
+        go.set()
+        result = handle.result(SECONDS)
+    assert handle.done()
+    assert handle.progress() == (total, total)
+    assert (result.url, result.nbytes) == (str(tmp_path), total)
+    assert 0 < result.staged_seconds < result.seconds
+    assert sum(told) == total
+
+
+@pytest.mark.parametrize("url", ["{folder}", "file://{folder}", "memory://async"])
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_save_in_the_background_is_the_blocking_one_in_all_else(
+    tmp_path: Path, url: str, compress: bool
+) -> None:
+    place = url.format(folder=tmp_path)
+    state = {"w": torch.arange(300_000.0), "b": torch.ones(3, 2, dtype=torch.complex128).conj()}
+    options: Any = {"compress": compress, "metadata": {"run": "a"}, "overwrite": True}
+    ckpt.save(place, {"w": torch.zeros(2)}, overwrite=True)
+    ckpt.save(place, state, blocking=False, **options).wait(SECONDS)
+    found: Any = ckpt.read(place)
+    assert found["w"].equal(state["w"])
+    assert found["b"].equal(state["b"])
+    assert ckpt.open(place).metadata["run"] == "a"
+    assert not ckpt.verify(place).problems
+    with pytest.raises(ckpt.ExistsError):
+        ckpt.save(place, state, blocking=False)
+
+
+def relative_path(folder: str) -> None:
+    """The writer was started in another folder than the trainer is in now."""
+    import os
+
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        ckpt.save("here", {"w": torch.ones(2)}, blocking=False).wait(SECONDS)
+    finally:
+        os.chdir(before)
+
+
+def test_a_relative_path_is_the_trainers(clusters: Callable, tmp_path: Path) -> None:
+    clusters(1).run(relative_path, str(tmp_path))
+    assert ckpt.read(tmp_path / "here")["w"].equal(torch.ones(2))  # type: ignore[index]
+
+
+def grow_and_shrink(folder: str) -> None:
+    """States of many sizes, one after another; on some ranks there is nothing to write."""
+    from importlib import import_module
+
+    rank = dist.get_rank()
+    for number, size in enumerate((1000, 300_000, 0, 7, 2_000_000, 100, 100, 100, 100, 5_000)):
+        own = torch.full((size,), float(number + rank)) if rank == number % 2 else torch.empty(0)
+        state = {f"own{rank}": own, "n": number}
+        ckpt.save(f"{folder}/{number}", state, blocking=False).wait(SECONDS)
+        found: Any = ckpt.read(f"{folder}/{number}")
+        assert found[f"own{rank}"].equal(own)
+        assert found["n"] == number
+    # The largest of the last four needs, to the page.
+    arena = import_module("ckpt.workplace").workplace().arena
+    assert arena.size < 40_000
+
+
+def test_one_arena_serves_states_of_all_sizes(clusters: Callable, tmp_path: Path) -> None:
+    clusters(2).run(grow_and_shrink, str(tmp_path))
