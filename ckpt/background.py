@@ -37,9 +37,10 @@ def begin(
     """
     staged, error = attempt(lambda: _stage(plan, state))
     save = _Save(handle, replace(plan, parts=()), agreement, progress)
-    in_flight.begin(handle)
     # A daemon, because `in_flight` waits for it at exit, while it still can finish.
-    threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True).start()
+    thread = threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True)
+    in_flight.begin(handle, thread)
+    thread.start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,9 @@ class _Save:
         self._handle.mark_staged()
         _, ended = attempt(lambda: self._end(written[0] if written else None, error))
         self._handle.mark_finished(ended)
+        if self._agreement is not None and self._plan.rank == 0:
+            with suppress(RuntimeError):  # the store is lost: nobody can read there any more
+                self._agreement.leave()
 
     def _write(self, staged: _Staged) -> ShardSummary | None:
         """This rank's shard file; None when there is nothing for it to write."""

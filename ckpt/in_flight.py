@@ -4,7 +4,8 @@ Rules:
 
 1. At most one is in flight. Whoever begins another waits for it, or is refused.
 2. An error that nobody has been told of is raised by the next save, or printed at exit.
-3. A normal exit of the interpreter waits for the save in flight. A forked child has none.
+3. A normal exit of the interpreter waits for the save in flight, and for the other ranks to know
+   how it ended. A forked child has none.
 4. Imports no torch: what only looks into checkpoints asks here as well.
 """
 
@@ -38,13 +39,16 @@ class InFlight(Protocol):
 
 
 _last: InFlight | None = None
+_threads: list[threading.Thread] = []
+"""That do the last save, and perhaps leave an earlier one."""
 _is_watching_exit = False
 
 
-def begin(save: InFlight) -> None:
-    """From now on this one is in flight; the one before is over."""
+def begin(save: InFlight, thread: threading.Thread) -> None:
+    """From now on this one is in flight, in a thread that is to be started; the last is over."""
     global _last, _is_watching_exit
     _last = save
+    _threads[:] = [*(one for one in _threads if one.is_alive()), thread]
     if not _is_watching_exit:
         _is_watching_exit = True
         _at_exit()
@@ -91,7 +95,8 @@ def _same(one: str, other: str) -> bool:
 
 
 def _finish_at_exit() -> None:
-    wait()
+    for thread in _threads:
+        thread.join()
     error = None if _last is None else _last.untold()
     if error is not None:
         sys.stderr.write(
@@ -111,3 +116,4 @@ def _at_exit() -> None:
 def _forget() -> None:
     global _last
     _last = None
+    _threads.clear()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 COMMIT_SECONDS = 60.0
 """How much longer than rank 0 the others wait: it has a manifest to write."""
 READ_SECONDS = 30.0
-"""How long rank 0, where the store may live, waits for the others to have read the outcome."""
+"""How long rank 0, where the store may live, stays for the others to read the outcome."""
 OUTCOME, READ, ALL_READ = "outcome", "read", "all-read"
 
 
@@ -85,8 +85,11 @@ class StoreAgreement:
         return [one["record"].encode() for one in found], failures[0] if failures else None
 
     def publish(self, failure: Failure | None) -> None:
-        """On rank 0: tell all others; returns when they have read it, or after READ_SECONDS."""
+        """On rank 0: tell all others. `leave` comes after it."""
         self._store.set(OUTCOME, json.dumps(failure and asdict(failure)))
+
+    def leave(self) -> None:
+        """On rank 0: return when the others have read the outcome, or after READ_SECONDS."""
         if self._wait([ALL_READ], READ_SECONDS):
             for key in (_record_key(0), OUTCOME, READ, ALL_READ):
                 self._store.delete_key(key)

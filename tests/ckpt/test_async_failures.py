@@ -1,0 +1,339 @@
+"""What goes wrong in the background is told to all ranks, once, and costs one checkpoint."""
+
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckpt
+from tests.ckpt.late_copies import SECONDS, late_copies
+
+
+def state(numel: int = 500_000) -> dict[str, Any]:
+    """A model whose parameters are put off, divided among the ranks when it is saved."""
+    model = nn.Linear(numel, 1)
+    return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def writer() -> int:
+    """The writer's process id; it is started if it has not been."""
+    return int(import_module("ckpt.workplace").workplace().writer().process.pid)
+
+
+def limit_writer(nbytes: int) -> None:
+    """From now on this rank's writer can write files of so many bytes and no more."""
+    _, hard = resource.prlimit(writer(), resource.RLIMIT_FSIZE)
+    resource.prlimit(writer(), resource.RLIMIT_FSIZE, (nbytes, hard))
+
+
+def said(action: Callable[[], object]) -> str:
+    """What an action raises."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# Errors.
+
+
+def fail_on_rank_1(folder: str) -> tuple[str, str, str]:
+    """Told at `wait`; then at the next save to rank 1, which has not waited; then to nobody."""
+    if dist.get_rank() == 1:
+        limit_writer(100_000)
+    first = ckpt.save(f"{folder}/a", state(), blocking=False)
+    at_wait = said(lambda: first.wait(SECONDS))
+    second = ckpt.save(f"{folder}/b", state(), blocking=False)
+    if dist.get_rank() == 0:
+        said(lambda: second.wait(SECONDS))
+    at_save = said(lambda: ckpt.save(f"{folder}/c", state(), blocking=False))
+    if dist.get_rank() == 1:
+        limit_writer(resource.RLIM_INFINITY)
+    ckpt.save(f"{folder}/d", state(), blocking=False).wait(SECONDS)
+    return at_wait, at_save, str(first)
+
+
+def test_one_ranks_error_reaches_all_at_wait_or_at_the_next_save(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    (wait0, save0, shown), (wait1, save1, _) = clusters(2).run(fail_on_rank_1, str(tmp_path))
+    assert wait0.startswith("RankError: writing failed on rank 1 with StoreError")
+    assert wait1.startswith("StoreError: ")
+    assert "File too large" in wait0
+    assert "File too large" in wait1
+    assert save1.startswith(f"BackgroundError: {tmp_path}/b: the save in the background failed")
+    assert save0.startswith("RankError: describing the state failed on rank 1 with BackgroundError")
+    assert shown == f"<SaveHandle of {tmp_path}/a: failed>"
+    for name in "abc":
+        assert not (tmp_path / name).exists() or not list((tmp_path / name).iterdir())
+    assert not ckpt.verify(tmp_path / "d").problems
+
+
+def test_a_manifest_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    place = tmp_path / "a"
+    with late_copies() as go:
+        handle = ckpt.save(place, state(10), blocking=False)
+        (place / "manifest.json").mkdir(parents=True)
+        go.set()
+        with pytest.raises(ckpt.ExistsError):
+            handle.wait(SECONDS)
+
+
+def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(tmp_path: Path) -> None:
+    with late_copies() as go:
+        handle = ckpt.save(tmp_path, state(), blocking=False)
+        os.kill(writer(), signal.SIGKILL)
+        go.set()
+        with pytest.raises(ckpt.CkptError, match="ended with status -9 before it was done"):
+            handle.wait(SECONDS)
+    ckpt.save(tmp_path, state(), blocking=False).wait(SECONDS)
+    assert not ckpt.verify(tmp_path).problems
+
+
+def die_in_the_background(folder: str) -> None:
+    with late_copies():
+        handle = ckpt.save(folder, state(), blocking=False, timeout=2)
+        if dist.get_rank() == 1:
+            os._exit(1)
+    late = "RankError: writing failed on rank 1 with TimeoutError: it has not reported within 2 s"
+    assert said(lambda: handle.wait(SECONDS)) == late
+
+
+def test_a_rank_that_does_not_report_in_time_is_named(
+    doomed_cluster: Callable, tmp_path: Path
+) -> None:
+    cluster = doomed_cluster(2)
+    with pytest.raises(Exception, match=r"ranks \[1\] died; \{\}"):
+        cluster.run(die_in_the_background, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def report_late(folder: str) -> str:
+    """Rank 1 copies after the time is over, when rank 0 has given it up."""
+    with late_copies() as go:
+        handle = ckpt.save(folder, state(), blocking=False, timeout=1)
+        if dist.get_rank() == 0:
+            go.set()
+            answer = said(lambda: handle.wait(SECONDS))
+        dist.barrier()
+    return answer if dist.get_rank() == 0 else said(lambda: handle.wait(SECONDS))
+
+
+def test_a_rank_that_reports_late_fails_the_save(clusters: Callable, tmp_path: Path) -> None:
+    rank0, rank1 = clusters(2).run(report_late, str(tmp_path))
+    assert rank0 == rank1
+    assert "writing failed on rank 1 with TimeoutError: it has not reported within 1 s" in rank0
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ckpt.NotACheckpointError):
+        ckpt.read(tmp_path)
+
+
+# More than one.
+
+
+def save_two(folder: str, when_busy: Any, held: tuple[int, ...]) -> str:
+    """Two saves, of which the first is held back on some ranks."""
+    rank = dist.get_rank()
+    with late_copies() as go:
+        ckpt.save(f"{folder}/1", state(), blocking=False)
+        if rank not in held:
+            go.set()
+        elif when_busy == "wait":
+            threading.Timer(0.05, go.set).start()
+        answer = said(
+            lambda: ckpt.save(f"{folder}/2", state(), blocking=False, when_busy=when_busy)
+        )
+    ckpt.save(f"{folder}/3", state())
+    return answer
+
+
+@pytest.mark.parametrize("held", [(0,), (1,), (0, 1)])
+def test_another_save_waits_or_is_refused_on_all_ranks_alike(
+    clusters: Callable, tmp_path: Path, held: tuple[int, ...]
+) -> None:
+    assert clusters(2).run(save_two, str(tmp_path / "wait"), "wait", held) == ["", ""]
+    answers = clusters(2).run(save_two, str(tmp_path / "refuse"), "refuse", held)
+    for answer in answers:
+        assert answer.startswith("BusyError: ")
+        assert f"{tmp_path}/refuse/1 is still being saved" in answer
+    for place in ("wait/1", "wait/2", "wait/3", "refuse/1", "refuse/3"):
+        assert not ckpt.verify(tmp_path / place).problems
+    assert not (tmp_path / "refuse/2").exists()
+
+
+def save_by_some(folder: str) -> str:
+    """A save by rank 0 alone, and one by all while it is in flight."""
+    group = dist.new_group([0])
+    with late_copies():
+        if dist.get_rank() == 0:
+            ckpt.save(f"{folder}/0", state(), blocking=False, group=group)
+        answer = said(lambda: ckpt.save(f"{folder}/all", state(), when_busy="refuse"))
+    ckpt.save(f"{folder}/all", state())
+    return answer
+
+
+def test_a_rank_that_is_busy_with_others_refuses_for_all(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    for answer in clusters(2).run(save_by_some, str(tmp_path)):
+        assert answer.startswith("BusyError: ")
+    assert not ckpt.verify(tmp_path / "0").problems
+    assert not ckpt.verify(tmp_path / "all").problems
+
+
+def test_only_two_answers_to_being_busy_are_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='it can be "wait" or "refuse"'):
+        ckpt.save(tmp_path, {}, when_busy="queue")  # type: ignore[call-overload]
+
+
+# The end of processes.
+
+PREAMBLE = """
+import os, signal, sys, ckpt, torch
+import torch.distributed as dist
+folder = sys.argv[1]
+weights = torch.rand(int(os.environ.get("NUMEL", "4_000_000")))
+"""
+
+
+def trainer(body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A program that saves; what is on its path is what is on ours."""
+    path = os.pathsep.join(sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + body, str(folder)],
+        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+OWN_DRIVER = """
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+class Own(LocalFileSystem):
+    protocol = "own"
+fsspec.register_implementation("own", Own)
+"""
+
+
+@pytest.mark.parametrize("scheme", ["", "own://"])
+def test_a_normal_exit_finishes_the_save_in_flight(tmp_path: Path, scheme: str) -> None:
+    """By the process, and by a thread where only this program knows the store's driver."""
+    body = f"""{OWN_DRIVER}
+ckpt.save("{scheme}" + folder, {{"w": weights}}, blocking=False)
+sys.exit(3)
+"""
+    program = trainer(body, tmp_path)
+    assert program.communicate(timeout=SECONDS) == ("", "")
+    assert program.returncode == 3
+    assert not ckpt.verify(tmp_path).problems
+
+
+def test_an_exit_after_a_failed_save_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    program = trainer('ckpt.save(folder + "/file/x", {"w": weights}, blocking=False)', tmp_path)
+    out, error = program.communicate(timeout=SECONDS)
+    assert (out, program.returncode) == ("", 0)
+    assert error.startswith(
+        f"ckpt: {tmp_path}/file/x: the save in the background failed, there is no new checkpoint: "
+        "StoreError: "
+    )
+
+
+def test_an_error_that_was_told_is_not_told_again_at_exit(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    body = """
+handle = ckpt.save(folder + "/file/x", {"w": weights}, blocking=False)
+try:
+    handle.wait(60)
+except ckpt.CkptError:
+    pass
+"""
+    assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("", "")
+
+
+def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(tmp_path: Path) -> None:
+    body = """
+from ckpt.workplace import workplace
+ckpt.save(folder + "/1", {"w": weights[:10]}, blocking=False).wait(60)
+print(workplace().writer().process.pid, flush=True)
+input()
+def die(written):
+    os.kill(os.getpid(), signal.SIGKILL)  # called before the manifest is written
+ckpt.save(folder + "/2", {"w": weights}, blocking=False, compress=True, progress=die).wait(60)
+"""
+    program = trainer(body, tmp_path, NUMEL="60_000_000")
+    assert program.stdin is not None
+    assert program.stdout is not None
+    its_writer = os.pidfd_open(int(program.stdout.readline()))
+    try:
+        program.communicate("\n", timeout=SECONDS)
+        assert program.returncode == -signal.SIGKILL
+        assert select.select([its_writer], [], [], SECONDS)[0]  # it has ended
+    finally:
+        os.close(its_writer)
+    assert not list((tmp_path / "2").glob(".*"))
+    assert not (tmp_path / "2" / "manifest.json").exists()
+    assert not ckpt.verify(tmp_path / "1").problems
+    ckpt.save(tmp_path / "2", {"w": torch.ones(3)})
+    assert not ckpt.verify(tmp_path / "2").problems
+
+
+def test_a_forked_child_has_no_save_to_finish(tmp_path: Path) -> None:
+    body = """
+handle = ckpt.save(folder + "/1", {"w": weights}, blocking=False)
+child = os.fork()
+if not child:
+    ckpt.save(folder + "/child", {"w": weights + 1}, blocking=False)
+    sys.exit(4)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+handle.wait(60)
+torch.save(weights, folder + "/weights.pt")
+"""
+    assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("4\n", "")
+    weights = torch.load(tmp_path / "weights.pt")
+    for place, expected in (("1", weights), ("child", weights + 1)):
+        found: Any = ckpt.read(tmp_path / place)
+        assert found["w"].equal(expected)
+
+
+@pytest.mark.parametrize("method", ["tcp", "file"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_leave_right_after_the_call_leave_a_checkpoint(
+    tmp_path: Path, method: str, first: int
+) -> None:
+    """The store may live in rank 0's process, which stays until the others know how it ended."""
+    body = f"""
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=os.environ["WHERE"], rank=rank, world_size=2)
+ckpt.save(folder + "/checkpoint", {{"w": torch.arange(1e6)}}, blocking=False)
+dist.destroy_process_group()
+if rank != {first}:
+    input()
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = f"tcp://127.0.0.1:{port}" if method == "tcp" else f"file://{tmp_path}/store"
+    programs = [trainer(body, tmp_path, RANK=str(rank), WHERE=where) for rank in range(2)]
+    said = {first: programs[first].communicate(timeout=SECONDS)}
+    said[1 - first] = programs[1 - first].communicate("\n", timeout=SECONDS)
+    assert [program.returncode for program in programs] == [0, 0], said
+    assert not ckpt.verify(tmp_path / "checkpoint").problems
+    assert ckpt.read(tmp_path / "checkpoint")["w"].equal(torch.arange(1e6))  # type: ignore[index]
