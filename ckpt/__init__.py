@@ -24,6 +24,7 @@ check_neighbours()
 if TYPE_CHECKING:
     from ckpt import state_dict
     from ckpt.converting import convert
+    from ckpt.deleting import delete
     from ckpt.diffing import diff
     from ckpt.errors import (
         BackgroundError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         CkptError,
         DamagedLoadError,
         ExistsError,
+        InUseError,
         MismatchError,
         NotACheckpointError,
         PartialLoadError,
@@ -55,6 +57,7 @@ _WHERE = {
     "Checkpoint": "ckpt.lazy",
     "TensorHandle": "ckpt.lazy",
     "convert": "ckpt.converting",
+    "delete": "ckpt.deleting",
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
     "CkptError": "ckpt.errors",
@@ -63,6 +66,7 @@ _WHERE = {
     "BusyError": "ckpt.errors",
     "BackgroundError": "ckpt.errors",
     "ExistsError": "ckpt.errors",
+    "InUseError": "ckpt.errors",
     "NotACheckpointError": "ckpt.errors",
     "MismatchError": "ckpt.errors",
     "PartialLoadError": "ckpt.errors",
@@ -84,6 +88,7 @@ __all__ = [
     "ExistsError",
     "FormatError",
     "HostileError",
+    "InUseError",
     "MismatchError",
     "NotACheckpointError",
     "PartialLoadError",
@@ -96,6 +101,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "convert",
+    "delete",
     "diff",
     "load",
     "open",

@@ -6,7 +6,9 @@ the other ranks. It touches no process group.
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,6 +19,7 @@ from ckpt.save_steps import Plan, packed, write_manifest
 from ckpt.staging import Staging, optimizers, slots
 from ckpt.store import Store, open_store, url_elsewhere
 from ckpt.store_agreement import Failure, StoreAgreement
+from ckpt.together import summary
 from ckpt.workplace import Workplace, workplace
 from ckpt.write_job import WriteJob
 from ckpt.writers import write_here
@@ -92,11 +95,20 @@ class _Save:
         if not staged.tensors:
             return None
         self._handle.follow(place.arena.progress)
-        compress, name = self._plan.settings.compress, self._plan.file_name
-        job = WriteJob(elsewhere or url, name, compress, staged.tensors)
+        job = self._job(elsewhere or url, staged.tensors)
         if writer is None:
             return write_here(job, staged.data, place.arena, self._progress)
         return writer.write(job, self._progress)
+
+    def _job(self, url: str, tensors: Sequence[tuple[str, tuple[int, ...], str]]) -> WriteJob:
+        plan, base = self._plan, self._plan.settings.base
+        job = WriteJob(url, plan.file_name, plan.settings.compress, tensors)
+        if base is None:
+            return job
+        layouts = summary(plan.described).decode()
+        # The writer may have started in another folder than this process is in now.
+        base = base if "://" in base else os.path.abspath(base)
+        return replace(job, base=base, rank=plan.mesh.rank((plan.rank,)), layouts=layouts)
 
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
         """The checkpoint exists, or this raises what stands against it, as on all ranks."""

@@ -31,6 +31,12 @@ class ExistsError(CkptError, FileExistsError):
     kind = "exists"
 
 
+class InUseError(ExistsError):
+    """Other checkpoints borrow from this one: it can be neither deleted nor overwritten."""
+
+    kind = "in_use"
+
+
 class NotACheckpointError(CkptError, FileNotFoundError):
     """There is no committed checkpoint of a known format at this place."""
 

@@ -163,6 +163,12 @@ class LocalStore:
             (self._folder / name).unlink()
         self._forget(name)
 
+    def remove_if_empty(self) -> None:
+        """Remove the folder, durably, if nothing is in it."""
+        with suppress(OSError):
+            self._folder.rmdir()
+            _flush(self._folder.absolute().parent)
+
     def flush(self) -> None:
         """Make the folder's entries durable."""
         _flush(self._folder)

@@ -16,6 +16,7 @@ from warnings import warn
 
 import torch
 
+from ckpt.bases import borrowed_from, check_unused, folder_beside
 from ckpt.commit import committed_files
 from ckpt.errors import ExistsError, StateError, StoreError
 from ckpt.flatten import FlatState, flatten
@@ -37,6 +38,7 @@ class Settings:
     overwrite: bool
     compress: bool
     metadata: Mapping[str, str]
+    base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,10 @@ def agreed_plan(
 def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
     if ranks.rank == 0 and not settings.overwrite and store.exists(MANIFEST):
         raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+    if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
+        check_unused(store.url)
+    if settings.base is not None:
+        folder_beside(store.url, settings.base)
     for key, text in settings.metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
@@ -119,7 +125,15 @@ def packed(summary: ShardSummary | None) -> bytes:
     if summary is None:
         return b""
     s = summary
-    return f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}".encode()
+    sizes = f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}"
+    return (f"{sizes} {s.used:x} {s.base_mark}" if s.used else sizes).encode()
+
+
+def unpacked(record: bytes) -> ShardSummary:
+    """What a rank packed of its file."""
+    size, header, table, digest, *borrowed = record.decode().split()
+    used, mark = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
+    return ShardSummary(int(size), int(header), int(table), digest, used, base_mark=mark)
 
 
 def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
@@ -129,11 +143,13 @@ def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
     """
     settings = plan.settings
     files = []
+    used: dict[str, int] = {}
     for rank, record in enumerate(records):
         if record:
-            size, header, table, digest = record.decode().split()
-            summary = ShardSummary(int(size), int(header), int(table), digest)
+            summary = unpacked(record)
             files.append(summary.named(plan.file_of(rank), plan.mesh.rank((rank,))))
+            if summary.used:
+                used[summary.base_mark] = used.get(summary.base_mark, 0) | summary.used
     _check_all_are_seen(store, files)
     old = committed_files(store) if settings.overwrite else []
     writer = {
@@ -143,8 +159,9 @@ def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **settings.metadata,
     }
-    described = plan.described
-    manifest = Manifest(described.tensors, described.aliases, described.tree, files, writer)
+    bases = borrowed_from(store.url, settings.base, used) if settings.base is not None else ()
+    d = plan.described
+    manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
     store.commit(MANIFEST, dump(manifest), replace=settings.overwrite)
     for name in old:
         with suppress(OSError):  # the new checkpoint is there; left-overs only take space

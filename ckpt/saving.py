@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt import background, in_flight, store_agreement
+from ckpt.bases import lender
 from ckpt.errors import BusyError, RankError
 from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
@@ -39,6 +40,7 @@ def save(
     overwrite: bool = False,
     compress: bool = False,
     metadata: Mapping[str, str] | None = None,
+    base: str | os.PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     blocking: Literal[False],
@@ -55,6 +57,7 @@ def save(
     overwrite: bool = False,
     compress: bool = False,
     metadata: Mapping[str, str] | None = None,
+    base: str | os.PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     blocking: bool = True,
@@ -70,6 +73,7 @@ def save(
     overwrite: bool = False,
     compress: bool = False,
     metadata: Mapping[str, str] | None = None,
+    base: str | os.PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     blocking: bool = True,
@@ -94,6 +98,9 @@ def save(
         compress: zstd behind a byte shuffle: about a third smaller for bfloat16, and slower than a
             local disk.
         metadata: text to keep in the manifest, shown by `ckpt inspect`.
+        base: an earlier checkpoint in the same folder as `url`. What is unchanged since, chunk by
+            chunk by checksum, is not written again: it is read from there, so the base cannot be
+            deleted (`ckpt.delete`) before this one. Saved by as many ranks, or nothing is shared.
         progress: called with numbers of bytes as they are written by this rank; by another thread
             where the save is in the background.
         blocking: whether to return only when the checkpoint exists.
@@ -103,7 +110,8 @@ def save(
 
     Raises:
         StateError: something cannot be stored; the key path is named. Nothing was written.
-        ExistsError: there is a checkpoint at `url` and `overwrite` is False.
+        ExistsError: there is a checkpoint at `url` and `overwrite` is False; or an InUseError:
+            others beside it borrow from it.
         BusyError: on all ranks, if one was busy and `when_busy` is "refuse".
         BackgroundError: an earlier save in the background failed and nobody was told until now.
         RankError: another rank failed; its number and error are named.
@@ -116,7 +124,9 @@ def save(
     """
     started = time.perf_counter()
     ranks = Ranks(group)
-    settings = Settings(overwrite, compress, metadata or {})
+    settings = Settings(
+        overwrite, compress, metadata or {}, None if base is None else os.fspath(base)
+    )
     if when_busy == "wait":
         in_flight.wait()
     with open_store(url) as store:
@@ -157,9 +167,14 @@ def _write(store: Store, plan: Plan, progress: Progress | None) -> ShardSummary 
     """This rank's shard file; None when there is nothing for it to write."""
     if not plan.parts:
         return None
-    compress = plan.settings.compress
-    with store.create(plan.file_name, rewritable=compress) as file:
-        return write_shard(file, [part.outgoing() for part in plan.parts], compress, progress)
+    compress, base = plan.settings.compress, plan.settings.base
+    lent = None
+    if base is not None:
+        with lender(store.url, base) as found:
+            lent = found.to(plan.mesh.rank((plan.rank,)), plan.described.tensors)
+    with store.create(plan.file_name, rewritable=compress or lent is not None) as file:
+        outgoing = [part.outgoing() for part in plan.parts]
+        return write_shard(file, outgoing, compress, progress, lent)
 
 
 def _commit(

@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol
 from ckpt.errors import ExistsError, NotACheckpointError
 from ckpt.local_store import LocalStore
 from formats.errors import CorruptError
-from formats.storage import Buffer, FileWriter, Reader
+from formats.storage import BESIDE, Buffer, FileWriter, Reader
 
 
 class Store(Reader, Protocol):
@@ -51,6 +51,10 @@ class Store(Reader, Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file; no error when it is gone already."""
+        ...
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder itself, if it is one and nothing is in it."""
         ...
 
     def flush(self) -> None:
@@ -210,6 +214,12 @@ class FsspecStore:
         if self.exists(name):
             self._fs.rm_file(self._path(name))
 
+    def remove_if_empty(self) -> None:
+        """Remove the folder where there are such things; to object stores it is only a prefix."""
+        with suppress(OSError, NotImplementedError):
+            if not self._fs.ls(self._root, detail=False, refresh=True):
+                self._fs.rmdir(self._root)
+
     def flush(self) -> None:
         """Nothing to do: a driver's file is stored when it is closed."""
 
@@ -251,7 +261,10 @@ class FsspecStore:
         )
 
     def _path(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}"
+        root = self._root.rstrip("/")
+        while name.startswith(BESIDE):  # to an object store dots are letters
+            root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
+        return f"{root}/{name}"
 
 
 class Upload:

@@ -7,11 +7,14 @@ Rules:
 2. One problem per damaged chunk, with file, tensor and bytes. A file whose header or table is
    damaged is one problem that names its tensors: what the table says cannot be trusted then.
 3. Then the other direction: what the manifest says of each tensor must lie in the files.
+4. Chunks that are borrowed are read where they lie, in the folders beside this one, against this
+   checkpoint's own records; what else those folders hold is their own affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
@@ -20,6 +23,7 @@ import xxhash
 
 from ckpt.report import Findings, Problem
 from formats.errors import FormatError
+from formats.native.borrowed import BORROWED, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load
 from formats.native.reader import Shard, Shards, first_chunks
 from formats.native.shard import RECORD, TABLE
@@ -100,22 +104,21 @@ class _Check:
             return _CheckedFile(0, [Problem(file.name, message, kind=error.kind)], lost=True)
         self._count(file.header_bytes + file.table_bytes)
         problems: list[Problem] = []
+        block = memoryview(bytearray(BLOCK_BYTES))
         try:
-            for chunk in self._damaged(file, stored_chunks(shard, where)):
-                problems.append(
-                    Problem(
-                        file.name,
-                        f"{where}: {chunk.tensor}: bytes {chunk.lo}:{chunk.hi} do not have the "
-                        f"checksum {chunk.digest.hex()} they were written with: they were changed "
-                        "since; restore the file from another copy",
-                        chunk.tensor,
-                        chunk.lo,
-                        chunk.hi,
-                    )
-                )
+            end = file.size - file.table_bytes
+            problems += self._damaged(file.name, end, stored_chunks(shard, where), block)
         except FormatError as error:  # a table that does not fit, or a file cut while it is read
             problems.append(Problem.of(error, file.name))
-        return _CheckedFile(file.size, problems)
+        nbytes = file.size
+        for run, chunks in borrowed_chunks(shard, where):
+            try:
+                name = self._shards.base_file(run, where)
+                problems += self._damaged(name, chunks[-1].hi, chunks, block)
+                nbytes += chunks[-1].hi - chunks[0].lo
+            except FormatError as error:
+                problems.append(Problem.of(error, file.name))
+        return _CheckedFile(nbytes, problems)
 
     def tensors(self, lost: set[int]) -> Iterator[Problem]:
         """What the manifest says of a tensor and no file has; files of `lost` ranks apart."""
@@ -142,10 +145,14 @@ class _Check:
                     kind="format",
                 )
 
-    def _damaged(self, file: ShardFile, chunks: Iterator[_StoredChunk]) -> Iterator[_StoredChunk]:
-        """The chunks whose bytes are not what was written, the file read front to back."""
-        end = file.size - file.table_bytes
-        block = memoryview(bytearray(min(BLOCK_BYTES, end)))
+    def _damaged(
+        self, name: str, end: int, chunks: Iterable[_StoredChunk], block: memoryview
+    ) -> Iterator[Problem]:
+        """A problem for every chunk of a file whose bytes are not what was written.
+
+        The chunks end at byte `end` at the latest. The file is read front to back, into `block`.
+        """
+        where = f"{self._reader.url}/{name}"
         start = stop = 0
         for chunk in chunks:
             hasher, at = xxhash.xxh3_128(), chunk.lo
@@ -154,13 +161,21 @@ class _Check:
                     if self.stop.is_set():
                         return
                     start, stop = at, min(at + len(block), end)
-                    self._reader.read_into(file.name, start, block[: stop - start])
+                    self._reader.read_into(name, start, block[: stop - start])
                     self._count(stop - start)
                 upto = min(stop, chunk.hi)
                 hasher.update(block[at - start : upto - start])
                 at = upto
             if hasher.digest() != chunk.digest:
-                yield chunk
+                yield Problem(
+                    name,
+                    f"{where}: {chunk.tensor}: bytes {chunk.lo}:{chunk.hi} do not have the "
+                    f"checksum {chunk.digest.hex()} they were written with: they were changed "
+                    "since; restore the file from another copy",
+                    chunk.tensor,
+                    chunk.lo,
+                    chunk.hi,
+                )
 
     def _hurt(self, file: ShardFile) -> str:
         """The tensors that have a part in a file."""
@@ -175,20 +190,26 @@ class _Check:
 
 
 def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
-    """The chunks of an opened shard file in the order of its bytes, all of its data.
+    """The chunks in an opened shard file in the order of its bytes, all of its data.
 
     Raises FormatError where table and header do not fit together.
     """
     index = shard.index
     first = first_chunks(index, where)
+    elsewhere = iter(index.runs)
+    run = next(elsewhere, None)
     for entry in index.header.entries.values():
-        if entry.name == TABLE:
+        if entry.name in (TABLE, BORROWED):
             continue
         at = index.header.data_offset + entry.begin
         end = index.header.data_offset + entry.end
-        record = first[entry.name] * RECORD.size
+        number = first[entry.name]
         while at < end:
-            digest, stored = RECORD.unpack_from(index.table, record)
+            while run is not None and run.first <= number:
+                number, run = max(number, run.end), next(elsewhere, None)
+            if number * RECORD.size >= len(index.table):
+                raise FormatError(f"{where}: {entry.name}: no record for the chunk at byte {at}")
+            digest, stored = RECORD.unpack_from(index.table, number * RECORD.size)
             most = min(index.chunk_bytes, end - at)
             if not 0 < stored <= most or (index.codec == "raw" and stored != most):
                 raise FormatError(
@@ -197,4 +218,18 @@ def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
                 )
             yield _StoredChunk(entry.name, at, at + stored, digest)
             at += stored
-            record += RECORD.size
+            number += 1
+
+
+def borrowed_chunks(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredChunk]]]:
+    """Every run of an opened shard file with its chunks, by their bytes in the base's file."""
+    starts = first_chunks(shard.index, where)
+    names, firsts = list(starts), list(starts.values())
+    for run in shard.index.runs:
+        tensor = names[bisect_right(firsts, run.first) - 1]
+        records = shard.index.table[run.first * RECORD.size : run.end * RECORD.size]
+        chunks, at = [], run.place.offset
+        for digest, stored in RECORD.iter_unpack(records):
+            chunks.append(_StoredChunk(tensor, at, at + stored, digest))
+            at += stored
+        yield run, chunks

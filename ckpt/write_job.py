@@ -9,9 +9,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from ckpt.bases import lender
 from ckpt.errors import StoreError
 from ckpt.store import open_store
 from formats.dtypes import dtype_named
+from formats.native.borrowed import Lent
+from formats.native.manifest import load
 from formats.native.shard import ShardSummary, write_shard
 from formats.outgoing import OutgoingTensor
 
@@ -30,6 +33,12 @@ class WriteJob:
     compress: bool
     tensors: Sequence[tuple[str, Sequence[int], str]]
     """Name, shape and dtype of what lies end to end in memory, in the order of the file."""
+    base: str | None = None
+    """The checkpoint to borrow from."""
+    rank: int = 0
+    """Whose part of the tensors this is, in their layouts."""
+    layouts: str = ""
+    """All tensors in their stored layouts, as a manifest has them: only for a base."""
 
 
 def write(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> ShardSummary:
@@ -39,13 +48,23 @@ def write(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> Sh
     leaves no file.
     """
     tensors = list(_outgoing(job, data, advance))
+    lent = _lent(job)
     with (
         open_store(job.url) as store,
-        store.create(job.name, rewritable=job.compress) as file,
+        store.create(job.name, rewritable=job.compress or lent is not None) as file,
     ):
-        summary = write_shard(file, tensors, job.compress)
+        summary = write_shard(file, tensors, job.compress, lent=lent)
         advance(sum(tensor.nbytes for tensor in tensors))
         return summary
+
+
+def _lent(job: WriteJob) -> Lent | None:
+    """What the base has of what is to be written."""
+    if job.base is None:
+        return None
+    wanted = load(job.layouts.encode(), "the layouts of a job", stored=False)
+    with lender(job.url, job.base) as found:
+        return found.to(job.rank, wanted.tensors)
 
 
 def _outgoing(

@@ -184,6 +184,8 @@ class Catalog:
     """Tied names: another name of a tensor -> the name in `tensors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the writer said of itself."""
+    bases: tuple[str, ...] = ()
+    """The folders beside this checkpoint in whose files some of its chunks lie."""
 
     @property
     def nbytes(self) -> int:

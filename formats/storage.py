@@ -2,7 +2,8 @@
 
 `ckpt.store` implements both for local disks and object stores; formats never open anything
 themselves. Paths are relative, with forward slashes. A single-file checkpoint is a folder with one
-file in it.
+file in it. A reader also finds the files of a folder beside its own, under `../<folder>/<name>`:
+one checkpoint may borrow from another. Names are checked before they are put together so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
+
+
+BESIDE = "../"
+"""What the name of a file in a folder beside this one begins with."""
 
 
 class Reader(Protocol):

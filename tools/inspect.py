@@ -107,6 +107,9 @@ def _lines(options: Options, catalog: Catalog, chosen: Callable[[str], bool]) ->
     )
     for key, text in catalog.metadata.items():
         yield f"  {printable(key)}: {shortened(text)}"
+    if catalog.bases:
+        folders = ", ".join(map(printable, catalog.bases))
+        yield f"  some of its chunks lie beside it, in {folders}"
     root = _tree(tensors, catalog.aliases, chosen, values if options.values else {})
     rows = list(_rows(root, 0, options.depth))
     if rows:
@@ -197,6 +200,7 @@ def _described(url: str, catalog: Catalog, chosen: Callable[[str], bool]) -> dic
         "url": url,
         "format": catalog.format,
         "metadata": catalog.metadata,
+        "bases": catalog.bases,
         "tensors": [
             {
                 "name": record.name,

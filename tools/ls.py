@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import NotACheckpointError
 from formats.catalog import Catalog
 from formats.errors import FormatError
+from formats.native.borrowed import beside
+from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import ExitCode
 from tools.text import columns, json_text, printable, size
@@ -139,6 +141,7 @@ def _row(url: str, name: str) -> Row | None:
     try:
         with open_source(url) as source:
             catalog, missing = source.catalog, _missing(source.store, source.catalog)
+            gone = [base for base in catalog.bases if not _is_there(source.store, base)]
     except NotACheckpointError:
         with open_store(url) as store:
             begun = any(_SHARD.fullmatch(file) for file in store.names())
@@ -154,8 +157,22 @@ def _row(url: str, name: str) -> Row | None:
         catalog.nbytes,
         catalog.metadata.get("world_size", ""),
         catalog.metadata.get("time", ""),
-        f"{missing} of {len(catalog.files)} files missing" if missing else "complete",
+        _state(missing, len(catalog.files), gone),
     )
+
+
+def _state(missing: int, files: int, gone: Sequence[str]) -> str:
+    if missing:
+        return f"{missing} of {files} files missing"
+    return f"its base {', '.join(gone)} missing" if gone else "complete"
+
+
+def _is_there(reader: Reader, base: str) -> bool:
+    """Whether a base of a checkpoint is still beside it."""
+    try:
+        return reader.size(beside(base, MANIFEST)) > 0
+    except FileNotFoundError:
+        return False
 
 
 def _missing(reader: Reader, catalog: Catalog) -> int:

@@ -21,16 +21,16 @@ from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
 from ckpt.version import __version__
-from tools import convert, diff, inspect, ls, verify
+from tools import convert, diff, inspect, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.text import printable
 
 OptionsT = TypeVar("OptionsT")
 
 DESCRIPTION = """\
-Looks into, checks, compares and converts checkpoints: ckpt's own, safetensors files, Hugging Face
-folders, files of torch.save and folders of torch.distributed.checkpoint, on disk or at any URL that
-fsspec has a driver for."""
+Looks into, checks, compares, converts and deletes checkpoints: ckpt's own, safetensors files,
+Hugging Face folders, files of torch.save and folders of torch.distributed.checkpoint, on disk or at
+any URL that fsspec has a driver for."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,6 +62,7 @@ _COMMANDS = (
     _Command("verify", verify.SUMMARY, verify.Options, verify.add_arguments, verify.run),
     _Command("diff", diff.SUMMARY, diff.Options, diff.add_arguments, diff.run),
     _Command("convert", convert.SUMMARY, convert.Options, convert.add_arguments, convert.run),
+    _Command("rm", rm.SUMMARY, rm.Options, rm.add_arguments, rm.run),
 )
 
 

@@ -7,6 +7,10 @@ Rules (docs/format.md is normative):
 2. Its size is O(tensors + files): layouts are symbolic and shared, offsets stand in the files'
    own headers.
 3. Names in it never leave the folder: a file name has no separators and does not begin with a dot.
+   Only chunks that are borrowed lie elsewhere: in checkpoints beside this one, whose folder names
+   keep the same rule.
+4. A manifest is of version 1 unless chunks are borrowed: an older reader refuses what it would
+   misread, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ from sharding.layout import (
 
 MANIFEST = "manifest.json"
 VERSION = 1
+BORROWING_VERSION = 2
+"""The version of a checkpoint with bases; the same but for them."""
 MAX_MANIFEST_BYTES = 1 << 30
 """A manifest larger than this is refused unread."""
 MAX_DIMENSIONS = 64
@@ -48,10 +54,13 @@ MAX_RANKS = 1 << 24
 """No mesh has more ranks."""
 MAX_SPLITS = 1 << 16
 """No layout cuts its dimensions into more chunks before it cuts them over ranks."""
+MAX_BASES = 32
+"""No checkpoint borrows from more others."""
 MAX_SIZE = 1 << 62
 """No dimension, rank, offset or byte count in a manifest is larger."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_NO_FOLDER_NAME = re.compile(r"[/\\\x00-\x1f\x7f]|.{256}")
 _PLACEMENT = re.compile(r"(R|split)|(S|SS|F|only)\((\d{1,19})(?:,(\d{1,19}))?\)")
 _PREFIX = b'{"digest":"'
 _HEX = re.compile(rb"[0-9a-f]{32}")
@@ -74,6 +83,23 @@ class ShardFile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """An earlier checkpoint in a folder beside this one, in whose files some of its chunks lie."""
+
+    folder: str
+    files: tuple[BaseFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFile:
+    """A file of a base, as far as it must be what it was."""
+
+    name: str
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor as the manifest knows it."""
 
@@ -92,6 +118,8 @@ class Manifest:
     tree: Tree
     files: Sequence[ShardFile]
     writer: Mapping[str, str] = field(default_factory=dict)
+    bases: Sequence[Base | None] = ()
+    """By the number that shard files know them by; None where no chunk lies there any more."""
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -108,11 +136,13 @@ def dump(manifest: Manifest) -> bytes:
         return {"$tensor": [stored.dtype.name, list(stored.shape), layout]}
 
     state = encode(manifest.tree, tensor)
+    bases: list[Json] = [None if base is None else _base_json(base) for base in manifest.bases]
     body = _compact(
         {
             "format": "ckpt",
-            "version": VERSION,
+            "version": BORROWING_VERSION if bases else VERSION,
             "writer": dict(manifest.writer),
+            **({"bases": bases} if bases else {}),
             "meshes": [_mesh_json(mesh) for mesh in meshes],
             "layouts": [[mesh, [str(p) for p in placements]] for mesh, placements in layouts],
             "files": [
@@ -166,6 +196,13 @@ def check_file_name(name: object, file: str) -> str:
     return name
 
 
+def check_folder_name(name: object, file: str) -> str:
+    """The name of a folder beside this one, or HostileError when it could be any other."""
+    if not isinstance(name, str) or name in ("", ".", "..") or _NO_FOLDER_NAME.search(name):
+        raise HostileError(f"{file}: {str(name)[:80]!r} is not the plain name of a folder")
+    return name
+
+
 def _compact(value: Json) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
@@ -180,6 +217,10 @@ def _mesh_json(mesh: Mesh) -> Json:
     if mesh.table:
         entry["table"] = list(mesh.table)
     return entry
+
+
+def _base_json(base: Base) -> Json:
+    return [base.folder, [[file.name, file.rank, file.size] for file in base.files]]
 
 
 def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -204,11 +245,12 @@ class _Loader:
                 f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'"
             )
         version = self._integer(self._content.get("version"), "version")
-        if version != VERSION:
+        if version not in (VERSION, BORROWING_VERSION):
             raise UnsupportedError(
                 f"{self._file}: written in version {version} of the format; this ckpt reads "
-                f"version {VERSION}: install a newer ckpt"
+                f"versions {VERSION} and {BORROWING_VERSION}: install a newer ckpt"
             )
+        bases = self._bases() if version == BORROWING_VERSION else ()
         meshes = [self._mesh(mesh) for mesh in self._list(self._content.get("meshes"), "meshes")]
         layouts = [
             self._placements(entry, meshes)
@@ -242,7 +284,30 @@ class _Loader:
                     f"{self._file}: {name} is an alias of {target!r}, which is missing"
                 )
         writer = self._dict(self._content.get("writer"), "writer")
-        return Manifest(tensors, aliases, tree, files, {k: str(v) for k, v in writer.items()})
+        said = {k: str(v) for k, v in writer.items()}
+        return Manifest(tensors, aliases, tree, files, said, bases)
+
+    def _bases(self) -> tuple[Base | None, ...]:
+        given = self._list(self._content.get("bases"), "bases")
+        if len(given) > MAX_BASES:
+            raise HostileError(f"{self._file}: {len(given)} bases; none has more than {MAX_BASES}")
+        return tuple(None if value is None else self._base(value) for value in given)
+
+    def _base(self, value: Json) -> Base:
+        entry = self._list(value, "a base")
+        if len(entry) != 2:
+            raise FormatError(f"{self._file}: a base is [folder, files]")
+        folder = check_folder_name(entry[0], self._file)
+        files: dict[int, BaseFile] = {}
+        for item in self._list(entry[1], f"the files of {folder}"):
+            found = self._list(item, f"a file of {folder}")
+            if len(found) != 3:
+                raise FormatError(f"{self._file}: a file of a base is [name, rank, bytes]")
+            name = check_file_name(found[0], self._file)
+            rank, size = (self._integer(number, f"of {folder}/{name}") for number in found[1:])
+            if files.setdefault(rank, BaseFile(name, rank, size)).name != name:
+                raise HostileError(f"{self._file}: two files of {folder} are of rank {rank}")
+        return Base(folder, tuple(files.values()))
 
     def _tensor(
         self, name: str, value: Json, layouts: list[tuple[Mesh, tuple[Placement, ...]]], files: int

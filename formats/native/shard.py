@@ -21,19 +21,25 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import xxhash
 
 from formats.errors import CorruptError, FormatError
+from formats.native.borrowed import (
+    BORROWED,
+    COUNTS_KEY,
+    RUN,
+    Lent,
+    LentChunks,
+    Run,
+    Runs,
+    unpack_runs,
+)
 from formats.native.manifest import ShardFile
 from formats.outgoing import OutgoingTensor
 from formats.safetensors_header import Header, build, parse
 from formats.storage import Buffer, FileWriter, Reader
-
-if TYPE_CHECKING:
-    from formats.native.codec import Effort
 
 CHUNK_BYTES = 64 << 10
 """Raw bytes of a chunk that is stored as it is: small, because a reader that needs a part of a
@@ -45,6 +51,8 @@ RECORD = struct.Struct("<16sI")
 WRITE_BYTES = 8 << 20
 """Bytes handed to the operating system at once."""
 WRITE_BUFFERS = 512
+SPARE_BYTES = 24
+"""Of an entry's room in a header that is reserved before its size is known."""
 ALIGN = 64
 """The data section begins at a multiple of this many bytes."""
 
@@ -59,10 +67,20 @@ class ShardSummary:
     header_bytes: int
     table_bytes: int
     digest: str
+    used: int = 0
+    """A bit for the number of every base that it borrows from."""
+    borrowed_bytes: int = 0
+    base_mark: str = ""
+    """The digest of the base's manifest as it was then; empty where nothing is borrowed."""
 
     def named(self, name: str, rank: int) -> ShardFile:
         """The manifest's entry for it."""
         return ShardFile(name, rank, self.size, self.header_bytes, self.table_bytes, self.digest)
+
+
+def chunk_bytes_of(codec: str) -> int:
+    """Raw bytes of a chunk."""
+    return CHUNK_BYTES if codec == "raw" else COMPRESSED_CHUNK_BYTES
 
 
 def stored_order(tensors: Sequence[OutgoingTensor]) -> list[OutgoingTensor]:
@@ -75,21 +93,26 @@ def write_shard(
     tensors: Sequence[OutgoingTensor],
     compress: bool = False,
     progress: Progress | None = None,
+    lent: Lent | None = None,
 ) -> ShardSummary:
     """Stream the tensors into a shard file and return what the manifest needs of it.
 
-    A compressed file must have been created `rewritable`: its header is filled in last.
+    With `compress` or `lent` the file must have been created `rewritable`: its header is filled in
+    last. A chunk that is the same in `lent` is borrowed from there.
     """
     ordered = stored_order(tensors)
-    if compress:
-        return _write_compressed(file, ordered, progress)
+    codec = "zstd" if compress else "raw"
+    if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
+        lent = None  # cut or encoded otherwise, no chunk of it is one of these
+    if compress or lent is not None:
+        return _write_as_it_comes(file, ordered, codec, lent, progress)
     sizes = [tensor.nbytes for tensor in ordered]
     entries = [
         (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
         for t, nbytes in zip(ordered, sizes, strict=True)
     ]
     entries.append(_table_entry(sum(-(-nbytes // CHUNK_BYTES) for nbytes in sizes)))
-    header, _ = build(entries, _metadata(CHUNK_BYTES), align=ALIGN)
+    header, _ = build(entries, _metadata("raw"), align=ALIGN)
     records: list[bytes] = []
     digest, pack = xxhash.xxh3_128_digest, RECORD.pack
     with _Gather(file) as out:
@@ -102,56 +125,70 @@ def write_shard(
                     out.flush()
             if progress is not None:
                 progress(nbytes)
-        return _finish(out, header, records)
+        return _finish(out, header, b"", records)
 
 
-def _write_compressed(
-    file: FileWriter, tensors: Sequence[OutgoingTensor], progress: Progress | None
+def _write_as_it_comes(
+    file: FileWriter,
+    tensors: Sequence[OutgoingTensor],
+    codec: str,
+    lent: Lent | None,
+    progress: Progress | None,
 ) -> ShardSummary:
-    from formats.native.codec import Effort, compress
-
-    chunk_counts = sum(-(-tensor.nbytes // COMPRESSED_CHUNK_BYTES) for tensor in tensors)
-    table = _table_entry(chunk_counts)
-    metadata = _metadata(COMPRESSED_CHUNK_BYTES, "zstd")
-    # No entry becomes larger than it is raw, so this header has room for the final one.
-    largest = [(t.name, "U8", (t.nbytes,), t.nbytes) for t in tensors]
-    reserved, _ = build([*largest, table], metadata, align=ALIGN)
-    records: list[bytes] = []
-    entries = []
-
-    def pack(raw: memoryview, width: int, try_it: bool) -> _Packed:
-        frame = compress(raw, width) if try_it else None
-        stored: Buffer = raw if frame is None else frame
-        shrank = frame is not None if try_it else None
-        return _Packed(RECORD.pack(xxhash.xxh3_128_digest(stored), len(stored)), stored, shrank)
-
+    """Write a file whose entries get their sizes on the way: compressed, or partly borrowed."""
+    reserved = _reserved_header(tensors, codec)
     workers = min(4, os.cpu_count() or 1)
     with _Gather(file) as out, ThreadPoolExecutor(workers, "ckpt-compress") as pool:
         out.add(reserved)
+        body = _Body(out, codec, lent)
         for tensor in tensors:
-            stored_bytes = 0
-            effort = Effort()
-            pending: deque[Future[_Packed]] = deque()
-            for chunk, ends_block in _chunks(tensor, tensor.nbytes, COMPRESSED_CHUNK_BYTES):
-                # By the chunks taken so far, not by those that happen to be done.
-                width, try_it = tensor.dtype.component_bytes, effort.tries_next()
-                pending.append(pool.submit(pack, chunk, width, try_it))
-                # What is not stable must be gone before the next block is asked for.
-                room = 0 if ends_block and not tensor.stable else 2 * workers
-                while len(pending) > room:
-                    stored_bytes += _take(pending, records, out, effort)
-                if room == 0:
-                    out.flush()
-            while pending:
-                stored_bytes += _take(pending, records, out, effort)
-            out.flush()
-            entries.append((tensor.name, "U8", (stored_bytes,), stored_bytes))
+            body.begin(tensor.name)
+            packed = _packed(tensor, codec, pool, 2 * workers)
+            for record, stored, ends_block in packed:
+                body.add(record, stored)
+                if ends_block and not tensor.stable:
+                    out.flush()  # it must be gone before the next block is asked for
+            body.end(tensor)
             if progress is not None:
                 progress(tensor.nbytes)
-        header, _ = build([*entries, table], metadata, align=ALIGN, reserve_bytes=len(reserved))
-        summary = _finish(out, header, records)
+        header, runs = body.header(len(reserved))
+        summary = _finish(out, header, runs, body.records)
     file.rewrite_start(header)
-    return summary
+    if lent is None or not body.runs.found:
+        return summary
+    used, nbytes = body.runs.used, body.borrowed_bytes
+    return replace(summary, used=used, borrowed_bytes=nbytes, base_mark=lent.mark)
+
+
+def _packed(
+    tensor: OutgoingTensor, codec: str, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[bytes, Buffer, bool]]:
+    """A tensor's chunks as they are stored, in order: record, bytes, whether a block ends here."""
+    chunks = _chunks(tensor, tensor.nbytes, chunk_bytes_of(codec))
+    if codec == "raw":
+        for chunk, ends_block in chunks:
+            yield _record(chunk), chunk, ends_block
+        return
+    from formats.native.codec import Effort
+
+    effort = Effort()
+    pending: deque[Future[_Packed]] = deque()
+
+    def take(ends_block: bool) -> tuple[bytes, Buffer, bool]:
+        packed = pending.popleft().result()
+        if packed.shrank is not None:
+            effort.note(packed.shrank)
+        return packed.record, packed.stored, ends_block and not pending
+
+    for chunk, ends_block in chunks:
+        # By the chunks taken so far, not by those that happen to be done.
+        width, try_it = tensor.dtype.component_bytes, effort.tries_next()
+        pending.append(pool.submit(_pack, chunk, width, try_it))
+        room = 0 if ends_block and not tensor.stable else ahead
+        while len(pending) > room:
+            yield take(ends_block)
+    while pending:
+        yield take(ends_block=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,19 +201,87 @@ class _Packed:
     """None where compressing it was not tried."""
 
 
-def _take(
-    pending: deque[Future[_Packed]], records: list[bytes], out: _Gather, effort: Effort
-) -> int:
-    packed = pending.popleft().result()
-    if packed.shrank is not None:
-        effort.note(packed.shrank)
-    records.append(packed.record)
-    out.add(packed.stored)
-    return len(packed.stored)
+def _pack(raw: memoryview, width: int, try_it: bool) -> _Packed:
+    from formats.native.codec import compress
+
+    frame = compress(raw, width) if try_it else None
+    stored: Buffer = raw if frame is None else frame
+    return _Packed(_record(stored), stored, frame is not None if try_it else None)
 
 
-def _finish(out: _Gather, header: bytes, records: list[bytes]) -> ShardSummary:
-    table = b"".join(records)
+def _record(stored: Buffer) -> bytes:
+    return RECORD.pack(xxhash.xxh3_128_digest(stored), len(stored))
+
+
+def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
+    """Blanks in the place of a header, at least as long as the final one can be."""
+    chunks = [-(-tensor.nbytes // chunk_bytes_of(codec)) for tensor in tensors]
+    entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in tensors]
+    tail = [(BORROWED, sum(chunks) * RUN.size), (TABLE, sum(chunks) * RECORD.size)]
+    entries += [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
+    longest, _ = build(entries, _metadata(codec, chunks))
+    # An entry that becomes U8 of one dimension may have a digit or two more than its shape has.
+    length = len(longest) + SPARE_BYTES * len(tensors)
+    return bytes(length + -length % ALIGN)
+
+
+class _Body:
+    """The data of a file in the making, for a header that is made when it is complete."""
+
+    def __init__(self, out: _Gather, codec: str, lent: Lent | None) -> None:
+        self.records: list[bytes] = []
+        self.runs = Runs()
+        self.borrowed_bytes = 0
+        self._out = out
+        self._codec = codec
+        self._lent = lent
+        self._known: LentChunks | None = None
+        self._entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        self._counts: list[int] = []
+        self._first = self._stored = 0
+        self._borrows = False
+
+    def begin(self, name: str) -> None:
+        """The chunks that come now are this tensor's."""
+        self._known = self._lent.tensors.get(name) if self._lent is not None else None
+        self._first, self._stored, self._borrows = len(self.records), 0, False
+
+    def add(self, record: bytes, stored: Buffer) -> None:
+        """One chunk: written, or borrowed where the base has the same in the same place."""
+        chunk, known = len(self.records), self._known
+        at = chunk - self._first
+        self.records.append(record)
+        if known is not None and known.records[at] == record:
+            self.runs.add(chunk, known.places[at], len(stored), starts=at == 0)
+            self.borrowed_bytes += len(stored)
+            self._borrows = True
+        else:
+            self._out.add(stored)
+            self._stored += len(stored)
+
+    def end(self, tensor: OutgoingTensor) -> None:
+        """The tensor is complete."""
+        self._counts.append(len(self.records) - self._first)
+        if self._borrows or self._codec != "raw":
+            self._entries.append((tensor.name, "U8", (self._stored,), self._stored))
+        else:
+            shape = tensor.dtype.carrier_shape(tensor.shape)
+            self._entries.append((tensor.name, tensor.dtype.carrier, shape, self._stored))
+
+    def header(self, reserved: int) -> tuple[bytes, bytes]:
+        """The header, as long as what was reserved, and the runs that go before the chunk table."""
+        tail = [(TABLE, len(self.records) * RECORD.size)]
+        runs = self.runs.pack()
+        if runs:
+            tail.insert(0, (BORROWED, len(runs)))
+        entries = self._entries + [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
+        metadata = _metadata(self._codec, self._counts if runs else ())
+        header, _ = build(entries, metadata, align=ALIGN, reserve_bytes=reserved)
+        return header, runs
+
+
+def _finish(out: _Gather, header: bytes, runs: bytes, records: list[bytes]) -> ShardSummary:
+    table = runs + b"".join(records)
     out.add(table)
     out.flush()
     hasher = xxhash.xxh3_128(header)
@@ -188,8 +293,13 @@ def _table_entry(chunks: int) -> tuple[str, str, tuple[int, ...], int]:
     return (TABLE, "U8", (chunks * RECORD.size,), chunks * RECORD.size)
 
 
-def _metadata(chunk_bytes: int, codec: str = "raw") -> dict[str, str]:
-    return {"format": "pt", "ckpt.chunk_bytes": str(chunk_bytes), "ckpt.codec": codec}
+def _metadata(codec: str, counts: Sequence[int] = ()) -> dict[str, str]:
+    common = {
+        "format": "pt",
+        "ckpt.chunk_bytes": str(chunk_bytes_of(codec)),
+        "ckpt.codec": codec,
+    }
+    return {**common, COUNTS_KEY: ",".join(map(str, counts))} if counts else common
 
 
 def _chunks(
@@ -285,6 +395,10 @@ class ShardIndex:
     table: bytes
     chunk_bytes: int
     codec: str
+    runs: tuple[Run, ...] = ()
+    """Where the chunks lie that this file borrows."""
+    counts: tuple[int, ...] = ()
+    """How many chunks each entry has; only where some are borrowed."""
 
 
 def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
@@ -315,14 +429,16 @@ def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
             "they were changed after they were written; restore the file from another copy"
         )
     header = parse(head, where, size)
-    entry = header.entries.get(TABLE)
+    entry, borrowed = header.entries.get(TABLE), header.entries.get(BORROWED)
+    runs_bytes = borrowed.end - borrowed.begin if borrowed is not None else 0
     chunk_bytes = header.metadata.get("ckpt.chunk_bytes", "")
     if (
         header.data_offset != file.header_bytes
         or entry is None
-        or entry.end - entry.begin != file.table_bytes
+        or entry.end - entry.begin != file.table_bytes - runs_bytes
         or header.data_offset + entry.end != size
-        or file.table_bytes % RECORD.size
+        or (borrowed is not None and borrowed.end != entry.begin)
+        or (entry.end - entry.begin) % RECORD.size
         or not re.fullmatch("[1-9][0-9]{0,9}", chunk_bytes)
         or int(chunk_bytes) >= 1 << 31
         or int(chunk_bytes) % 16
@@ -331,4 +447,23 @@ def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
     codec = header.metadata.get("ckpt.codec", "")
     if codec not in ("raw", "zstd"):
         raise FormatError(f"{where}: unknown codec {codec[:80]!r}")
-    return ShardIndex(header, table, int(chunk_bytes), codec)
+    chunks = table[runs_bytes:]
+    if borrowed is None:
+        return ShardIndex(header, chunks, int(chunk_bytes), codec)
+    runs = unpack_runs(table[:runs_bytes], len(chunks) // RECORD.size, where)
+    return ShardIndex(header, chunks, int(chunk_bytes), codec, runs, _counts(header, chunks, where))
+
+
+def _counts(header: Header, table: bytes, where: str) -> tuple[int, ...]:
+    """How many chunks each entry has, in a file that says so."""
+    text = header.metadata.get(COUNTS_KEY, "")
+    if not re.fullmatch(r"([0-9]{1,10}(,[0-9]{1,10})*)?", text):
+        raise FormatError(f"{where}: {COUNTS_KEY} in its metadata is {text[:80]!r}, no numbers")
+    counts = tuple(map(int, text.split(","))) if text else ()
+    records = len(table) // RECORD.size
+    if len(counts) != len(header.entries) - 2 or sum(counts) != records:
+        raise FormatError(
+            f"{where}: {COUNTS_KEY} has {len(counts)} numbers, {sum(counts)} in all, for "
+            f"{len(header.entries) - 2} entries and {records} records"
+        )
+    return counts

@@ -106,6 +106,19 @@ class Piece:
             at += (lo - own) * stride
         return Piece(box, at, self.strides)
 
+    def within(self, lo: int, hi: int) -> Iterator[Piece]:
+        """The parts of this piece whose elements lie at storage indices `[lo, hi)`, where they lie.
+
+        For a piece of a row-major array: a step in one dimension passes over all that later ones
+        reach. At most `2 * ndim - 1` of them.
+
+        >>> [str(part.box) for part in Piece.packed(Box((0, 0), (4, 3))).within(1, 10)]
+        ['[0:1, 1:3]', '[1:3, 0:3]', '[3:4, 0:1]']
+        """
+        if self.box and lo < hi:
+            for box in _boxes_within(self.box, self.strides, lo - self.at, hi - self.at):
+                yield self.part(box)
+
     @property
     def is_packed(self) -> bool:
         """True when the elements lie end to end in row-major order; strides of size 1 are free."""
@@ -154,6 +167,32 @@ def span_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
         yield Box((first, *(0 for _ in rest)), (whole, *rest))
     if hi % inner:
         yield from _rows(whole, whole + 1, span_boxes(rest, 0, hi - whole * inner))
+
+
+def _boxes_within(box: Box, strides: Shape, lo: int, hi: int) -> Iterator[Box]:
+    """The parts of a box whose elements lie at `[lo, hi)`, counted from its first element."""
+    inner = Box(box.lo[1:], box.hi[1:])
+    reach = Piece(inner, 0, strides[1:]).hull_elements
+    if not box.lo:
+        if lo <= 0 < hi:
+            yield box
+        return
+    start, step, size = box.lo[0], strides[0], box.hi[0] - box.lo[0]
+    if size == 1:
+        yield from _rows(start, start + 1, _boxes_within(inner, strides[1:], lo, hi))
+        return
+    first = min(size, max(0, -(-lo // step)))  # the first row that begins inside
+    last = min(size, max(0, (hi - reach) // step + 1))  # one past the last that ends inside
+    before = range(max(0, first - 1), min(first, size))
+    after = range(max(last, first), min(size, max(last, first) + 1))
+    for row in before:
+        cut = _boxes_within(inner, strides[1:], lo - row * step, hi - row * step)
+        yield from _rows(start + row, start + row + 1, cut)
+    if first < last:
+        yield Box((start + first, *inner.lo), (start + last, *inner.hi))
+    for row in after:
+        cut = _boxes_within(inner, strides[1:], lo - row * step, hi - row * step)
+        yield from _rows(start + row, start + row + 1, cut)
 
 
 def _rows(lo: int, hi: int, inner: Iterator[Box]) -> Iterator[Box]:

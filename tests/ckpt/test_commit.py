@@ -92,7 +92,7 @@ def die_everywhere(folder: str, overwrite: bool, compress: bool, half: bool) -> 
     """What is found after dying at the first call, the second, ... until a save lives."""
     outcomes = []
     for last in count(1):
-        place = f"{folder}/{last}"
+        place = f"{folder}/{last}/checkpoint"  # with none beside it, which overwriting looks at
         if overwrite:
             ckpt.save(place, old())
         died = save_and_die(place, overwrite, compress, last, half)

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 import ckpt
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.native.borrowed import BORROWED, RUN
 from formats.native.manifest import Manifest, load
 from formats.native.shard import RECORD, TABLE
-from formats.safetensors_header import build
+from formats.safetensors_header import build, parse
 
 Json = Any
 
@@ -194,7 +195,7 @@ CHANGES: dict[str, tuple[Callable[[Json], object], type[FormatError]]] = {
     "large complex": (state({"$complex": [10**400, 0]}), FormatError),
     "complex of texts": (state({"$complex": ["1", 0.0]}), FormatError),
     "unknown type": (state({"$dtype": "F31"}), FormatError),
-    "version 2": (put(2, "version"), UnsupportedError),
+    "version 3": (put(3, "version"), UnsupportedError),
     "version 1.0": (put(1.0, "version"), FormatError),
     "another format": (put("zip", "format"), FormatError),
     **{
@@ -205,6 +206,29 @@ CHANGES: dict[str, tuple[Callable[[Json], object], type[FormatError]]] = {
         f"{key} that is a text": (put("x", key), FormatError)
         for key in ("writer", "meshes", "layouts", "files")
     },
+}
+
+
+def borrowing(bases: Json) -> Callable[[Json], object]:
+    return both(put(2, "version"), put(bases, "bases"))
+
+
+BASE_FILE = ["00000000000000a1-00000.safetensors", 0, 100]
+CHANGES |= {
+    **{
+        f"base {name!r}": (borrowing([[name, []]]), HostileError)
+        for name in ("..", ".", "", "a/b", "../a", "a\\b", "a\0b", "x" * 300, 7, None)
+    },
+    "file of a base": (borrowing([["a", [["../x", 0, 1]]]]), HostileError),
+    "two files of one rank": (
+        borrowing([["a", [BASE_FILE, ["other.safetensors", 0, 100]]]]),
+        HostileError,
+    ),
+    "too many bases": (borrowing([["a", []]] * 33), HostileError),
+    "bases that are no list": (borrowing({"a": []}), FormatError),
+    "no bases": (put(2, "version"), FormatError),
+    "half a base": (borrowing([["a"]]), FormatError),
+    "half a file of a base": (borrowing([["a", [["x", 0]]]]), FormatError),
 }
 
 
@@ -432,3 +456,58 @@ def test_a_header_that_asks_for_more_than_the_file_is_refused(tmp_path: Path) ->
     (tmp_path / "manifest.json").write_bytes(encoded(content))
     with pytest.raises(FormatError, match=shard.name):
         ckpt.read(tmp_path)
+
+
+def test_a_base_or_none_in_the_manifest_is_accepted() -> None:
+    found = load(changed(borrowing([None, ["step 1", [BASE_FILE]]])))
+    assert found.bases[0] is None
+    assert found.bases[1] is not None
+    assert found.bases[1].folder == "step 1"
+
+
+RUNS: dict[str, Callable[[Any], Json]] = {
+    "past the table": lambda run: [(run[0], run[1] + 50, *run[2:])],
+    "no chunks": lambda run: [(run[0], 0, *run[2:])],
+    "twice": lambda run: [run, run],
+    "an unknown base": lambda run: [(*run[:2], 7, *run[3:])],
+    "an unknown rank": lambda run: [(*run[:3], 7, run[4])],
+    "past the end of the file": lambda run: [(*run[:4], 2**40)],
+    "other bytes": lambda run: [(*run[:4], run[4] + 4)],
+    "half of the chunks": lambda run: [],
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_runs_that_lie_are_refused_by_the_name_of_their_file(tmp_path: Path, case: str) -> None:
+    """Signed all the way: only the content is wrong."""
+    before = {"w": torch.arange(20.0), "v": torch.ones(7)}
+    ckpt.save(tmp_path / "a", before)
+    ckpt.save(tmp_path / "b", {**before, "v": torch.zeros(7)}, base=tmp_path / "a")
+    (path,) = (tmp_path / "b").glob("*.safetensors")
+    data = path.read_bytes()
+    header = parse(data, path.name)
+    entry = header.entries[BORROWED]
+    runs = data[header.data_offset + entry.begin : header.data_offset + entry.end]
+    (run,) = RUN.iter_unpack(runs)
+    forged = b"".join(RUN.pack(*fields) for fields in RUNS[case](run))
+    kept = [e for e in header.entries.values() if e.name not in (BORROWED, TABLE)]
+    table = data[header.data_offset + header.entries[TABLE].begin :]
+    head, _ = build(
+        [
+            *((e.name, e.dtype, e.shape, e.end - e.begin) for e in kept),
+            (BORROWED, "U8", (len(forged),), len(forged)),
+            (TABLE, "U8", (len(table),), len(table)),
+        ],
+        header.metadata,
+    )
+    path.write_bytes(head + data[header.data_offset :][: entry.begin] + forged + table)
+    manifest = tmp_path / "b" / "manifest.json"
+    content = json.loads(manifest.read_bytes())
+    del content["digest"]
+    tail = forged + table
+    digest = xxhash.xxh3_128_hexdigest(head + tail)
+    content["files"][0][2:] = [path.stat().st_size, len(head), len(tail), digest]
+    manifest.write_bytes(encoded(content))
+    with pytest.raises(FormatError, match=r"safetensors"):
+        ckpt.load(tmp_path / "b", {"w": torch.zeros(20), "v": torch.zeros(7)})
+    assert not ckpt.verify(tmp_path / "b").sound

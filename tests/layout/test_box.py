@@ -109,3 +109,24 @@ def test_row_major_strides_are_those_of_numpy() -> None:
     for shape in [(), (3,), (2, 3, 4), (5, 1, 2)]:
         array = np.zeros(shape, dtype=np.int8)
         assert row_major(shape) == array.strides
+
+
+@seeded
+@given(data=st.data(), shape=SHAPES)
+def test_the_parts_within_a_storage_range_are_the_elements_that_lie_there(
+    data: st.DataObject, shape: Shape
+) -> None:
+    box = data.draw(boxes(shape))
+    at = data.draw(st.integers(0, 7))
+    piece = Piece(box, at, row_major(shape))
+    lo, hi = sorted(data.draw(st.tuples(st.integers(0, 140), st.integers(0, 140))))
+    found = list(piece.within(lo, hi))
+    held = [(element, part) for part in found for element in elements(part.box)]
+    assert len(held) == len({element for element, _ in held})
+    inside = {element for element in elements(box) if lo <= piece.part(_one(element)).at < hi}
+    assert {element for element, _ in held} == inside
+    assert all(part.part(_one(e)).at == piece.part(_one(e)).at for e, part in held)
+
+
+def _one(element: Shape) -> Box:
+    return Box(element, tuple(index + 1 for index in element))

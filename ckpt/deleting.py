@@ -1,0 +1,41 @@
+"""Deleting a checkpoint: the manifest first, so that what is left half-deleted is no checkpoint."""
+
+from __future__ import annotations
+
+import os
+
+from ckpt.bases import check_unused
+from ckpt.errors import NotACheckpointError
+from ckpt.store import open_store
+from formats.native.manifest import MANIFEST, load
+
+
+def delete(url: str | os.PathLike[str]) -> None:
+    """The checkpoint at `url`, of ckpt's own format, is gone when this returns.
+
+    To be called by one process. Only files that its manifest names are removed, and the folder if
+    nothing else is in it. A checkpoint that is being saved with this one as its base fails.
+
+    Raises:
+        InUseError: checkpoints beside it borrow from it; they are named. Nothing was removed.
+        NotACheckpointError: there is none of ckpt's own format at `url`.
+        CorruptError: its manifest is damaged, so that nobody knows which files are its own.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ckpt.save(f"{folder}/step-1", {"w": torch.ones(2)})
+    ...     ckpt.delete(f"{folder}/step-1")
+    ...     os.listdir(folder)
+    []
+    """
+    with open_store(url) as store:
+        if not store.exists(MANIFEST):
+            raise NotACheckpointError(f"{store.url}: no checkpoint of ckpt's own format is here")
+        data = store.read(MANIFEST, 0, store.size(MANIFEST))
+        files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
+        check_unused(url)
+        store.delete(MANIFEST)
+        store.flush()
+        for name in files:
+            store.delete(name)
+        store.remove_if_empty()
