@@ -33,8 +33,8 @@ from ckpt.store import Store, is_file, open_store, split_url
 from ckpt.version import __version__
 from formats import huggingface, safetensors_file
 from formats.native.manifest import MANIFEST, Manifest, dump
-from formats.native.shard import write_shard
-from formats.outgoing import Outgoing
+from formats.native.shard import stored_order, write_shard
+from formats.outgoing import Outgoing, announce
 from sharding.kind import Kind
 
 PART_SUFFIX = ".part"
@@ -183,6 +183,7 @@ def write_native(
             for name in names:
                 run = run_of(division.stored[name].layout, rank)
                 part.append(state.part(name, run.shape, run.lo, run.hi))
+            announce(stored_order(part))
             with store.create(file_name, rewritable=compress) as file:
                 files.append(write_shard(file, part, compress).named(file_name, rank))
         writer = {

@@ -2,8 +2,10 @@
 
 Rules:
 
-1. Every tensor, or a run of its elements, is read in row-major blocks of at most `BLOCK_BYTES`, the
-   next one while the last is being written, so no more than two blocks are ever in memory.
+1. Every tensor, or a run of its elements, is read in row-major parts of at most `BLOCK_BYTES`. As
+   many parts as fit are read together into one block, the next block while the last is being
+   written, so no more than two blocks are ever in memory. What is read together is what the writer
+   has announced; a stream that comes unannounced is read by itself.
 2. Before the first block is asked for, every element has been found in files that are as long as
    they should be, by their headers alone: a checkpoint that is not whole is an error before
    anything is written.
@@ -11,32 +13,46 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import numpy as np
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.saved import Missing, Saved, join
 from ckpt.selection import Selection
-from ckpt.transfer import Array, Transfer, requests_for
+from ckpt.transfer import Array, Request, Transfer, requests_for
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.layout import HoleError, Piece, span_boxes
 
-BLOCK_BYTES = 16 << 20
-"""The largest block of a tensor that is read at once."""
+BLOCK_BYTES = 8 << 20
+"""What is read at once: a part of a tensor, or many small tensors."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
-Elements = Callable[[int, int], Iterator[memoryview]]
-"""Starts a stream of elements `[lo, hi)`, packed; each block is valid until the next."""
+_ALIGN_BYTES = 16
+"""Parts of a block begin at multiples of the largest element."""
+
+
+class Elements(Protocol):
+    """A tensor's row-major elements, read as a stream of packed bytes."""
+
+    def announce(self, lo: int, hi: int) -> None:
+        """Elements `[lo, hi)` will be asked for after what was announced before."""
+        ...
+
+    def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
+        """The bytes of elements `[lo, hi)` in order; each block is valid until the next."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +64,7 @@ class Streams(Outgoing):
 
     def part(self, name: str, shape: tuple[int, ...], lo: int, hi: int) -> OutgoingTensor:
         """Row-major elements `[lo, hi)` of a tensor, to write in this shape under its name."""
-        stream = self.elements[name]
-        return OutgoingTensor(name, shape, self.tensors[name].dtype, lambda: stream(lo, hi))
+        return _outgoing(name, shape, self.tensors[name].dtype, self.elements[name], lo, hi)
 
 
 @contextmanager
@@ -87,7 +102,8 @@ def outgoing(
                 record = catalog.tensors[node.name]
                 check_located(record)
                 written, stream = reading.of(record, target)
-                tensors[path] = _whole(path, record.shape, written, stream)
+                whole = prod(record.shape)
+                tensors[path] = _outgoing(path, record.shape, written, stream, 0, whole)
                 elements[path] = stream
             else:
                 aliases[path] = first
@@ -108,12 +124,20 @@ def outgoing(
 
     with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
         reading = _Reading(reader, ahead, progress)
-        whole = walk(tree, "")
-        yield Streams(tensors, whole, aliases, {}, elements=elements)
+        walked = walk(tree, "")
+        yield Streams(tensors, walked, aliases, {}, elements=elements)
 
 
-def _whole(name: str, shape: tuple[int, ...], dtype: DType, stream: Elements) -> OutgoingTensor:
-    return OutgoingTensor(name, shape, dtype, lambda: stream(0, prod(shape)))
+def _outgoing(
+    name: str, shape: tuple[int, ...], dtype: DType, stream: Elements, lo: int, hi: int
+) -> OutgoingTensor:
+    return OutgoingTensor(
+        name,
+        shape,
+        dtype,
+        lambda: stream.blocks(lo, hi),
+        announce=lambda: stream.announce(lo, hi),
+    )
 
 
 def check_located(record: TensorRecord) -> None:
@@ -156,6 +180,23 @@ def _below(catalog: Catalog, select: str, url: str) -> Tree:
     return {"tensor": found} if isinstance(found, TensorRef) else found
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Row-major elements `[lo, hi)` of a tensor: no more than fit into one block."""
+
+    record: TensorRecord
+    lo: int
+    hi: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.hi - self.lo) * self.record.dtype.itemsize
+
+
+_Block = deque[tuple[_Part, memoryview]]
+"""Parts that were read together, in order."""
+
+
 class _Reading:
     """The streams of one conversion, which share their memory: one is read at a time."""
 
@@ -168,59 +209,130 @@ class _Reading:
         self._transfer = Transfer(reader)
         self._ahead = ahead
         self._progress = progress
+        self._announced: deque[_Part] = deque()
+        """What no read has been started for."""
+        self._coming: Future[_Block] | None = None
+        self._here: _Block = deque()
         # Two blocks: one that is being read, one that is being written. Fresh memory for every
         # tensor would cost as much as reading it.
         self._memory: list[Array] = []
+        self._turn = 0
 
     def of(self, record: TensorRecord, target: DType | None) -> tuple[DType, Elements]:
         """A tensor's elements, cast where `target` says so, and the type they have then."""
         if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
-            return record.dtype, lambda lo, hi: self._blocks(record, lo, hi)
-        wanted = target
-        return wanted, lambda lo, hi: self._cast(record, wanted, lo, hi)
+            return record.dtype, _Plain(self, record)
+        return target, _Cast(self, record, target)
 
-    def _blocks(self, record: TensorRecord, begin: int, end: int) -> Iterator[memoryview]:
+    def announce(self, record: TensorRecord, lo: int, hi: int) -> None:
+        """These elements will be taken after what was announced before."""
+        step = BLOCK_BYTES // record.dtype.itemsize
+        for start in range(lo, hi, step):
+            self._announced.append(_Part(record, start, min(start + step, hi)))
+
+    def take(self, record: TensorRecord, lo: int, hi: int) -> Iterator[memoryview]:
         """The packed bytes of row-major elements, verified; each block is valid until the next."""
-        itemsize = record.dtype.itemsize
-        step = BLOCK_BYTES // itemsize
-        spans = [(lo, min(lo + step, end)) for lo in range(begin, end, step)]
+        while lo < hi:
+            part = self._next()
+            if part is None or part[0].record is not record or part[0].lo != lo:
+                self._forget()
+                self.announce(record, lo, hi)
+                continue
+            yield part[1]
+            lo = part[0].hi
 
-        def fill(index: int) -> memoryview:
-            lo, hi = spans[index]
-            memory = self._buffer(index % 2, (hi - lo) * itemsize)
-            array: Array = memory.view(_UNSIGNED[itemsize])
+    def _next(self) -> tuple[_Part, memoryview] | None:
+        """What was announced first of all that is left; None where nothing is."""
+        if not self._here:
+            coming = self._coming or self._started()
+            if coming is None:
+                return None
+            self._here = coming.result()
+            self._coming = self._started()
+        return self._here.popleft()
+
+    def _forget(self) -> None:
+        """Nothing was announced; nothing is being read when this returns."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.exception()
+        self._here.clear()
+        self._announced.clear()
+
+    def _started(self) -> Future[_Block] | None:
+        """The read of as many parts as fit into a block; None where none is left."""
+        if not self._announced:
+            return None
+        parts: list[_Part] = []
+        total = 0
+        while self._announced:
+            nbytes = -(-self._announced[0].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            if parts and total + nbytes > BLOCK_BYTES:
+                break
+            parts.append(self._announced.popleft())
+            total += nbytes
+        self._turn = 1 - self._turn
+        return self._ahead.submit(self._read, parts, self._buffer(self._turn))
+
+    def _read(self, parts: Sequence[_Part], memory: Array) -> _Block:
+        """The parts side by side in one block of memory."""
+        block: _Block = deque()
+        requests: list[Request] = []
+        start = 0
+        for part in parts:
+            record = part.record
+            array: Array = memory[start : start + part.nbytes].view(
+                _UNSIGNED[record.dtype.itemsize]
+            )
             pieces, at = [], 0
-            for box in span_boxes(record.shape, lo, hi):
+            for box in span_boxes(record.shape, part.lo, part.hi):
                 pieces.append(Piece.packed(box, at))
                 at += box.numel
-            self._transfer.run(list(requests_for(record, pieces, array)), self._progress)
-            return memoryview(array.view(np.uint8).data)
+            requests += requests_for(record, pieces, array)
+            block.append((part, memoryview(array.view(np.uint8).data)))
+            start += -(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._transfer.run(requests, self._progress)
+        return block
 
-        if len(spans) <= 1:
-            for index in range(len(spans)):
-                yield fill(index)
-            return
-        coming = self._ahead.submit(fill, 0)
-        for index in range(len(spans)):
-            block = coming.result()
-            if index + 1 < len(spans):
-                coming = self._ahead.submit(fill, index + 1)
-            yield block
+    def _buffer(self, which: int) -> Array:
+        """One of the two blocks."""
+        while len(self._memory) <= which:
+            self._memory.append(np.empty(BLOCK_BYTES, dtype=np.uint8))
+        return self._memory[which]
 
-    def _cast(
-        self, record: TensorRecord, target: DType, begin: int, end: int
-    ) -> Iterator[memoryview]:
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A tensor's elements as they are stored."""
+
+    _reading: _Reading
+    _record: TensorRecord
+
+    def announce(self, lo: int, hi: int) -> None:
+        self._reading.announce(self._record, lo, hi)
+
+    def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
+        return self._reading.take(self._record, lo, hi)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A tensor's elements, cast block by block."""
+
+    _reading: _Reading
+    _record: TensorRecord
+    _target: DType
+
+    def announce(self, lo: int, hi: int) -> None:
+        self._reading.announce(self._record, lo, hi)
+
+    def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
         import torch
 
         from ckpt.memory import array_over, torch_dtype
 
-        here, there = torch_dtype(record.dtype.torch_name), torch_dtype(target.torch_name)
-        for block in self._blocks(record, begin, end):
+        here = torch_dtype(self._record.dtype.torch_name)
+        there = torch_dtype(self._target.torch_name)
+        for block in self._reading.take(self._record, lo, hi):
             cast_block = torch.frombuffer(block, dtype=here).to(there)
             yield memoryview(array_over(cast_block).view(np.uint8).data)
-
-    def _buffer(self, which: int, nbytes: int) -> Array:
-        """The first bytes of one of the two blocks."""
-        while len(self._memory) <= which:
-            self._memory.append(np.empty(BLOCK_BYTES, dtype=np.uint8))
-        return self._memory[which][:nbytes]

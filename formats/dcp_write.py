@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from formats.catalog import TensorRef
 from formats.dcp_nest import METADATA, flattened
 from formats.errors import UnsupportedError
-from formats.outgoing import Outgoing, OutgoingTensor
+from formats.gathered import Gathered
+from formats.outgoing import Outgoing, OutgoingTensor, announce
 from formats.pickle_records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,8 +26,8 @@ from formats.pickle_records import (
     TensorStorageMetadata,
 )
 from formats.pickle_writer import Call, dump
-from formats.storage import FileWriter, Writer
-from formats.torch_save import CountingFile, check_all_placed, pack, write_archive
+from formats.storage import Writer
+from formats.torch_save import check_all_placed, pack, write_archive
 from formats.torch_tree import KeyPath, shown
 
 ITEMS = "__0_0.distcp"
@@ -63,15 +64,17 @@ def write(writer: Writer, state: Outgoing) -> None:
     items = list(_items(state))
     check_all_placed(METADATA, state, {tensor.name for item in items for tensor in item.tensors})
     places: dict[str, StorageInfo] = {}
-    at = 0
-    with writer.create(ITEMS) as file:
-        for item in items:
-            if item.first == item.name:
-                nbytes = _write_item(file, item)
-                places[item.name] = StorageInfo(ITEMS, at, nbytes)
-                at += nbytes
-    with writer.create(METADATA) as file:
-        file.write([_metadata(items, places)])
+    stored = [item for item in items if item.first == item.name]
+    announce(tensor for item in stored for tensor in item.tensors)
+    with writer.create(ITEMS) as created:
+        file = Gathered(created)
+        for item in stored:
+            at = file.total
+            write_archive(file, item.pickled, item.tensors)
+            places[item.name] = StorageInfo(ITEMS, at, file.total - at)
+        file.flush()
+    with writer.create(METADATA) as last:
+        last.write([_metadata(items, places)])
 
 
 def _items(state: Outgoing) -> Iterator[Item]:
@@ -97,13 +100,6 @@ def _items(state: Outgoing) -> Iterator[Item]:
         for tensor in tensors:
             holders.setdefault(tensor.name, item)
         yield item
-
-
-def _write_item(file: FileWriter, item: Item) -> int:
-    """Append the item's zip; returns its length."""
-    counting = CountingFile(file)
-    write_archive(counting, item.pickled, item.tensors)
-    return counting.tell()
 
 
 def _metadata(items: Sequence[Item], places: Mapping[str, StorageInfo]) -> bytes:

@@ -6,7 +6,7 @@ tensor is ever in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from formats.catalog import Tree
@@ -29,6 +29,9 @@ class OutgoingTensor:
     """The blocks stay valid and unchanged until the file is finished: they are the tensor's own
     memory, so that many can go to the disk in one call."""
 
+    announce: Callable[[], None] = lambda: None
+    """Says that this stream will be started after those announced before; see `announce`."""
+
     @property
     def nbytes(self) -> int:
         """Bytes the stream will give."""
@@ -45,3 +48,12 @@ class Outgoing:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: another name -> the name in `tensors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def announce(tensors: Iterable[OutgoingTensor]) -> None:
+    """Say in which order streams will be started, so that they can be read ahead, many at once.
+
+    Streams that are started in another order, or unannounced, give the same bytes.
+    """
+    for tensor in tensors:
+        tensor.announce()

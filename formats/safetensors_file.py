@@ -33,7 +33,8 @@ from formats.catalog import (
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.outgoing import Outgoing, OutgoingTensor
+from formats.gathered import Gathered
+from formats.outgoing import Outgoing, OutgoingTensor, announce
 from formats.safetensors_header import Entry, Header, build, read_header
 from formats.storage import FileWriter, Reader, Writer
 from formats.strict_json import decode_object
@@ -129,10 +130,13 @@ def write_tensors(
         [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered],
         _metadata(ordered, aliases, metadata),
     )
-    with writer.create(name) as file:
+    announce(ordered)
+    with writer.create(name) as created:
+        file = Gathered(created)
         file.write([header])
         for tensor in ordered:
             _stream(file, tensor, name)
+        file.flush()
 
 
 def left_out(tree: Tree) -> tuple[str, ...]:

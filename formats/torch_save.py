@@ -10,18 +10,19 @@ Files of the older format (a row of pickles) are refused with the way to convert
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping, Sequence, Set
 
 from formats.catalog import Catalog, FileRecord, TensorRef, Tree
 from formats.errors import CorruptError, UnsupportedError
-from formats.outgoing import Outgoing, OutgoingTensor
+from formats.gathered import Gathered
+from formats.outgoing import Outgoing, OutgoingTensor, announce
 from formats.pickle_reader import load
 from formats.pickle_records import Storage, StoredTensor
 from formats.pickle_writer import dump
-from formats.storage import FileWriter, Reader, Writer
+from formats.storage import Reader, Writer
 from formats.torch_tree import Nest
 from formats.zip_records import PICKLE, Archive
+from formats.zip_writer import ZipWriter
 from sharding.layout import row_major
 
 ALIGNMENT = 64
@@ -29,14 +30,6 @@ ALIGNMENT = 64
 
 FOLDER = "archive/"
 """The folder of the records in the zip; torch takes any."""
-
-ZIP64_BYTES = 1 << 30
-"""Records this large get 64-bit sizes. zipfile decides for itself somewhat above this (5 % below
-2 GiB), so deciding earlier makes the length of the header certain."""
-
-_LOCAL_HEADER_BYTES = 30
-_ZIP64_EXTRA_BYTES = 20
-_EXTRA_HEADER_BYTES = 4
 
 
 def read(reader: Reader, name: str) -> Catalog:
@@ -71,8 +64,11 @@ def write(writer: Writer, name: str, state: Outgoing) -> None:
     """
     pickled, order = pack(state.tree, state.tensors, state.aliases)
     check_all_placed(name, state, {tensor.name for tensor in order})
-    with writer.create(name) as file:
-        write_archive(CountingFile(file), pickled, order)
+    announce(order)
+    with writer.create(name) as created:
+        file = Gathered(created)
+        write_archive(file, pickled, order)
+        file.flush()
 
 
 def pack(
@@ -113,57 +109,22 @@ def _stored(tensor: OutgoingTensor, key: str) -> StoredTensor:
     return StoredTensor(storage, tensor.dtype, 0, tensor.shape, row_major(tensor.shape))
 
 
-class CountingFile:
-    """A file being written as zipfile wants it: it can say where it is, but not go back."""
+def write_archive(file: Gathered, pickled: bytes, tensors: Sequence[OutgoingTensor]) -> None:
+    """Write one torch.save zip; storage `i` of the pickle has the bytes of `tensors[i]`.
 
-    def __init__(self, file: FileWriter) -> None:
-        self._file = file
-        self._at = 0
-
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Append the data."""
-        self._file.write([data])
-        nbytes = memoryview(data).nbytes
-        self._at += nbytes
-        return nbytes
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._at
-
-    def flush(self) -> None:
-        """Nothing is held back here."""
-
-    def close(self) -> None:
-        """Whoever opened the file closes it."""
-
-
-def write_archive(file: CountingFile, pickled: bytes, tensors: Sequence[OutgoingTensor]) -> None:
-    """Write one torch.save zip; storage `i` of the pickle has the bytes of `tensors[i]`."""
+    Raises ValueError where a stream is not as long as its tensor.
+    """
     # torch 2.7 and later also write `.format_version`, by which they promise where miniz puts each
     # record. Without it, torch looks at the headers, as it does for files of earlier versions.
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(zipfile.ZipInfo(FOLDER + PICKLE), pickled)
-        archive.writestr(zipfile.ZipInfo(FOLDER + "byteorder"), b"little")
+    with ZipWriter(file) as archive:
+        for name, data in ((PICKLE, pickled), ("byteorder", b"little")):
+            archive.add(FOLDER + name, len(data), [memoryview(data)])
         for key, tensor in enumerate(tensors):
-            _write_storage(archive, file.tell(), f"{FOLDER}data/{key}", tensor)
-        archive.writestr(zipfile.ZipInfo(FOLDER + "version"), b"3\n")
-
-
-def _write_storage(archive: zipfile.ZipFile, at: int, name: str, tensor: OutgoingTensor) -> None:
-    info = zipfile.ZipInfo(name)
-    info.file_size = tensor.nbytes
-    zip64 = tensor.nbytes >= ZIP64_BYTES
-    header = _LOCAL_HEADER_BYTES + len(name) + zip64 * _ZIP64_EXTRA_BYTES + _EXTRA_HEADER_BYTES
-    padding = -(at + header) % ALIGNMENT
-    # "FB" is the extra field that torch itself pads with.
-    info.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
-    written = 0
-    with archive.open(info, "w", force_zip64=zip64) as record:
-        for block in tensor.blocks():
-            written += record.write(block)
-    if written != tensor.nbytes:
-        raise ValueError(
-            f"{tensor.name}: its stream gave {written} bytes, shape {tensor.shape} and dtype "
-            f"{tensor.dtype} need {tensor.nbytes}"
-        )
+            name = f"{FOLDER}data/{key}"
+            written = archive.add(name, tensor.nbytes, tensor.blocks(), ALIGNMENT)
+            if written != tensor.nbytes:
+                raise ValueError(
+                    f"{tensor.name}: its stream gave {written} bytes, shape {tensor.shape} and "
+                    f"dtype {tensor.dtype} need {tensor.nbytes}"
+                )
+        archive.add(FOLDER + "version", 2, [memoryview(b"3\n")])

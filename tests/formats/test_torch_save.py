@@ -25,8 +25,9 @@ from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
-from formats.torch_save import ZIP64_BYTES, read, write
+from formats.torch_save import read, write
 from formats.torch_tree import MAX_DEPTH
+from formats.zip_writer import ZIP64_BYTES
 from sharding.layout import Box
 
 FILE = "model.pt"
