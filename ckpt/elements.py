@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt.transfer import Array, requests_for, transfer
+from ckpt.bites import Array, requests_for
+from ckpt.transfer import transfer
 from formats.catalog import TensorRecord, Tree
 from formats.dtypes import DType
 from formats.storage import Reader
@@ -100,7 +101,7 @@ def read_elements(reader: Reader, record: TensorRecord, lo: int, hi: int) -> Arr
     for box in span_boxes(record.shape, lo, hi):
         pieces.append(Piece.packed(box, at))
         at += box.numel
-    transfer(reader, list(requests_for(record, pieces, array)))
+    transfer(reader, requests_for(record, pieces, array))
     return array
 
 

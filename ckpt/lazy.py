@@ -10,13 +10,14 @@ from types import EllipsisType
 
 import torch
 
+from ckpt.bites import Fits, Request, requests_for
 from ckpt.errors import CkptError
-from ckpt.memory import array_over, empty_for, torch_dtype
+from ckpt.memory import empty_for, memory_of, torch_dtype
 from ckpt.outgoing import selected
 from ckpt.saved import join
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
-from ckpt.transfer import Request, requests_for, transfer
+from ckpt.transfer import transfer
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.layout import Box, Layout, Piece
@@ -144,7 +145,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def box(self, record: TensorRecord, box: Box) -> torch.Tensor:
         """A region of a tensor, read into memory of its own."""
         tensor = empty_for(record, box.shape)
-        requests = list(requests_for(record, [Piece.packed(box)], array_over(tensor)))
+        requests = requests_for(record, [Piece.packed(box)], memory_of(tensor))
         transfer(self._opened().store, requests, self._verify)
         return tensor
 
@@ -152,14 +153,15 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         """The saved nest with its tensors read (see `read`)."""
         tensors: dict[str, torch.Tensor] = {}
         requests: list[Request] = []
+        fits = Fits()
 
         def fill(tree: Tree, path: str) -> object:
             if isinstance(tree, TensorRef):
                 if tree.name not in tensors:
                     record = self.catalog.tensors[tree.name]
                     tensor = empty_for(record, record.shape)
-                    pieces = [Piece.packed(Box.whole(record.shape))]
-                    requests.extend(requests_for(record, pieces, array_over(tensor)))
+                    pieces = fits.whole(record.shape)
+                    requests.extend(requests_for(record, pieces, memory_of(tensor), fits))
                     tensors[tree.name] = tensor
                 return tree
             if isinstance(tree, dict):

@@ -10,24 +10,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from ckpt.bites import Fits, Request, requests_for
 from ckpt.errors import DamagedLoadError, Difference, PartialLoadError
 from ckpt.fitting import check_fits, check_numbers, differences, mark
+from ckpt.garbage import collected_later
 from ckpt.ledger import Match, Want
 from ckpt.match import match
-from ckpt.memory import array_over, is_plain, torch_dtype
+from ckpt.memory import is_plain, memory_of, torch_dtype
 from ckpt.ranks import Ranks
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
-from ckpt.transfer import Request, requests_for, transfer
+from ckpt.transfer import transfer, workers_for
 from formats.errors import FormatError
 from formats.native.shard import Progress
 from sharding.describing import describe
+from sharding.layout import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,7 +94,7 @@ def load(
         raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
     ranks = Ranks(group)
     selection = Selection.of(include, exclude)
-    with ExitStack() as stack:
+    with collected_later(), ExitStack() as stack:
 
         def matching() -> tuple[Source, Match]:
             source = stack.enter_context(open_source(url))
@@ -107,20 +110,20 @@ def load(
         )
 
         def reading() -> None:
-            _read(source, numbers, verify, progress)
+            workers = workers_for(ranks.world_size)
+            _read(source, numbers, verify, progress, workers)
             check_numbers(source.url, matched)
-            _read(source, fills, verify, progress)
+            _read(source, fills, verify, progress, workers)
 
         ranks.attempt("loading", reading)
         return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, slots=True)
-class _Fill:
+class _Fill(NamedTuple):
     """One tensor to read: the requests that fill `into`, which is then copied to `target`."""
 
     name: str
-    requests: tuple[Request, ...]
+    requests: list[Request]
     target: torch.Tensor
     into: torch.Tensor
 
@@ -138,30 +141,36 @@ def _plan(
 ) -> tuple[list[_Fill], list[_Fill]]:
     """What to read where, numbers apart. Opens every file that is needed and touches nothing."""
     check_fits(source.url, found, strict, warns=ranks.rank == 0)
-    numbers = [_fill(want, ranks) for want in matched.numbers]
-    return numbers, [_fill(want, ranks) for want in matched.wants]
+    world, here, fits = ranks.mesh, ranks.here, Fits()
+    numbers = [_fill(want, world, here, fits) for want in matched.numbers]
+    return numbers, [_fill(want, world, here, fits) for want in matched.wants]
 
 
-def _fill(want: Want, ranks: Ranks) -> _Fill:
-    local, layout = describe(want.tensor, want.name, ranks.mesh)
-    into = local
-    if want.record.dtype.torch_name != str(local.dtype).removeprefix("torch."):
-        into = torch.empty(local.shape, dtype=torch_dtype(want.record.dtype.torch_name))
-    elif not is_plain(local):
-        into = torch.empty(local.shape, dtype=local.dtype)
-    array = array_over(into)
-    pieces = layout.pieces(ranks.here)
-    record = replace(want.record, name=want.name)
-    return _Fill(want.name, tuple(requests_for(record, pieces, array)), local, into)
+def _fill(want: Want, world: Mesh, here: int, fits: Fits) -> _Fill:
+    record = want.record
+    local, layout = describe(want.tensor, want.name, world)
+    into, dtype = local, torch_dtype(record.dtype.torch_name)
+    if dtype != local.dtype or not is_plain(local):
+        into = torch.empty(local.shape, dtype=dtype)
+    if record.name != want.name:
+        record = replace(record, name=want.name)
+    requests = requests_for(record, fits.pieces(layout, here), memory_of(into), fits)
+    return _Fill(want.name, requests, local, into)
 
 
-def _read(source: Source, fills: list[_Fill], verify: bool, progress: Progress | None) -> None:
+def _read(
+    source: Source,
+    fills: list[_Fill],
+    verify: bool,
+    progress: Progress | None,
+    workers: int,
+) -> None:
     touched: list[str] = []
     try:
         for batch in _batches(fills):
             touched += [fill.name for fill in batch]
             requests = [request for fill in batch for request in fill.requests]
-            transfer(source.store, requests, verify, progress)
+            transfer(source.store, requests, verify, progress, workers)
             for fill in batch:
                 if fill.into is not fill.target:
                     fill.target.copy_(fill.into)

@@ -27,12 +27,12 @@ from pathlib import Path
 
 from ckpt.errors import ExistsError
 from formats.errors import CorruptError
-from formats.storage import Buffer
+from formats.storage import LOCAL_READ_BYTES, Buffer
 
 OPEN_FILES = 64
 """How many files a store keeps open for reading."""
-IO_VECTORS = 512
-"""Buffers per writev call; the kernel's limit is 1,024."""
+IO_VECTORS = 1024
+"""Buffers per call that reads or writes: the kernel's limit."""
 EARLY_BYTES = 8 << 20
 """Bytes after which the disk is set to work (rule 4)."""
 PART_SUFFIX = ".part"
@@ -45,6 +45,7 @@ class LocalStore:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.url = os.fspath(folder)
+        self.read_bytes = LOCAL_READ_BYTES
         self._folder = Path(folder)
         self._open: OrderedDict[str, int] = OrderedDict()
         self._forgotten = 0
@@ -89,19 +90,23 @@ class LocalStore:
         self.read_into(name, offset, memoryview(target))
         return bytes(target)
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
-        view = target.cast("B") if target.format != "B" or target.ndim != 1 else target
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fill the buffers, end to end, from `offset` on."""
+        length = sum([target.nbytes for target in targets])
         with self._reading(name) as descriptor:
-            done = 0
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    raise CorruptError(
-                        f"{self._folder / name}: bytes {offset}:{offset + len(view)} are wanted, "
-                        f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
-                    )
-                done += count
+            if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
+                return
+            at = offset
+            for target in targets:
+                view = target.cast("B") if target.nbytes else memoryview(b"")
+                while len(view):
+                    count = os.preadv(descriptor, [view], at)
+                    if count == 0:
+                        raise CorruptError(
+                            f"{self._folder / name}: bytes {offset}:{offset + length} are wanted, "
+                            f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
+                        )
+                    at, view = at + count, view[count:]
 
     @contextmanager
     def create(self, name: str, rewritable: bool = False) -> Iterator[LocalFileWriter]:

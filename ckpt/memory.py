@@ -1,4 +1,4 @@
-"""The memory of torch tensors, as arrays that bytes are placed into."""
+"""The memory of torch tensors, as bytes are placed into it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ckpt.transfer import Array
 from formats.catalog import TensorRecord
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_AS_THEY_ARE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16}
+    | {torch.int8, torch.uint8, torch.bool}
+)
+"""Types that numpy has too."""
 
 
-def array_over(tensor: torch.Tensor) -> Array:
-    """The elements of a contiguous CPU tensor as a one-dimensional array over its own memory.
-
-    The array's type is only as wide as an element, it does not interpret it.
-    """
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor's elements, in its own memory."""
     if tensor.numel() == 0:
-        return np.empty(0, dtype=_UNSIGNED[tensor.element_size()])
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.numpy().view(_UNSIGNED[tensor.element_size()])
+        return memoryview(b"")
+    if tensor.dtype in _AS_THEY_ARE:  # nearly always; the other way takes three times as long
+        return tensor.numpy().data.cast("B")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def torch_can_share(array: np.ndarray) -> bool:
@@ -32,8 +33,8 @@ def torch_can_share(array: np.ndarray) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True when `array_over` can give the tensor's own memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy(tensor)
+    """True when `memory_of` can give the tensor's own memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not is_lazy(tensor)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -23,10 +23,11 @@ from typing import Protocol
 
 import numpy as np
 
+from ckpt.bites import Array, Request, requests_for
 from ckpt.errors import Difference, MismatchError
 from ckpt.saved import Missing, Saved, join
 from ckpt.selection import Selection
-from ckpt.transfer import Array, Request, Transfer, requests_for
+from ckpt.transfer import Transfer
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -329,10 +330,10 @@ class _Cast:
     def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
         import torch
 
-        from ckpt.memory import array_over, torch_dtype
+        from ckpt.memory import memory_of, torch_dtype
 
         here = torch_dtype(self._record.dtype.torch_name)
         there = torch_dtype(self._target.torch_name)
         for block in self._reading.take(self._record, lo, hi):
             cast_block = torch.frombuffer(block, dtype=here).to(there)
-            yield memoryview(array_over(cast_block).view(np.uint8).data)
+            yield memory_of(cast_block)

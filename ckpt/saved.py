@@ -81,6 +81,7 @@ class Saved:
         self.rename = renamer(rename)
         self.leaves: dict[str, Tree] = {}
         self._nodes: dict[str, Tree] = {}
+        self._names: list[str] | None = None
         for name, leaf in leaves(catalog.tree):
             renamed = self.rename(name)
             if renamed in self.leaves:
@@ -88,7 +89,13 @@ class Saved:
             self.leaves[renamed] = leaf
         if rename is None:
             self._index(catalog.tree, "")
-        self._sorted = sorted(self.leaves)
+
+    @property
+    def _sorted(self) -> list[str]:
+        """The names of the leaves, sorted; most targets never ask."""
+        if self._names is None:
+            self._names = sorted(self.leaves)
+        return self._names
 
     def _index(self, tree: Tree, path: str) -> None:
         self._nodes.setdefault(path, tree)

@@ -26,6 +26,8 @@ class Selection:
         return cls(("*",) if include is None else patterns(include), patterns(exclude))
 
     def __contains__(self, name: str) -> bool:
+        if self.is_all:
+            return True
         return any(fnmatchcase(name, pattern) for pattern in self.include) and not any(
             fnmatchcase(name, pattern) for pattern in self.exclude
         )

@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol
 from ckpt.errors import ExistsError, NotACheckpointError
 from ckpt.local_store import LocalStore
 from formats.errors import CorruptError
-from formats.storage import BESIDE, Buffer, FileWriter, Reader
+from formats.storage import BESIDE, REMOTE_READ_BYTES, Buffer, FileWriter, Reader
 
 
 class Store(Reader, Protocol):
@@ -138,6 +138,7 @@ class FsspecStore:
         import fsspec
 
         self.url = url.rstrip("/")
+        self.read_bytes = REMOTE_READ_BYTES
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except ImportError as error:
@@ -177,10 +178,13 @@ class FsspecStore:
             )
         return data
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill the buffer from `offset` on."""
-        view = target.cast("B")
-        view[:] = self.read(name, offset, len(view))
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fill the buffers, end to end, from `offset` on, in one request."""
+        data = memoryview(self.read(name, offset, sum(target.nbytes for target in targets)))
+        for target in targets:
+            if target.nbytes:
+                target.cast("B")[:] = data[: target.nbytes]
+                data = data[target.nbytes :]
 
     @contextmanager
     def create(self, name: str, rewritable: bool = False) -> Iterator[FileWriter]:

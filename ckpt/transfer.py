@@ -1,107 +1,42 @@
 """From files into memory: the one way in which bytes are read, verified and placed.
 
-A `Request` says that a box of a tensor lies at these elements of an extent and belongs at those
-elements of a target. The engine turns requests into *bites*, each of which fits into a scratch
-buffer or goes straight into its target, and works through them in the order of the files.
+`ckpt.bites` plans: which ranges of which files, and where they belong. This does it: reads what
+lies together in one call, checks what was read against its checksums while the processor still has
+it in its cache, and places what could not be read where it belongs.
 
 Rules:
 
-1. Bytes with a checksum are verified before they are used, and whole chunks are read to do so.
-   Unverified, uncompressed bytes are read to the byte.
-2. What lies contiguously at both ends, uncompressed, is read straight into the target; only the
-   chunks at its two ends, where they hold other bytes too, go through a scratch buffer.
-3. Memory beyond the targets is at most `workers * (SCRATCH_BYTES + one chunk)`, and as much again
-   for what is decompressed.
-4. What is read beyond the need is bounded: rows that lie further apart than `GAP_BYTES`, or one
-   chunk, are read one by one; files are read in ascending order.
-5. No torch: targets are numpy arrays over somebody's memory.
+1. Bytes with a checksum are verified before anybody uses them.
+2. Files are read in ascending order. A local file is read in parts that stay in the cache until
+   they are verified; from a server, which takes time to answer, in large ones.
+3. Memory beyond the targets is at most `workers` times a scratch buffer, or one chunk, and what
+   that decodes to.
+4. There are several threads only where each has a processor to itself, or where they wait for a
+   server.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-import xxhash
 
-from formats.catalog import Chunk, Extent, TensorRecord
-from formats.errors import CorruptError, FormatError
+from ckpt.bites import Array, Bite, Limits, Request, bites_of, groups_of
+from formats.catalog import Chunk, Extent
+from formats.errors import CorruptError
 from formats.storage import Reader
-from sharding.layout import Box, HoleError, Piece
 
-SCRATCH_BYTES = 8 << 20
-"""The largest read that goes through a scratch buffer."""
-DIRECT_BYTES = 1 << 20
-"""A contiguous range of at least this many bytes is read straight into its target."""
-DIRECT_READ_BYTES = 8 << 20
-"""A straight read is done in parts of this size: they are still in the cache when hashed."""
-GAP_BYTES = 64 << 10
-"""Bytes worth reading for nothing rather than starting another read."""
-WORKERS = 2
-"""Threads that read, hash and copy; all three let go of the GIL."""
-THREAD_BYTES = 2 << 20
+SCRATCH_BYTES = 2 << 20
+"""The largest read of a local file that goes through a scratch buffer."""
+STRAIGHT_BYTES = 8 << 20
+"""What one thread takes on at once of a tensor that is read into its own memory."""
+THREAD_BYTES = 32 << 20
 """Reads of less than this, all together, are done by the caller: threads would cost more."""
-
-Array = np.ndarray
-"""One-dimensional, of an unsigned integer type as wide as the tensor's elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One box to bring from an extent into a target."""
-
-    name: str
-    itemsize: int
-    source: Piece
-    """In elements of the extent; its box is what is wanted."""
-    extent: Extent
-    target: Piece
-    """In elements of `array`; the same box."""
-    array: Array
-
-
-def requests_for(record: TensorRecord, pieces: Iterable[Piece], array: Array) -> Iterator[Request]:
-    """The requests that fill `pieces` of an array from a tensor's stored pieces, each element once.
-
-    Raises HoleError when an element is stored nowhere, or by two pieces at once.
-    """
-    for target in pieces:
-        found = 0
-        for stored in record.pieces.locate(target.box):
-            box = stored.piece.box & target.box
-            found += box.numel
-            yield Request(
-                record.name,
-                record.dtype.itemsize,
-                stored.piece.part(box),
-                stored.extent,
-                target.part(box),
-                array,
-            )
-        if found != target.box.numel:
-            raise HoleError(
-                f"{record.name}: {found} of the {target.box.numel} elements of {target.box} are "
-                "in the checkpoint"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Bite:
-    """A request small enough to be done at once, and the bytes it needs."""
-
-    request: Request
-    lo: int
-    """First byte in the file."""
-    hi: int
-    first: int
-    """First decoded byte of the extent that `lo` stands for."""
-    chunks: tuple[Chunk, ...]
-    """What is verified and decoded; none where the extent has no checksums."""
-    direct: bool
+MAX_WORKERS = 4
 
 
 def transfer(
@@ -109,141 +44,27 @@ def transfer(
     requests: Sequence[Request],
     verify: bool = True,
     progress: Callable[[int], None] | None = None,
-    workers: int = WORKERS,
+    workers: int | None = None,
+    limits: Limits | None = None,
 ) -> None:
     """All requests are done when this returns.
 
     Raises CorruptError naming file, tensor and bytes for a chunk that is not what was written; what
     the targets hold then is undefined.
     """
-    Transfer(reader, verify, workers).run(requests, progress)
+    Transfer(reader, verify, workers, limits).run(requests, progress)
 
 
-def _unchecked(request: Request) -> Request:
-    """The request without checksums, where its bytes lie in the file as they are."""
-    extent = request.extent
-    if extent.chunks is None or extent.chunks.compressed:
-        return request
-    return replace(request, extent=replace(extent, chunks=None))
+def limits_for(reader: Reader) -> Limits:
+    """What suits the place that is read from."""
+    most = reader.read_bytes
+    return Limits(most, max(most, STRAIGHT_BYTES), max(most, SCRATCH_BYTES))
 
 
-def _bites(request: Request) -> Iterator[_Bite]:
-    """A request in parts that obey rules 2 to 4."""
-    box, source, target = request.source.box, request.source, request.target
-    if not box:
-        return
-    itemsize, extent = request.itemsize, request.extent
-    chunk_bytes = extent.chunks.chunk_bytes if extent.chunks is not None else 0
-    nbytes = box.numel * itemsize
-    plain = extent.chunks is None or not extent.chunks.compressed
-    if source.is_packed and nbytes < DIRECT_BYTES:  # most tensors of most models
-        lo = source.at * itemsize
-        yield _bite(request, lo, lo + nbytes, direct=False)
-        return
-    if plain and source.is_packed and target.is_packed:
-        yield from _direct_bites(request, chunk_bytes)
-        return
-    hull = source.hull_elements * itemsize
-    if min(source.strides, default=0) < 0:
-        raise FormatError(f"{extent.file}: {request.name} has negative strides {source.strides}")
-    dim = _widest(source)
-    if dim is not None:
-        step = source.strides[dim] * itemsize
-        inner = hull - (box.shape[dim] - 1) * step
-        rows = max(1, (SCRATCH_BYTES - inner) // step) if step else box.shape[dim]
-        if step - inner > max(GAP_BYTES, chunk_bytes):
-            rows = 1
-        if rows < box.shape[dim]:
-            for lo in range(box.lo[dim], box.hi[dim], rows):
-                part = _narrow(box, dim, lo, min(lo + rows, box.hi[dim]))
-                yield from _bites(
-                    replace(request, source=source.part(part), target=target.part(part))
-                )
-            return
-    yield _bite(request, source.at * itemsize, source.at * itemsize + hull, direct=False)
-
-
-def _widest(piece: Piece) -> int | None:
-    """The dimension of more than one index with the largest stride."""
-    dims = [dim for dim, size in enumerate(piece.box.shape) if size > 1]
-    return max(dims, key=lambda dim: piece.strides[dim], default=None)
-
-
-def _narrow(box: Box, dim: int, lo: int, hi: int) -> Box:
-    return Box(
-        (*box.lo[:dim], lo, *box.lo[dim + 1 :]),
-        (*box.hi[:dim], hi, *box.hi[dim + 1 :]),
-    )
-
-
-def _direct_bites(request: Request, chunk_bytes: int) -> Iterator[_Bite]:
-    """A contiguous range: whole chunks straight, the partial ones at its ends by scratch."""
-    itemsize = request.itemsize
-    lo = request.source.at * itemsize
-    hi = lo + request.source.box.numel * itemsize
-    unit = chunk_bytes or DIRECT_READ_BYTES
-    first = -(-lo // unit) * unit if chunk_bytes else lo
-    last = hi if not chunk_bytes or hi == request.extent.nbytes else hi // unit * unit
-    if first >= last:
-        yield _bite(_flat_part(request, lo, hi), lo, hi, direct=False)
-        return
-    if lo < first:
-        yield _bite(_flat_part(request, lo, first), lo, first, direct=False)
-    step = max(unit, DIRECT_READ_BYTES // unit * unit)
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        yield _bite(_flat_part(request, start, stop), start, stop, direct=True)
-    if last < hi:
-        yield _bite(_flat_part(request, last, hi), last, hi, direct=False)
-
-
-def _flat_part(request: Request, lo: int, hi: int) -> Request:
-    """The part of a request that is packed at both ends, by bytes of its extent, as one row."""
-    itemsize = request.itemsize
-    start, stop = lo // itemsize, hi // itemsize
-    box = Box((0,), (stop - start,))
-    skipped = start - request.source.at
-    return replace(
-        request,
-        source=Piece.packed(box, start),
-        target=Piece.packed(box, request.target.at + skipped),
-    )
-
-
-def _bite(request: Request, lo: int, hi: int, direct: bool) -> _Bite:
-    """The bite for decoded bytes `[lo, hi)` of an extent: which bytes of the file it takes."""
-    extent = request.extent
-    if hi > extent.nbytes or lo < 0:
-        raise FormatError(
-            f"{extent.file}: {request.name} has {extent.nbytes} bytes there, {lo}:{hi} are wanted"
-        )
-    table = extent.chunks
-    if table is None:
-        return _Bite(request, extent.offset + lo, extent.offset + hi, lo, (), direct)
-    first, last = lo // table.chunk_bytes, -(-hi // table.chunk_bytes)
-    chunks = tuple(table[index] for index in range(first, last))
-    end = chunks[-1].offset + chunks[-1].stored_bytes
-    return _Bite(request, chunks[0].offset, end, first * table.chunk_bytes, chunks, direct)
-
-
-def _groups(bites: Sequence[_Bite]) -> Iterator[list[_Bite]]:
-    """Bites that one read serves: neighbours in a file, or one that is read straight."""
-    group: list[_Bite] = []
-    end = 0
-    for bite in bites:
-        if group and (
-            bite.direct
-            or group[0].direct
-            or bite.request.extent.file != group[0].request.extent.file
-            or bite.lo - end > GAP_BYTES
-            or max(end, bite.hi) - group[0].lo > SCRATCH_BYTES
-        ):
-            yield group
-            group, end = [], 0
-        group.append(bite)
-        end = max(end, bite.hi)
-    if group:
-        yield group
+def workers_for(ranks_here: int) -> int:
+    """How many threads a rank has processors for, of as many ranks on this machine."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "") or ranks_here)
+    return min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here)))
 
 
 class Transfer:
@@ -252,80 +73,109 @@ class Transfer:
     Safe to use from several threads.
     """
 
-    def __init__(self, reader: Reader, verify: bool = True, workers: int = WORKERS) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        verify: bool = True,
+        workers: int | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         self._reader = reader
         self._verify = verify
-        self._workers = workers
+        self._workers = workers_for(1) if workers is None else workers
+        self._limits = limits_for(reader) if limits is None else limits
         self._scratch = threading.local()
 
     def run(
         self, requests: Sequence[Request], progress: Callable[[int], None] | None = None
     ) -> None:
         """All requests are done when this returns. Raises as `transfer` does."""
-        exact = requests if self._verify else map(_unchecked, requests)
-        bites = sorted(
-            (bite for request in exact for bite in _bites(request)),
-            key=lambda bite: (bite.request.extent.file, bite.lo),
-        )
-        groups = list(_groups(bites))
+        bites = bites_of(requests, self._verify, self._limits)
+        groups = groups_of(bites, self._limits)
 
-        def work(group: list[_Bite]) -> None:
+        def work(group: list[Bite]) -> None:
             self._do(group)
             if progress is not None:
-                progress(sum(b.request.source.box.numel * b.request.itemsize for b in group))
+                progress(sum(bite.wanted_bytes for bite in group))
 
         nbytes = sum(bite.hi - bite.lo for bite in bites)
-        if len(groups) <= 1 or self._workers <= 1 or nbytes < THREAD_BYTES:
+        if self._workers <= 1 or nbytes < THREAD_BYTES:
             for group in groups:
                 work(group)
             return
         with ThreadPoolExecutor(self._workers, "ckpt-read") as pool:
-            try:
-                for _ in pool.map(work, groups):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            shared = _Shared(groups)
+            for done in [pool.submit(shared.work, work) for _ in range(self._workers)]:
+                done.result()
 
-    def _do(self, group: list[_Bite]) -> None:
-        file = group[0].request.extent.file
-        if group[0].direct:
-            (bite,) = group
-            target = _bytes(bite.request.array)
-            at = bite.request.target.at * bite.request.itemsize
-            part = target[at : at + bite.hi - bite.lo]
-            self._reader.read_into(file, bite.lo, part)
-            self._check(bite, part, bite.lo)
+    def _do(self, group: list[Bite]) -> None:
+        first = group[0]
+        if first.straight and len(group) == 1:
+            self._straight(first)
             return
-        lo, hi = group[0].lo, max(bite.hi for bite in group)
-        scratch = self._buffer(hi - lo)
-        self._reader.read_into(file, lo, scratch)
+        lo, hi = first.lo, max(bite.hi for bite in group)
+        scratch = memoryview(b"")
+        if not all(bite.straight for bite in group) or hi - lo > sum(b.hi - b.lo for b in group):
+            scratch = self._buffer(hi - lo)
+        targets = []
+        begin = end = lo  # of what goes through scratch memory, gaps included
         for bite in group:
-            stored = scratch[bite.lo - lo : bite.hi - lo]
-            self._check(bite, stored, bite.lo)
-            _place(bite, self._decoded(bite, stored))
+            if not bite.straight:
+                end = max(end, bite.hi)
+                continue
+            if bite.lo > begin:
+                targets.append(scratch[begin - lo : bite.lo - lo])
+            targets.append(_own(bite))
+            begin = end = bite.hi
+        if end > begin:
+            targets.append(scratch[begin - lo : end - lo])
+        self._reader.read_into(first.file, lo, *targets)
+        for bite in group:
+            stored = _own(bite) if bite.straight else scratch[bite.lo - lo : bite.hi - lo]
+            self._check(bite, bite.chunk, stored)
+            if bite.fit is not None:
+                _place(bite, self._decoded(bite, stored))
 
-    def _check(self, bite: _Bite, stored: memoryview, lo: int) -> None:
-        if not self._verify:
+    def _straight(self, bite: Bite) -> None:
+        """One range into its target, in parts that are verified as they come."""
+        target, step, chunk = _own(bite), self._limits.read_bytes, bite.chunk
+        chunks = bite.request.extent.chunks
+        if chunk >= 0 and chunks is not None:
+            step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
+        for at in range(0, len(target), step):
+            part = target[at : at + step]
+            self._reader.read_into(bite.file, bite.lo + at, part)
+            if chunk >= 0 and chunks is not None:
+                self._check(bite, chunk + at // chunks.chunk_bytes, part)
+
+    def _check(self, bite: Bite, first: int, stored: memoryview) -> None:
+        """Raise unless these are the bytes of the chunks from `first` on."""
+        chunks = bite.request.extent.chunks
+        if not self._verify or chunks is None or first < 0:
             return
-        for chunk in bite.chunks:
-            at = chunk.offset - lo
-            if xxhash.xxh3_128_digest(stored[at : at + chunk.stored_bytes]) != chunk.digest:
-                raise damaged(self._reader.url, bite.request.extent, bite.request.name, chunk)
+        wrong = chunks.wrong(first, stored)
+        if wrong is not None:
+            extent, name = bite.request.extent, bite.request.name
+            raise damaged(self._reader.url, extent, name, chunks[wrong])
 
-    def _decoded(self, bite: _Bite, stored: memoryview) -> memoryview:
-        """The bytes of the extent from `bite.first` on."""
-        if not any(chunk.compressed for chunk in bite.chunks):
+    def _decoded(self, bite: Bite, stored: memoryview) -> memoryview:
+        """The bytes of the extent from `bite.at` on."""
+        extent = bite.request.extent
+        chunks = extent.chunks
+        if chunks is None or not chunks.compressed:
             return stored
         from formats.native.codec import decompress
 
-        extent = bite.request.extent
         where = f"{self._reader.url}/{extent.file}: {bite.request.name}"
-        decoded = self._buffer(sum(chunk.raw_bytes for chunk in bite.chunks), "decoded")
+        index, at, size = bite.chunk, 0, 0
+        found = []
+        while at < len(stored):
+            chunk = chunks[index]
+            found.append((chunk, stored[at : at + chunk.stored_bytes]))
+            at, index, size = at + chunk.stored_bytes, index + 1, size + chunk.raw_bytes
+        decoded = self._buffer(size, "decoded")
         done = 0
-        for chunk in bite.chunks:
-            at = chunk.offset - bite.lo
-            data = stored[at : at + chunk.stored_bytes]
+        for chunk, data in found:
             target = decoded[done : done + chunk.raw_bytes]
             if chunk.compressed:
                 decompress(data, extent.itemsize, target, where)
@@ -342,7 +192,29 @@ class Transfer:
             setattr(self._scratch, use, held)
             held = np.empty(-(-max(nbytes, SCRATCH_BYTES) // 16) * 2, dtype=np.uint64)
             setattr(self._scratch, use, held)
-        return _bytes(held)[:nbytes]
+        return memoryview(held.view(np.uint8).data)[:nbytes]
+
+
+class _Shared:
+    """Groups that several threads take from in turn, until one of them fails."""
+
+    def __init__(self, groups: Iterator[list[Bite]]) -> None:
+        self._groups = groups
+        self._lock = threading.Lock()
+        self._failed = False
+
+    def work(self, action: Callable[[list[Bite]], None]) -> None:
+        """Do groups until there are none."""
+        while (group := self._next()) is not None:
+            try:
+                action(group)
+            except BaseException:
+                self._failed = True
+                raise
+
+    def _next(self) -> list[Bite] | None:
+        with self._lock:
+            return None if self._failed else next(self._groups, None)
 
 
 def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
@@ -354,34 +226,30 @@ def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
     )
 
 
-def _bytes(array: Array) -> memoryview:
-    return memoryview(array.view(np.uint8).data)
+def _own(bite: Bite) -> memoryview:
+    """The bytes of the target that a straight bite is."""
+    return bite.request.memory[bite.at : bite.at + bite.hi - bite.lo]
 
 
-def _place(bite: _Bite, data: memoryview) -> None:
+def _place(bite: Bite, data: memoryview) -> None:
     """Copy a bite's box from the decoded bytes into its target."""
-    request = bite.request
-    source, target, itemsize = request.source, request.target, request.itemsize
-    start = source.at * itemsize - bite.first
+    fit, (_, itemsize, _, _, memory) = bite.fit, bite.request
+    assert fit is not None
+    source, target = fit.source, fit.target
+    start = source.at * itemsize - bite.at
     shape = source.box.shape
-    if source.is_packed and target.is_packed:
+    at = target.at * itemsize
+    if fit.is_straight:
         nbytes = prod(shape) * itemsize
-        at = target.at * itemsize
-        _bytes(request.array)[at : at + nbytes] = data[start : start + nbytes]
+        memory[at : at + nbytes] = data[start : start + nbytes]
         return
-    raw = np.frombuffer(data, dtype=np.uint8)
-    here = np.ndarray(
-        shape,
-        dtype=request.array.dtype,
-        buffer=raw,
-        offset=start,
-        strides=tuple(stride * itemsize for stride in source.strides),
-    )
-    there = np.ndarray(
-        shape,
-        dtype=request.array.dtype,
-        buffer=request.array,
-        offset=target.at * itemsize,
-        strides=tuple(stride * itemsize for stride in target.strides),
-    )
+    dtype = _ELEMENTS[itemsize]
+    steps = tuple([stride * itemsize for stride in source.strides])
+    here = np.ndarray(shape, dtype, buffer=data, offset=start, strides=steps)
+    steps = tuple([stride * itemsize for stride in target.strides])
+    there = np.ndarray(shape, dtype, buffer=memory, offset=at, strides=steps)
     there[...] = here
+
+
+_ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""By their bytes: what carries elements that are not looked at."""

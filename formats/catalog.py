@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from formats.dtypes import DType
 from formats.errors import CorruptError
@@ -50,10 +50,19 @@ class Chunks(Protocol):
 
     def __getitem__(self, index: int) -> Chunk: ...
 
+    def wrong(self, first: int, stored: memoryview) -> int | None:
+        """Which of the chunks from `first` on, whose stored bytes these are, has another digest.
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of one file that decodes to an array of elements."""
+        The first such, or None where all are what was written.
+        """
+        ...
+
+
+class Extent(NamedTuple):
+    """A range of one file that decodes to an array of elements.
+
+    Chunks that are stored as they are lie end to end from its offset on.
+    """
 
     file: str
     offset: int
@@ -66,8 +75,7 @@ class Extent:
     """Element size the byte shuffle of compressed chunks used."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredPiece(NamedTuple):
     """A box of a tensor and where its elements lie: `piece` counts elements of `extent`."""
 
     piece: Piece

@@ -127,6 +127,7 @@ class ReadAhead:
 
     def __init__(self, reader: Reader) -> None:
         self.url = reader.url
+        self.read_bytes = reader.read_bytes
         self._reader = reader
         # One attribute, so that no thread sees the place of one block and the bytes of another.
         self._block: tuple[str, int, bytes] = ("", 0, b"")
@@ -152,6 +153,6 @@ class ReadAhead:
             self._block = (name, start, block)
         return block[offset - start : offset - start + length]
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill a buffer from the file, past the block."""
-        self._reader.read_into(name, offset, target)
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fill buffers from the file, past the block."""
+        self._reader.read_into(name, offset, *targets)

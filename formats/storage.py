@@ -14,6 +14,11 @@ from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 
+LOCAL_READ_BYTES = 256 << 10
+"""Little enough to be in the processor's cache still when it is verified or copied on."""
+REMOTE_READ_BYTES = 16 << 20
+"""So much that what a request takes by itself does not matter."""
+
 
 BESIDE = "../"
 """What the name of a file in a folder beside this one begins with."""
@@ -24,6 +29,8 @@ class Reader(Protocol):
 
     url: str
     """What the user called it, for messages."""
+    read_bytes: int
+    """What one read is best made of, `LOCAL_READ_BYTES` or `REMOTE_READ_BYTES`."""
 
     def names(self) -> list[str]:
         """The files directly in the folder, sorted."""
@@ -37,8 +44,8 @@ class Reader(Protocol):
         """Exactly these bytes. Raises formats.errors.CorruptError where the file ends before."""
         ...
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill a writable buffer of bytes from `offset` on; raises as `read` does."""
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fill writable buffers of bytes, end to end, from `offset` on; raises as `read` does."""
         ...
 
 

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+MAX_KNOWN = 1 << 14
+"""How many layouts are kept: models have many tensors and few shapes."""
+
+_REPLICATED = (Replicate(),)
+_known: dict[tuple[int, tuple[int, ...], tuple[object, ...]], Layout] = {}
+"""By the identity of its mesh, which the layout keeps alive, the shape and torch's placements."""
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 
 
@@ -52,7 +58,7 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     ((2, 3), 'world:4=R')
     """
     if not _is_dtensor(tensor):
-        return tensor.detach(), Layout(tuple(tensor.shape), world, (Replicate(),))
+        return tensor.detach(), _known_layout(tuple(tensor.shape), world, _REPLICATED)
     layout = _layout(tensor, name)
     with torch.no_grad():
         local = tensor.to_local()
@@ -87,14 +93,34 @@ def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    """The layout of these parts: the same object as the last time."""
+    key = id(mesh), shape, placements
+    layout = _known.get(key)
+    if layout is None:
+        if len(_known) >= MAX_KNOWN:
+            _known.clear()
+        layout = _known[key] = Layout(shape, mesh, placements)
+    return layout
+
+
 def _layout(tensor: DTensor, name: str) -> Layout:
     """What torch says of a DTensor, in our words."""
-    shape = tuple(tensor.shape)
-    mesh = mesh_of(tensor.device_mesh)
+    shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
+    key = id(mesh), shape, tuple(tensor.placements)
+    layout = _known.get(key)
+    if layout is None:
+        layout = _new_layout(tensor, shape, mesh, name)
+        if layout.mesh is mesh:  # a transposed one would not keep it alive
+            _known[key] = layout
+    return layout
+
+
+def _new_layout(tensor: DTensor, shape: tuple[int, ...], mesh: Mesh, name: str) -> Layout:
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
     last = _cut_last(shape, mesh, placements)
     if not last:
-        return Layout(shape, mesh, placements)
+        return _known_layout(shape, mesh, placements)
     order = [axis for axis in range(len(placements)) if axis not in last] + sorted(last)
     plain = tuple(last.get(axis, placements[axis]) for axis in order)
     return Layout(shape, mesh.transposed(order), plain)

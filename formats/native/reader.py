@@ -12,9 +12,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
+
+import xxhash
 
 from formats.catalog import Catalog, Chunk, Extent, FileRecord, StoredPiece, TensorRecord
-from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.native.borrowed import BORROWED, Run, beside
 from formats.native.manifest import (
@@ -26,6 +28,7 @@ from formats.native.manifest import (
     load,
 )
 from formats.native.shard import RECORD, TABLE, ShardIndex, open_shard
+from formats.safetensors_header import Entry, Header
 from formats.storage import Reader
 from sharding.layout import Box, Piece
 
@@ -71,6 +74,10 @@ class Shards:
         self._sound: set[str] = set()
         """The files of bases whose size is what it was."""
         self._opened: dict[int, Shard] = {}
+        self._headers: dict[tuple[bytes, int], Header] = {}
+        self._first: dict[int, dict[str, int]] = {}
+        """By the identity of a header: ranks with the same one have their chunks alike."""
+        self._places: dict[int, Places] = {}
         self._lock = threading.Lock()
 
     def shard(self, rank: int, name: str) -> Shard:
@@ -86,8 +93,8 @@ class Shards:
             with self._lock:
                 shard = self._opened.get(rank)
                 if shard is None:
-                    index = open_shard(self._reader, file)
-                    shard = Shard(file, index, self._reader.url, self.base_file)
+                    index = open_shard(self._reader, file, self._headers)
+                    shard = Shard(file, index, self._reader.url, self.base_file, self._first)
                     self._opened[rank] = shard
         return shard
 
@@ -123,45 +130,96 @@ class Shards:
 
     def pieces(self, name: str, stored: StoredTensor) -> NativePieces:
         """Where a tensor's elements lie."""
-        return NativePieces(self, name, stored)
+        places = self._places.get(id(stored))
+        if places is None:
+            places = self._places[id(stored)] = Places(stored)
+        return NativePieces(self, name, places)
+
+
+class Expected(NamedTuple):
+    """What a rank's file should have of a tensor, as the manifest says it."""
+
+    carrier: str
+    shape: tuple[int, ...]
+    """As the file's header has it."""
+    nbytes: int
+    component_bytes: int
+
+
+class Places:
+    """Where a tensor's pieces lie, worked out from its layout once for all that are like it."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.stored = stored
+        self._found: dict[Box, tuple[tuple[int, Expected, tuple[Piece, ...]], ...]] = {}
+
+    def of(self, box: Box) -> tuple[tuple[int, Expected, tuple[Piece, ...]], ...]:
+        """The ranks that hold some of a box, what their files have, and the pieces in it."""
+        found = self._found.get(box)
+        if found is None:
+            layout = self.stored.layout
+            found = self._found[box] = tuple(
+                (rank, self.expected(rank), tuple(p for p in layout.pieces(rank) if p.box & box))
+                for rank in layout.holders(box)
+            )
+        return found
+
+    def expected(self, rank: int) -> Expected:
+        """What the file of a rank should have."""
+        layout, dtype = self.stored.layout, self.stored.dtype
+        lo, hi = layout.span(rank)
+        shape = layout.local_shape(rank)
+        shape = (hi - lo,) if hi - lo != prod(shape) else shape
+        carried = dtype.carrier_shape(shape)
+        return Expected(dtype.carrier, carried, dtype.nbytes(shape), dtype.component_bytes)
 
 
 class NativePieces:
-    """One tensor's pieces, worked out from its layout for the box that is asked for."""
+    """One tensor's pieces."""
 
-    def __init__(self, shards: Shards, name: str, stored: StoredTensor) -> None:
+    __slots__ = ("_name", "_places", "_shards")
+
+    def __init__(self, shards: Shards, name: str, places: Places) -> None:
         self._shards = shards
         self._name = name
-        self._stored = stored
+        self._places = places
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """The stored pieces that hold some of `box`."""
-        layout, itemsize = self._stored.layout, self._stored.dtype.itemsize
-        for rank in layout.holders(box):
-            parts = self.parts(rank)
-            for piece in layout.pieces(rank):
-                if not piece.box & box:
-                    continue
-                if len(parts) == 1:
-                    yield StoredPiece(piece, parts[0].extent)
-                    continue
-                for part in parts:
-                    first = part.begins // itemsize
-                    end = first + part.extent.nbytes // itemsize
-                    for some in piece.within(first, end):
-                        if some.box & box:
-                            there = Piece(some.box, some.at - first, some.strides)
-                            yield StoredPiece(there, part.extent)
+        shard, name = self._shards.shard, self._name
+        for rank, expected, pieces in self._places.of(box):
+            opened = shard(rank, name)
+            if not opened.index.runs:
+                extent = opened.extent(name, expected)
+                for piece in pieces:
+                    yield StoredPiece(piece, extent)
+            else:
+                yield from self._among(opened.parts(name, expected), pieces, box)
 
     def __iter__(self) -> Iterator[StoredPiece]:
-        return self.locate(Box.whole(self._stored.shape))
+        return self.locate(Box.whole(self._places.stored.shape))
 
     def parts(self, rank: int) -> list[Part]:
         """Where the local storage of a rank lies."""
-        layout, dtype = self._stored.layout, self._stored.dtype
-        lo, hi = layout.span(rank)
-        part = (hi - lo,) if hi - lo != prod(layout.local_shape(rank)) else layout.local_shape(rank)
-        return self._shards.shard(rank, self._name).parts(self._name, dtype, part)
+        expected = self._places.expected(rank)
+        return self._shards.shard(rank, self._name).parts(self._name, expected)
+
+    def _among(
+        self, parts: list[Part], pieces: tuple[Piece, ...], box: Box
+    ) -> Iterator[StoredPiece]:
+        """Pieces of a rank's local storage, cut where that goes on in another file."""
+        itemsize = self._places.stored.dtype.itemsize
+        for piece in pieces:
+            if len(parts) == 1:
+                yield StoredPiece(piece, parts[0].extent)
+                continue
+            for part in parts:
+                first = part.begins // itemsize
+                end = first + part.extent.nbytes // itemsize
+                for some in piece.within(first, end):
+                    if some.box & box:
+                        there = Piece(some.box, some.at - first, some.strides)
+                        yield StoredPiece(there, part.extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,57 +242,70 @@ class Shard:
     """One opened shard file: finds tensors and their chunks in it, or where it borrowed them."""
 
     def __init__(
-        self, file: ShardFile, index: ShardIndex, url: str, base_file: Callable[[Run, str], str]
+        self,
+        file: ShardFile,
+        index: ShardIndex,
+        url: str,
+        base_file: Callable[[Run, str], str],
+        known_first: dict[int, dict[str, int]],
     ) -> None:
         self.file = file
         self.index = index
         self._where = f"{url}/{file.name}"
         self._base_file = base_file
+        self._known_first = known_first
         self._first: dict[str, int] | None = None
         self._starts = [run.first for run in index.runs]
 
-    def parts(self, name: str, dtype: DType, shape: tuple[int, ...]) -> list[Part]:
-        """Where a tensor's part, which has this shape, lies: in one range unless it is borrowed."""
-        header = self.index.header
-        entry = header.entries.get(name) if name not in (TABLE, BORROWED) else None
-        where = f"{self._where}: {name}"
-        if entry is None:
-            raise CorruptError(f"{where} should be in this file and is not")
-        nbytes = dtype.nbytes(shape)
-        first = self._first_chunk(name)
-        count = -(-nbytes // self.index.chunk_bytes)
+    def parts(self, name: str, expected: Expected) -> list[Part]:
+        """Where a tensor's part lies: in one range unless it is borrowed."""
+        entry, first = self._entry(name), self._first_chunk(name)
+        count = -(-expected.nbytes // self.index.chunk_bytes)
         runs = self._runs(first, count)
-        if self.index.codec == "raw" and not runs:
-            if entry.dtype != dtype.carrier or entry.shape != dtype.carrier_shape(shape):
-                raise FormatError(
-                    f"{where} is {entry.dtype} {list(entry.shape)} in the file, the manifest says "
-                    f"{dtype.carrier} {list(dtype.carrier_shape(shape))}"
-                )
-        elif entry.dtype != "U8":
-            raise FormatError(f"{where} is compressed or borrowed and yet {entry.dtype}")
-        offset = header.data_offset + entry.begin
-        stored_bytes = entry.end - entry.begin
         if not runs:
-            chunks = ChunkTable(self.index, first, offset, stored_bytes, nbytes, where)
-            if self.index.codec == "zstd":
-                chunks.check()
-            extent = Extent(self.file.name, offset, nbytes, chunks, dtype.component_bytes)
+            extent = self.extent(name, expected)
             return [Part(0, extent, self._records(first, first + count))]
-        return list(self._pieced(first, count, runs, offset, stored_bytes, nbytes, dtype, where))
+        where = f"{self._where}: {name}"
+        if entry.dtype != "U8":
+            raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
+        return list(self._pieced(first, count, runs, entry, expected, where))
+
+    def extent(self, name: str, expected: Expected) -> Extent:
+        """Where a tensor's part lies that is not borrowed."""
+        _, dtype, shape, begin, end = self._entry(name)
+        compressed = self.index.codec != "raw"
+        if not compressed and (dtype != expected.carrier or shape != expected.shape):
+            raise FormatError(
+                f"{self._where}: {name} is {dtype} {list(shape)} in the file, the manifest says "
+                f"{expected.carrier} {list(expected.shape)}"
+            )
+        if compressed and dtype != "U8":
+            raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
+        offset, first = self.index.header.data_offset + begin, self._first_chunk(name)
+        nbytes, width = expected.nbytes, expected.component_bytes
+        chunks = ChunkTable(self.index, first, offset, end - begin, nbytes, self._where, name)
+        if compressed:
+            chunks.check()
+        return Extent(self.file.name, offset, nbytes, chunks, width)
+
+    def _entry(self, name: str) -> Entry:
+        entry = self.index.header.entries.get(name)
+        if entry is None or name in (TABLE, BORROWED):
+            raise CorruptError(f"{self._where}: {name} should be in this file and is not")
+        return entry
 
     def _pieced(
         self,
         first: int,
         count: int,
         runs: Sequence[Run],
-        offset: int,
-        stored_bytes: int,
-        nbytes: int,
-        dtype: DType,
+        entry: Entry,
+        expected: Expected,
         where: str,
     ) -> Iterator[Part]:
         """The parts of a tensor of which some chunks are borrowed, in order, all of it."""
         chunk_bytes, at, own = self.index.chunk_bytes, first, 0
+        offset, nbytes = self.index.header.data_offset + entry.begin, expected.nbytes
         for run in (*runs, None):
             upto = run.first if run is not None else first + count
             ranges = [(at, upto, self.file.name, offset + own)] if at < upto else []
@@ -247,13 +318,13 @@ class Shard:
                 starts = (begin - first) * chunk_bytes
                 raw = min((end - first) * chunk_bytes, nbytes) - starts
                 stored = stored_in(self.index, begin, end)
-                chunks = ChunkTable(self.index, begin, there, stored, raw, where)
+                chunks = ChunkTable(self.index, begin, there, stored, raw, self._where, entry.name)
                 chunks.check()
-                extent = Extent(file, there, raw, chunks, dtype.component_bytes)
+                extent = Extent(file, there, raw, chunks, expected.component_bytes)
                 yield Part(starts, extent, self._records(begin, end))
-        if own != stored_bytes:
+        if own != entry.end - entry.begin:
             raise FormatError(
-                f"{where}: its own chunks take {own} bytes, its entry has {stored_bytes}"
+                f"{where}: its own chunks take {own} bytes, its entry has {entry.end - entry.begin}"
             )
 
     def _records(self, first: int, end: int) -> memoryview:
@@ -269,7 +340,11 @@ class Shard:
     def _first_chunk(self, name: str) -> int:
         """The index of a tensor's first record in the chunk table."""
         if self._first is None:
+            self._first = self._known_first.get(id(self.index.header))
+        if self._first is None:
             self._first = first_chunks(self.index, self._where)
+            if self.index.codec == "raw":
+                self._known_first[id(self.index.header)] = self._first
         return self._first[name]
 
 
@@ -305,6 +380,19 @@ def first_chunks(index: ShardIndex, where: str) -> dict[str, int]:
 class ChunkTable:
     """The chunks of one tensor in one file, unpacked as they are asked for."""
 
+    __slots__ = (
+        "_file",
+        "_first",
+        "_name",
+        "_offset",
+        "_raw_bytes",
+        "_starts",
+        "_stored_bytes",
+        "_table",
+        "chunk_bytes",
+        "compressed",
+    )
+
     def __init__(
         self,
         index: ShardIndex,
@@ -312,9 +400,11 @@ class ChunkTable:
         offset: int,
         stored_bytes: int,
         raw_bytes: int,
-        where: str,
+        file: str,
+        name: str,
     ) -> None:
-        self._where = where
+        self._file = file
+        self._name = name
         self.chunk_bytes = index.chunk_bytes
         self.compressed = index.codec != "raw"
         self._table = index.table
@@ -338,6 +428,32 @@ class ChunkTable:
         if not 0 < stored <= raw:
             raise self._lie(index, stored, raw)
         return Chunk(self._offset + at, stored, raw, digest, stored < raw)
+
+    def wrong(self, first: int, stored: memoryview) -> int | None:
+        """The first of the chunks whose stored bytes these are that is not what was written."""
+        if self.compressed:
+            return self._wrong_compressed(first, stored)
+        table, digest, size = self._table, xxhash.xxh3_128_digest, self.chunk_bytes
+        record = (self._first + first) * RECORD.size
+        for at in range(0, len(stored), size):
+            data = stored[at : at + size]
+            if digest(data) + len(data).to_bytes(4, "little") != table[record : record + 20]:
+                return first + at // size
+            record += RECORD.size
+        return None
+
+    def _wrong_compressed(self, first: int, stored: memoryview) -> int | None:
+        at = 0
+        while at < len(stored):
+            chunk = self[first]
+            if xxhash.xxh3_128_digest(stored[at : at + chunk.stored_bytes]) != chunk.digest:
+                return first
+            at, first = at + chunk.stored_bytes, first + 1
+        return None
+
+    @property
+    def _where(self) -> str:
+        return f"{self._file}: {self._name}"
 
     def _lie(self, index: int, stored: int, raw: int) -> FormatError:
         return FormatError(

@@ -401,8 +401,13 @@ class ShardIndex:
     """How many chunks each entry has; only where some are borrowed."""
 
 
-def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
+def open_shard(
+    reader: Reader, file: ShardFile, known: dict[tuple[bytes, int], Header] | None = None
+) -> ShardIndex:
     """Read and verify the header and the chunk table of a shard file, in two reads.
+
+    `known` has headers that were parsed, by their bytes and the sizes of their files: ranks that
+    hold equally much of everything have the same. The new one is put there.
 
     Raises CorruptError naming the file when its size or a bit of either is not what was written.
     """
@@ -428,7 +433,10 @@ def open_shard(reader: Reader, file: ShardFile) -> ShardIndex:
             f"{size - file.table_bytes}:{size}) do not have the digest the manifest has for them: "
             "they were changed after they were written; restore the file from another copy"
         )
-    header = parse(head, where, size)
+    known = {} if known is None else known
+    header = known.get((head, size))
+    if header is None:
+        header = known[head, size] = parse(head, where, size)
     entry, borrowed = header.entries.get(TABLE), header.entries.get(BORROWED)
     runs_bytes = borrowed.end - borrowed.begin if borrowed is not None else 0
     chunk_bytes = header.metadata.get("ckpt.chunk_bytes", "")

@@ -253,6 +253,7 @@ class Counting:
 
     def __init__(self, reader: Reader) -> None:
         self.url, self.names, self.size = reader.url, reader.names, reader.size
+        self.read_bytes = reader.read_bytes
         self._reader = reader
         self.reads: list[int] = []
 
@@ -260,9 +261,9 @@ class Counting:
         self.reads.append(length)
         return self._reader.read(name, offset, length)
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        self.reads.append(len(target))
-        self._reader.read_into(name, offset, target)
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        self.reads.append(sum(map(len, targets)))
+        self._reader.read_into(name, offset, *targets)
 
 
 def test_opening_reads_no_tensor_and_values_in_few_reads(tmp_path: Path) -> None:

@@ -397,6 +397,7 @@ class Counting:
 
     def __init__(self, reader: Reader) -> None:
         self.url, self.names, self.size = reader.url, reader.names, reader.size
+        self.read_bytes = reader.read_bytes
         self._reader = reader
         self.nbytes = 0
 
@@ -404,9 +405,9 @@ class Counting:
         self.nbytes += length
         return self._reader.read(name, offset, length)
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        self.nbytes += len(target)
-        self._reader.read_into(name, offset, target)
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        self.nbytes += sum(map(len, targets))
+        self._reader.read_into(name, offset, *targets)
 
 
 def test_opening_a_large_file_reads_only_its_structure(tmp_path: Path) -> None:

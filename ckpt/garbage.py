@@ -1,0 +1,23 @@
+"""Python's search for cyclic garbage, put off while many objects are made that all are needed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """Inside, nothing looks for cyclic garbage; for work of seconds that leaves none.
+
+    A plan is some objects for every tensor, and Python looks through all the objects there are
+    each time a quarter has come to them: with torch imported that is most of the time of a plan.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
