@@ -39,6 +39,8 @@ def begin(
     handle's, because the other ranks count on this one's report.
     """
     staged, error = attempt(lambda: _stage(plan, state))
+    if staged:
+        handle.staging(staged[0].staging.help)
     save = _Save(handle, replace(plan, parts=()), agreement, progress)
     # A daemon, because `in_flight` waits for it at exit, while it still can finish.
     thread = threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True)

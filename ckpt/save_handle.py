@@ -35,6 +35,7 @@ class SaveHandle:
         self._staged = threading.Event()
         self._finished = threading.Event()
         self._progress: Callable[[], int] = lambda: 0
+        self._help: Callable[[], None] = lambda: None
         self._error: Exception | None = None
         self._saved: Saved | None = None
         self._is_told = False
@@ -75,6 +76,8 @@ class SaveHandle:
         Optimizers in the state wait by themselves before they step. Raises TimeoutError after
         `timeout` seconds. An error of the save is `wait`'s to raise.
         """
+        if timeout is None:
+            self._help()
         if not self._staged.wait(timeout):
             raise TimeoutError(f"{self.url}: the state is not copied after {timeout:g} s")
 
@@ -93,6 +96,10 @@ class SaveHandle:
 
     # What follows is for the thread that does the save.
 
+    def staging(self, help_copying: Callable[[], None]) -> None:
+        """From now on whoever waits for the copies can help."""
+        self._help = help_copying
+
     def follow(self, progress: Callable[[], int]) -> None:
         """From now on `progress` knows how many bytes are written."""
         self._progress = progress
@@ -101,6 +108,7 @@ class SaveHandle:
         """Everything is copied, or never will be."""
         if self._staged.is_set():
             return
+        self._help = lambda: None
         self._staged_seconds = time.perf_counter() - self._started
         self._staged.set()
 

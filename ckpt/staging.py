@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -26,10 +28,13 @@ from torch.optim import Optimizer
 from ckpt.device_copies import DeviceCopies
 from ckpt.errors import StateChangedError
 from ckpt.own_parts import OwnPart
+from ckpt.ranks import attempt
 from ckpt.stateful import MAX_DEPTH
 
 SMALL_BYTES = 64 << 10
 """Parts up to this size are copied at once: as quickly as they are put off."""
+RUN_BYTES = 16 << 20
+"""What a thread copies at once, without the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,11 @@ class Slot:
     def hi(self) -> int:
         """Where it ends."""
         return self.lo + self.part.nbytes
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether a stream of the device can copy it."""
+        return self.part.leaf.local.device.type == "cuda"
 
 
 def slots(parts: Sequence[OwnPart]) -> list[Slot]:
@@ -72,28 +82,38 @@ def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
 
 
 class Staging:
-    """The copies of one save. Made in the caller's thread, finished in another."""
+    """The copies of one save. Made in the caller's thread, finished in another.
+
+    Whoever waits for it helps.
+    """
 
     def __init__(self, found: Sequence[Slot], data: memoryview, owners: list[Optimizer]) -> None:
         self._data = data
-        self._later: list[Slot] = []
-        self._versions: list[tuple[int, ...]] = []
-        self._done = threading.Event()
         self._devices = DeviceCopies(data)
+        self._later: list[Slot] = []
+        self._todo: deque[tuple[Slot, int, int]] = deque()
+        """What nobody has begun to copy: runs of bytes of slots."""
+        self._undone = 0
+        """Runs that nobody has copied to their end."""
+        self._error: Exception | None = None
+        self._change = threading.Condition()
+        self._done = threading.Event()
         owned = _storages(owners)
         for slot in found:
-            device = slot.part.leaf.local.device.type
             if slot.part.nbytes > SMALL_BYTES and _storage(slot.part.leaf.local) in owned:
                 self._later.append(slot)
-            elif device == "cuda":
+            elif slot.is_on_cuda:
                 self._devices.start(slot.part, slot.lo)
             else:
-                _copy(slot, data)
+                _copy(data, slot, 0, slot.part.nbytes)
         self._devices.finish()
         self._versions = [_version(slot.part) for slot in self._later]
         for slot in self._later:
-            if slot.part.leaf.local.device.type == "cuda":
+            if slot.is_on_cuda:
                 self._devices.start(slot.part, slot.lo)
+            else:
+                self._todo += _runs(slot)
+        self._undone = len(self._todo)
         if self._later:
             _hold_steps(self, owners)
         else:
@@ -105,9 +125,11 @@ class Staging:
         Raises StateChangedError naming a tensor that was changed meanwhile.
         """
         try:
-            for slot in self._later:
-                if slot.part.leaf.local.device.type != "cuda":
-                    _copy(slot, self._data)
+            self.help()
+            with self._change:
+                self._change.wait_for(lambda: not self._undone)
+            if self._error is not None:
+                raise self._error
             self._devices.finish()
             changed = [
                 slot.part.name
@@ -115,20 +137,35 @@ class Staging:
                 if _version(slot.part) != version
             ]
         finally:
-            self._later, self._versions, self._data = [], [], memoryview(b"")
+            self._todo.clear()
+            self._later, self._data = [], memoryview(b"")
             self._devices = DeviceCopies(self._data)
             self._done.set()
         if changed:
+            more = f" and {len(changed) - 1} more tensors were" if changed[1:] else " was"
             raise StateChangedError(
-                f"{changed[0]}"
-                + (f" and {len(changed) - 1} more tensors were" if changed[1:] else " was")
-                + " changed in place, by something else than the step of an optimizer in the "
-                "state, before it was copied; call wait_staged() of the save's handle before that"
+                f"{changed[0]}{more} changed in place, by something else than the step of an "
+                "optimizer in the state, before it was copied; call wait_staged() of the save's "
+                "handle before that"
             )
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether everything is copied, within so many seconds."""
-        return self._done.wait(timeout)
+    def wait(self) -> None:
+        """Return when everything is copied, or never will be."""
+        self.help()
+        self._done.wait()
+
+    def help(self) -> None:
+        """Copy what nobody has begun; any thread may."""
+        while True:
+            try:
+                slot, lo, hi = self._todo.popleft()
+            except IndexError:
+                return
+            _, error = attempt(partial(_copy, self._data, slot, lo, hi))
+            with self._change:
+                self._error = self._error or error
+                self._undone -= 1
+                self._change.notify_all()
 
 
 _holding: Staging | None = None
@@ -150,14 +187,21 @@ def _before_step(*_: object) -> None:
         _holding.wait()
 
 
-def _copy(slot: Slot, data: memoryview) -> None:
-    """Copy a part from host memory, or from a device that has no stream of ours."""
+def _runs(slot: Slot) -> Iterator[tuple[Slot, int, int]]:
+    """A slot's bytes, in runs that can be copied one by one."""
+    step = RUN_BYTES if slot.part.is_in_memory else slot.part.nbytes
+    for lo in range(0, slot.part.nbytes, step):
+        yield slot, lo, min(lo + step, slot.part.nbytes)
+
+
+def _copy(data: memoryview, slot: Slot, lo: int, hi: int) -> None:
+    """Copy a run of a slot's bytes, all of them where they do not lie in host memory end to end."""
     part = slot.part
     if part.is_in_memory:
         local = part.leaf.local
-        source = local.data_ptr() + part.lo * part.dtype.itemsize
+        source = local.data_ptr() + part.lo * part.dtype.itemsize + lo
         # Lets go of the interpreter's lock, starts no threads, and makes no tensor of the target.
-        ctypes.memmove(_address(data) + slot.lo, source, part.nbytes)
+        ctypes.memmove(_address(data) + slot.lo + lo, source, hi - lo)
         return
     at = slot.lo
     for block in part.blocks():

@@ -1,0 +1,253 @@
+"""Saving in the background: how long training stands still, and how much slower it is meanwhile.
+
+python benchmarks/async_save.py --world-size 1 2 --store DIR
+
+Two tables. The first is of workload A: the time until training may go on, over that of a copy of
+the same bytes into memory that is warm. The second is of a model that trains, under FSDP2: the
+steps while a save is in the background over those before it, in the same round, and all that the
+save has cost the training until it was over, in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import measure
+import report
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+import train
+import workload
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+
+TOKENS = 128
+"""A rank's, in the model that trains."""
+BLOCKS = 4
+BEFORE = 4
+"""Steps before each save, which the steps during it are compared with."""
+MOST = 60
+"""Steps that are timed during one save."""
+SECONDS = 300
+
+ALL_COPIED, PUT_OFF = "ckpt, all copied", "ckpt, copies put off"
+
+Finish = Callable[[], object]
+"""Returns when a save is over."""
+
+
+class Rival:
+    """torch DCP's async_save, on a process group of its own, by a thread or by a process."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self, folder: str, state: Any, kind: AsyncCheckpointerType) -> Any:
+        """The future of one save."""
+        return torch_dcp.async_save(
+            state, checkpoint_id=folder, process_group=self._group, async_checkpointer_type=kind
+        )
+
+
+# The first table: until training may go on.
+
+
+def _stalls(store: str, gib: float, rounds: int) -> measure.Samples:
+    training, rival = workload.build(gib), Rival()
+    state_dicts = training.state_dicts()
+    locals_ = [tensor for tensor in training.locals() if tensor.numel()]
+    warm = [tensor.clone() for tensor in locals_]
+    ours, theirs = f"{store}/ours", f"{store}/dcp"
+    running: list[Finish] = []
+
+    def fresh() -> None:
+        for finish in running:
+            finish()
+        running.clear()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            report.remove(ours)
+            report.remove(theirs)
+
+    def floor() -> None:
+        for target, source in zip(warm, locals_, strict=True):
+            target.copy_(source)
+
+    def overlapping() -> ckpt.SaveHandle:
+        handle = ckpt.save(ours, training.state, blocking=False)
+        running.append(lambda: handle.wait(SECONDS))
+        return handle
+
+    def dcp(kind: AsyncCheckpointerType) -> None:
+        running.append(rival.save(theirs, state_dicts, kind).result)
+
+    contestants = {
+        report.FLOOR: measure.Contestant(floor, fresh),
+        ALL_COPIED: measure.Contestant(lambda: overlapping().wait_staged(), fresh),
+        PUT_OFF: measure.Contestant(overlapping, fresh),
+        "torch DCP, thread": measure.Contestant(lambda: dcp(AsyncCheckpointerType.THREAD), fresh),
+        "torch DCP, process": measure.Contestant(lambda: dcp(AsyncCheckpointerType.PROCESS), fresh),
+    }
+    found = measure.interleaved(contestants, rounds + 1)
+    fresh()
+    return found
+
+
+# The second table: while training goes on.
+
+
+class Training:
+    """Transformer blocks under FSDP2 with AdamW, and one step after another."""
+
+    def __init__(self, gib: float) -> None:
+        self._width = max(64, round((gib * 2**30 / (12 * BLOCKS * 12)) ** 0.5 / 64) * 64)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(train.Block(self._width) for _ in range(BLOCKS)))
+        for unit in (*self.model, self.model):
+            fully_shard(unit)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self) -> None:
+        """Forward, backward, optimizer."""
+        loss = self.model(torch.randn(1, TOKENS, self._width)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One save during training, on one rank."""
+
+    stall: float
+    """Seconds that the call took."""
+    slower: float
+    """A step while the save is in the background, over one before it."""
+    lost: float
+    """Seconds by which the training is behind when the save is over."""
+    steps: int
+    """Steps until it was."""
+
+
+def _costs(store: str, gib: float, rounds: int) -> dict[str, list[Cost]]:
+    running, rival = Training(gib), Rival()
+    ours, theirs = f"{store}/ours", f"{store}/dcp"
+
+    def save_ours() -> tuple[Callable[[], bool], Finish]:
+        state = {"model": running.model, "optimizer": running.optimizer}
+        handle = ckpt.save(ours, state, blocking=False)
+        return handle.done, lambda: handle.wait(SECONDS)
+
+    def save_theirs(kind: AsyncCheckpointerType) -> tuple[Callable[[], bool], Finish]:
+        model, optimizer = get_state_dict(running.model, running.optimizer)
+        future = rival.save(theirs, {"model": model, "optimizer": optimizer}, kind)
+        return future.done, future.result
+
+    contestants = {
+        "ckpt": save_ours,
+        "torch DCP, thread": lambda: save_theirs(AsyncCheckpointerType.THREAD),
+        "torch DCP, process": lambda: save_theirs(AsyncCheckpointerType.PROCESS),
+    }
+    names = list(contestants)
+    costs: dict[str, list[Cost]] = {name: [] for name in names}
+    for number in range(rounds + 1):  # the first warms everything up
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                report.remove(ours)
+                report.remove(theirs)
+                os.sync()
+            dist.barrier()
+            cost = _cost(running.step, contestants[name])
+            if number:
+                costs[name].append(cost)
+    return costs
+
+
+def _cost(step: Finish, save: Callable[[], tuple[Callable[[], bool], Finish]]) -> Cost:
+    before = [_seconds(step) for _ in range(BEFORE)]
+    usual = statistics.median(before)
+    start = time.perf_counter()
+    is_done, finish = save()
+    stall = time.perf_counter() - start
+    steps: list[float] = []
+    while _goes_on(is_done) and len(steps) < MOST:
+        steps.append(_seconds(step))
+    finish()
+    slower = sum(steps) / len(steps) / usual if steps else 1.0
+    return Cost(stall, slower, stall + sum(steps) - usual * len(steps), len(steps))
+
+
+def _goes_on(is_done: Callable[[], bool]) -> bool:
+    """Whether the save is in flight on any rank: all make the same steps."""
+    flag = torch.tensor([float(not is_done())])
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _seconds(action: Finish) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _cost_rows(label: str, ranks: Sequence[dict[str, list[Cost]]]) -> list[list[str]]:
+    rows = []
+    for name in ranks[0]:
+        slowest = [
+            max(parts, key=lambda cost: cost.lost)
+            for parts in zip(*(rank[name] for rank in ranks), strict=True)
+        ]
+        rows.append(
+            [
+                label,
+                name,
+                report.spread([cost.stall for cost in slowest]),
+                report.spread([cost.slower for cost in slowest]),
+                report.spread([cost.lost for cost in slowest]),
+                f"{statistics.median(cost.steps for cost in slowest):g}",
+            ]
+        )
+    return rows
+
+
+def tables(options: report.Options) -> list[report.Table]:
+    """Both tables, a block of rows for each world size."""
+    stalls, costs = [], []
+    for world_size in options.world_sizes:
+        label = str(world_size)
+        with options.folder() as store:
+            found = measure.joined(
+                measure.on_ranks(world_size, _stalls, store, options.gib, options.rounds)
+            )
+        first = {name: samples[:1] for name, samples in found.items() if name != PUT_OFF}
+        later = {name: samples[1:] for name, samples in found.items()}
+        for which, samples in (("first", first), ("later", later)):
+            stalls += report.rows(f"{label}, {which}", samples, report.write_calls)
+        with options.folder() as store:
+            ranks = measure.on_ranks(world_size, _costs, store, options.gib, options.rounds)
+        costs += _cost_rows(label, ranks)
+    size = f"{options.gib:g} GiB, {options.where}"
+    return [
+        report.Table(f"Until training goes on, {size}", report.columns("W", "write calls"), stalls),
+        report.Table(
+            f"Training during a save, {size}",
+            ("W", "", "call, seconds", "step ÷ before", "lost, seconds", "steps"),
+            costs,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    report.main(__doc__, tables)
