@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import async_save
 import convert
 import floor
 import load
@@ -35,6 +36,7 @@ SCRIPTS: tuple[Tables, ...] = (
     reshard.tables,
     convert.tables,
     small.tables,
+    async_save.tables,
 )
 
 

@@ -82,7 +82,7 @@ def raise_untold() -> None:
 
 def before_loading(place: str) -> None:
     """Return when loading from a place neither misses a save in flight nor disturbs its copies."""
-    if _last is not None:
+    if _last is not None and threading.current_thread() not in _threads:
         _last.wait_staged()
         if _same(place, _last.url):
             _last.finished()

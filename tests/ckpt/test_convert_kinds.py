@@ -503,7 +503,9 @@ def test_no_more_than_two_blocks_of_a_rank_are_in_memory(
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert outgoing.BLOCK_BYTES <= peak_bytes < 2 * outgoing.BLOCK_BYTES + MAX_WORKERS * SCRATCH_BYTES
+    assert (
+        outgoing.BLOCK_BYTES <= peak_bytes < 2 * outgoing.BLOCK_BYTES + MAX_WORKERS * SCRATCH_BYTES
+    )
     rmtree(tmp_path / "made")
 
 
