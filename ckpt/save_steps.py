@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 from warnings import warn
 
 import torch
@@ -30,13 +31,16 @@ from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
 from formats.native.shard import ShardSummary
 from sharding.layout import Mesh
 
+Compress = bool | Literal["delta"]
+"""Whether chunks are compressed, and by what they differ in from a base's where that is less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a user decided about one save."""
 
     overwrite: bool
-    compress: bool
+    compress: Compress
     metadata: Mapping[str, str]
     base: str | None = None
 
@@ -82,7 +86,7 @@ def agreed_plan(
         check_members(described_by(flat).tensors, ranks.mesh)
         return flat
 
-    mark = settings.compress.to_bytes(1, "little")
+    mark = repr((settings.compress, settings.base)).encode()
     held = together(ranks, "describing the state", described, mark, secrets.randbits(HASH_BITS))
     whole = held.whole
     if not held.same_values:
@@ -103,6 +107,10 @@ def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
         raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
     if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
         check_unused(store.url)
+    if settings.compress not in (False, True, "delta"):
+        raise ValueError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
+    if settings.compress == "delta" and settings.base is None:
+        raise ValueError("compress='delta' needs a base= to take the deltas from")
     if settings.base is not None:
         folder_beside(store.url, settings.base)
     for key, text in settings.metadata.items():

@@ -20,7 +20,7 @@ from ckpt.bases import lender
 from ckpt.errors import BusyError, RankError
 from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
-from ckpt.save_steps import Plan, Settings, agreed_plan, packed, write_manifest
+from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, packed, write_manifest
 from ckpt.store import Store, open_store
 from ckpt.store_agreement import StoreAgreement
 from formats.native.shard import Progress, ShardSummary, write_shard
@@ -38,7 +38,7 @@ def save(
     state: object,
     *,
     overwrite: bool = False,
-    compress: bool = False,
+    compress: Compress = False,
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     group: ProcessGroup | None = None,
@@ -55,7 +55,7 @@ def save(
     state: object,
     *,
     overwrite: bool = False,
-    compress: bool = False,
+    compress: Compress = False,
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     group: ProcessGroup | None = None,
@@ -71,7 +71,7 @@ def save(
     state: object,
     *,
     overwrite: bool = False,
-    compress: bool = False,
+    compress: Compress = False,
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     group: ProcessGroup | None = None,
@@ -96,7 +96,8 @@ def save(
         overwrite: replace the checkpoint that is there. It stays readable until the new one is
             complete, and if this fails.
         compress: zstd behind a byte shuffle: about a third smaller for bfloat16, and slower than a
-            local disk.
+            local disk. "delta", with a `base` that was saved with `compress`, stores what chunks
+            differ in from the base's, where that is less.
         metadata: text to keep in the manifest, shown by `ckpt inspect`.
         base: an earlier checkpoint in the same folder as `url`. What is unchanged since, chunk by
             chunk by checksum, is not written again: it is read from there, so the base cannot be
@@ -172,9 +173,11 @@ def _write(store: Store, plan: Plan, progress: Progress | None) -> ShardSummary 
     if base is not None:
         with lender(store.url, base) as found:
             lent = found.to(plan.mesh.rank((plan.rank,)), plan.described.tensors)
-    with store.create(plan.file_name, rewritable=compress or lent is not None) as file:
+    rewritable = bool(compress) or lent is not None
+    with store.create(plan.file_name, rewritable=rewritable) as file:
         outgoing = [part.outgoing() for part in plan.parts]
-        return write_shard(file, outgoing, compress, progress, lent)
+        deltas = compress == "delta"
+        return write_shard(file, outgoing, bool(compress), progress, lent, deltas)
 
 
 def _commit(

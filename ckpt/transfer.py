@@ -164,24 +164,17 @@ class Transfer:
         chunks = extent.chunks
         if chunks is None or not chunks.compressed:
             return stored
-        from formats.native.codec import decompress
-
-        where = f"{self._reader.url}/{extent.file}: {bite.request.name}"
         index, at, size = bite.chunk, 0, 0
         found = []
         while at < len(stored):
             chunk = chunks[index]
-            found.append((chunk, stored[at : at + chunk.stored_bytes]))
+            found.append((index, stored[at : at + chunk.stored_bytes], chunk.raw_bytes))
             at, index, size = at + chunk.stored_bytes, index + 1, size + chunk.raw_bytes
         decoded = self._buffer(size, "decoded")
         done = 0
-        for chunk, data in found:
-            target = decoded[done : done + chunk.raw_bytes]
-            if chunk.compressed:
-                decompress(data, extent.itemsize, target, where)
-            else:
-                target[:] = data
-            done += chunk.raw_bytes
+        for index, data, raw_bytes in found:
+            chunks.decode(index, data, extent.itemsize, decoded[done : done + raw_bytes])
+            done += raw_bytes
         return decoded
 
     def _buffer(self, nbytes: int, use: str = "stored") -> memoryview:

@@ -23,10 +23,10 @@ import xxhash
 
 from ckpt.report import Findings, Problem
 from formats.errors import FormatError
-from formats.native.borrowed import BORROWED, Run
+from formats.native.borrowed import Root, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load
-from formats.native.reader import Shard, Shards, first_chunks
-from formats.native.shard import RECORD, TABLE
+from formats.native.reader import OWN_ENTRIES, Shard, Shards, first_chunks
+from formats.native.shard import RECORD
 from formats.storage import Reader
 from sharding.layout import Box
 
@@ -113,9 +113,18 @@ class _Check:
         nbytes = file.size
         for run, chunks in borrowed_chunks(shard, where):
             try:
-                name = self._shards.base_file(run, where)
+                name = self._shards.base_file(run.place, where)
                 problems += self._damaged(name, chunks[-1].hi, chunks, block)
                 nbytes += chunks[-1].hi - chunks[0].lo
+            except FormatError as error:
+                problems.append(Problem.of(error, file.name))
+        for tensor, root in roots(shard, where):
+            lo, hi = root.place.offset, root.place.offset + root.stored_bytes
+            try:
+                name = self._shards.base_file(root.place, where)
+                chunks = [_StoredChunk(tensor, lo, hi, root.digest)]
+                problems += self._damaged(name, hi, chunks, block)
+                nbytes += hi - lo
             except FormatError as error:
                 problems.append(Problem.of(error, file.name))
         return _CheckedFile(nbytes, problems)
@@ -199,7 +208,7 @@ def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
     elsewhere = iter(index.runs)
     run = next(elsewhere, None)
     for entry in index.header.entries.values():
-        if entry.name in (TABLE, BORROWED):
+        if entry.name in OWN_ENTRIES:
             continue
         at = index.header.data_offset + entry.begin
         end = index.header.data_offset + entry.end
@@ -223,13 +232,26 @@ def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
 
 def borrowed_chunks(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredChunk]]]:
     """Every run of an opened shard file with its chunks, by their bytes in the base's file."""
-    starts = first_chunks(shard.index, where)
-    names, firsts = list(starts), list(starts.values())
+    tensor_of = _tensors_by_chunk(shard, where)
     for run in shard.index.runs:
-        tensor = names[bisect_right(firsts, run.first) - 1]
+        tensor = tensor_of(run.first)
         records = shard.index.table[run.first * RECORD.size : run.end * RECORD.size]
         chunks, at = [], run.place.offset
         for digest, stored in RECORD.iter_unpack(records):
             chunks.append(_StoredChunk(tensor, at, at + stored, digest))
             at += stored
         yield run, chunks
+
+
+def roots(shard: Shard, where: str) -> Iterator[tuple[str, Root]]:
+    """Every root that a delta chunk of an opened shard file was taken from, with its tensor."""
+    tensor_of = _tensors_by_chunk(shard, where)
+    for chunk, root in shard.index.deltas.items():
+        yield tensor_of(chunk), root
+
+
+def _tensors_by_chunk(shard: Shard, where: str) -> Callable[[int], str]:
+    """From the index of a chunk in the table to the tensor that it is of."""
+    starts = first_chunks(shard.index, where)
+    names, firsts = list(starts), list(starts.values())
+    return lambda chunk: names[bisect_right(firsts, chunk) - 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from ckpt.bases import lender
 from ckpt.errors import StoreError
@@ -30,7 +31,7 @@ class WriteJob:
     """The folder, as the writer reaches it."""
     name: str
     """The file in it."""
-    compress: bool
+    compress: bool | Literal["delta"]
     tensors: Sequence[tuple[str, Sequence[int], str]]
     """Name, shape and dtype of what lies end to end in memory, in the order of the file."""
     base: str | None = None
@@ -51,9 +52,10 @@ def write(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> Sh
     lent = _lent(job)
     with (
         open_store(job.url) as store,
-        store.create(job.name, rewritable=job.compress or lent is not None) as file,
+        store.create(job.name, rewritable=bool(job.compress) or lent is not None) as file,
     ):
-        summary = write_shard(file, tensors, job.compress, lent=lent)
+        deltas = job.compress == "delta"
+        summary = write_shard(file, tensors, bool(job.compress), lent=lent, deltas=deltas)
         advance(sum(tensor.nbytes for tensor in tensors))
         return summary
 

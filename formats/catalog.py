@@ -57,6 +57,13 @@ class Chunks(Protocol):
         """
         ...
 
+    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
+        """Fill `target`, as long as the chunk is decoded, from the stored bytes of a chunk.
+
+        `width` is the extent's `itemsize`. Raises CorruptError where they are no such chunk.
+        """
+        ...
+
 
 class Extent(NamedTuple):
     """A range of one file that decodes to an array of elements.

@@ -7,7 +7,10 @@ Rules (docs/format.md, section 8, is normative):
    one file of a base.
 2. Borrowing is flat. A chunk that the base itself borrowed is borrowed from where it lies, so to
    read any checkpoint takes one step, and a base in the middle can go.
-3. Only a chunk of the same tensor, dtype and stored layout, cut and encoded alike, is borrowed, and
+3. A delta chunk is stored here, as what its bytes and those of a base's chunk differ in (XOR). The
+   chunk that it was taken from is its *root*, and never a delta itself: to decode one takes one
+   step as well. A delta chunk is not lent.
+4. Only a chunk of the same tensor, dtype and stored layout, cut and encoded alike, is borrowed, and
    only where its checksum is the same: 128 bits of xxh3, which nobody meets by accident, and which
    are no defence against somebody who makes two chunks alike on purpose.
 """
@@ -15,7 +18,7 @@ Rules (docs/format.md, section 8, is normative):
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from formats.errors import FormatError
@@ -24,9 +27,12 @@ from formats.storage import BESIDE
 
 BORROWED = "__borrowed__"
 """The entry of a shard file that holds its runs, just before the chunk table."""
+DELTAS = "__deltas__"
+"""The entry just before it, where there are delta chunks: their roots."""
 COUNTS_KEY = "ckpt.chunk_counts"
 """Metadata of such a file: how many chunks each entry has, in order, joined by commas."""
 RUN = struct.Struct("<IIIIQ")
+DELTA = struct.Struct("<I16sIIIQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +89,6 @@ class Runs:
             for run in self.found
         )
 
-    @property
-    def used(self) -> int:
-        """A bit for the number of every base that something is borrowed from."""
-        return sum({1 << run.place.base for run in self.found})
-
 
 def unpack_runs(data: bytes, records: int, where: str) -> tuple[Run, ...]:
     """The runs of a file whose chunk table has so many records.
@@ -111,12 +112,50 @@ def unpack_runs(data: bytes, records: int, where: str) -> tuple[Run, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Root:
+    """The chunk of a base that a delta chunk was taken from."""
+
+    place: Place
+    digest: bytes
+    """xxh3_128 of its stored bytes."""
+    stored_bytes: int
+
+
+def pack_deltas(roots: Mapping[int, Root]) -> bytes:
+    """The content of the entry: the roots, by the index of their delta chunks in the table."""
+    return b"".join(
+        DELTA.pack(at, root.digest, root.stored_bytes, p.base, p.rank, p.offset)
+        for at, root in roots.items()
+        for p in (root.place,)
+    )
+
+
+def unpack_deltas(data: bytes, records: int, where: str) -> dict[int, Root]:
+    """The roots of a file whose chunk table has so many records.
+
+    Raises FormatError unless they are in order and of chunks in the table.
+    """
+    if len(data) % DELTA.size:
+        raise FormatError(f"{where}: {DELTAS} has {len(data)} bytes, no multiple of {DELTA.size}")
+    roots: dict[int, Root] = {}
+    before = -1
+    for at, digest, stored, base, rank, offset in DELTA.iter_unpack(data):
+        if not before < at < records:
+            raise FormatError(f"{where}: {DELTAS} has chunk {at} after {before}, of {records}")
+        roots[at] = Root(Place(base, rank, offset), digest, stored)
+        before = at
+    return roots
+
+
+@dataclass(frozen=True, slots=True)
 class LentChunks:
     """The chunks of one rank's part of a tensor, as a base has them."""
 
     records: Sequence[bytes]
     """Of the chunk table: checksum and stored bytes; empty where nobody may borrow the chunk."""
     places: Sequence[Place]
+    roots: Sequence[Root | None]
+    """What a delta of each may be taken from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +167,8 @@ class Lent:
     tensors: Mapping[str, LentChunks]
     mark: str
     """The digest of the base's manifest."""
+    fetch: Callable[[Root, int, memoryview], None]
+    """Fills memory with a root's raw bytes; the second argument is the width of the shuffle."""
 
 
 def bases_of(folder: str, manifest: Manifest) -> tuple[Base, ...]:

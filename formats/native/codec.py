@@ -95,6 +95,12 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
     _unshuffle(data, width, target)
 
 
+def differ(raw: memoryview, other: memoryview, target: memoryview) -> None:
+    """Fill `target`, which may be one of the two, with what two chunks differ in: their XOR."""
+    a, b, out = (np.frombuffer(data, dtype=np.uint8) for data in (raw, other, target))
+    np.bitwise_xor(a, b, out=out)
+
+
 def _shuffle(raw: memoryview, width: int) -> memoryview:
     """The planes of a chunk, in this thread's scratch memory."""
     if width == 1:

@@ -10,11 +10,12 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from formats.errors import HostileError
-from formats.native.borrowed import Lent, LentChunks, Place, bases_of, beside
+from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.manifest import MANIFEST, MAX_BASES, MAX_MANIFEST_BYTES, StoredTensor, load
-from formats.native.reader import Part, Shards
+from formats.native.reader import Part, Shard, Shards, read_root
 from formats.native.shard import RECORD
 from formats.storage import Reader
 
@@ -31,12 +32,19 @@ class Lender:
         if size > MAX_MANIFEST_BYTES:
             raise HostileError(f"{reader.url}/{MANIFEST}: {size} bytes are too many")
         data = reader.read(MANIFEST, 0, size)
+        self._reader = reader
         self._manifest = load(data, f"{reader.url}/{MANIFEST}")
         self._shards = Shards(reader, self._manifest)
         self.mark = data[11:43].decode()
         """The digest of its manifest: 32 hex digits."""
         self.bases = bases_of(folder, self._manifest)
         """The bases of a checkpoint that borrows from it, by their numbers."""
+        self._names = {
+            (number, file.rank): beside(base.folder, file.name) if number else file.name
+            for number, base in enumerate(self.bases)
+            for file in base.files
+        }
+        """What the reader of the base calls the files of all of them."""
 
     def to(self, rank: int, tensors: Mapping[str, StoredTensor]) -> Lent | None:
         """What it has of the parts that `rank` writes of these tensors; None where nothing."""
@@ -48,25 +56,42 @@ class Lender:
         if rank not in self._shards.files or not same:
             return None
         shard = self._shards.shard(rank, same[0][0])
-        owners = {shard.file.name: (0, rank)}
-        for number, base in enumerate(self.bases[1:], 1):
-            owners |= {beside(base.folder, f.name): (number, f.rank) for f in base.files}
+        owners = {name: owner for owner, name in self._names.items()}
         lent = {
-            name: _chunks(self._shards.pieces(name, stored).parts(rank), owners)
+            name: _chunks(self._shards.pieces(name, stored).parts(rank), shard, owners)
             for name, stored in same
         }
-        return Lent(shard.index.chunk_bytes, shard.index.codec, lent, self.mark)
+        index = shard.index
+        return Lent(index.chunk_bytes, index.codec, lent, self.mark, self._fetch)
+
+    def _fetch(self, root: Root, width: int, target: memoryview) -> None:
+        file = self._names[root.place.base, root.place.rank]
+        read_root(self._reader, file, root, width, target)
 
 
-def _chunks(parts: Iterable[Part], owners: Mapping[str, tuple[int, int]]) -> LentChunks:
-    """The chunks of one tensor; those of a base that has no number any more are nobody's."""
+def _chunks(
+    parts: Iterable[Part], shard: Shard, owners: Mapping[str, tuple[int, int]]
+) -> LentChunks:
+    """The chunks of one tensor; what lies in a base without a number any more is nobody's."""
     records: list[bytes] = []
     places: list[Place] = []
+    roots: list[Root | None] = []
+    nobody = (MAX_BASES, 0)
     for part in parts:
         offset = part.extent.offset
-        base, rank = owners.get(part.extent.file, (MAX_BASES, 0))
-        for record in part.records():
-            records.append(record if base < MAX_BASES else b"")
-            places.append(Place(base, rank, offset))
-            offset += RECORD.unpack(record)[1]
-    return LentChunks(records, places)
+        owner = owners.get(part.extent.file, nobody)
+        for index, record in enumerate(part.records(), part.first):
+            digest, stored = RECORD.unpack(record)
+            delta = shard.index.deltas.get(index)
+            place = Place(*owner, offset)
+            root: Root | None = Root(place, digest, stored)
+            if delta is not None:
+                there = Place(*owners.get(shard.root_file(delta), nobody), delta.place.offset)
+                root = replace(delta, place=there)
+            if root is not None and root.place.base >= MAX_BASES:
+                root = None
+            records.append(record if delta is None and root is not None else b"")
+            places.append(place)
+            roots.append(root)
+            offset += stored
+    return LentChunks(records, places, roots)

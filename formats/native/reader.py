@@ -18,7 +18,7 @@ import xxhash
 
 from formats.catalog import Catalog, Chunk, Extent, FileRecord, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.native.borrowed import BORROWED, Run, beside
+from formats.native.borrowed import BORROWED, DELTAS, Place, Root, Run, beside
 from formats.native.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -61,6 +61,10 @@ def read(reader: Reader) -> Catalog:
     )
 
 
+OWN_ENTRIES = (DELTAS, BORROWED, TABLE)
+"""Entries of a shard file that are no tensors."""
+
+
 class Shards:
     """The shard files of one checkpoint, each opened at most once, and those of its bases."""
 
@@ -94,22 +98,21 @@ class Shards:
                 shard = self._opened.get(rank)
                 if shard is None:
                     index = open_shard(self._reader, file, self._headers)
-                    shard = Shard(file, index, self._reader.url, self.base_file, self._first)
+                    shard = Shard(file, index, self._reader, self.base_file, self._first)
                     self._opened[rank] = shard
         return shard
 
-    def base_file(self, run: Run, where: str) -> str:
-        """The name, as this checkpoint's reader knows it, of the base's file a run lies in.
+    def base_file(self, place: Place, where: str) -> str:
+        """The name, as this checkpoint's reader knows it, of the base's file a place is in.
 
         Raises CorruptError where the file is gone or has another size.
         """
-        place = run.place
         base = self._bases[place.base] if place.base < len(self._bases) else None
         file = base[1].get(place.rank) if base is not None else None
         if base is None or file is None:
             raise FormatError(
-                f"{where}: chunks {run.first}:{run.end} lie in the file of rank {place.rank} of "
-                f"base {place.base}, which the manifest does not list"
+                f"{where}: some of its chunks lie in the file of rank {place.rank} of base "
+                f"{place.base}, which the manifest does not list"
             )
         name = beside(base[0], file.name)
         if name not in self._sound:
@@ -229,6 +232,8 @@ class Part:
     begins: int
     """Its first byte, decoded, in the rank's part."""
     extent: Extent
+    first: int
+    """The index of its first chunk in the chunk table of the file that was asked."""
     table: memoryview
     """The records of its chunks."""
 
@@ -245,13 +250,14 @@ class Shard:
         self,
         file: ShardFile,
         index: ShardIndex,
-        url: str,
-        base_file: Callable[[Run, str], str],
+        reader: Reader,
+        base_file: Callable[[Place, str], str],
         known_first: dict[int, dict[str, int]],
     ) -> None:
         self.file = file
         self.index = index
-        self._where = f"{url}/{file.name}"
+        self._where = f"{reader.url}/{file.name}"
+        self._reader = reader
         self._base_file = base_file
         self._known_first = known_first
         self._first: dict[str, int] | None = None
@@ -264,7 +270,7 @@ class Shard:
         runs = self._runs(first, count)
         if not runs:
             extent = self.extent(name, expected)
-            return [Part(0, extent, self._records(first, first + count))]
+            return [Part(0, extent, first, self._records(first, first + count))]
         where = f"{self._where}: {name}"
         if entry.dtype != "U8":
             raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
@@ -283,14 +289,16 @@ class Shard:
             raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
         offset, first = self.index.header.data_offset + begin, self._first_chunk(name)
         nbytes, width = expected.nbytes, expected.component_bytes
-        chunks = ChunkTable(self.index, first, offset, end - begin, nbytes, self._where, name)
+        chunks = ChunkTable(
+            self.index, first, offset, end - begin, nbytes, self._where, name, self._fetch
+        )
         if compressed:
             chunks.check()
         return Extent(self.file.name, offset, nbytes, chunks, width)
 
     def _entry(self, name: str) -> Entry:
         entry = self.index.header.entries.get(name)
-        if entry is None or name in (TABLE, BORROWED):
+        if entry is None or name in OWN_ENTRIES:
             raise CorruptError(f"{self._where}: {name} should be in this file and is not")
         return entry
 
@@ -312,20 +320,31 @@ class Shard:
             if ranges:
                 own += stored_in(self.index, at, upto)
             if run is not None:
-                ranges.append((run.first, run.end, self._base_file(run, where), run.place.offset))
+                ranges.append(
+                    (run.first, run.end, self._base_file(run.place, where), run.place.offset)
+                )
                 at = run.end
             for begin, end, file, there in ranges:
                 starts = (begin - first) * chunk_bytes
                 raw = min((end - first) * chunk_bytes, nbytes) - starts
                 stored = stored_in(self.index, begin, end)
-                chunks = ChunkTable(self.index, begin, there, stored, raw, self._where, entry.name)
+                chunks = ChunkTable(
+                    self.index, begin, there, stored, raw, self._where, entry.name, self._fetch
+                )
                 chunks.check()
                 extent = Extent(file, there, raw, chunks, expected.component_bytes)
-                yield Part(starts, extent, self._records(begin, end))
+                yield Part(starts, extent, begin, self._records(begin, end))
         if own != entry.end - entry.begin:
             raise FormatError(
                 f"{where}: its own chunks take {own} bytes, its entry has {entry.end - entry.begin}"
             )
+
+    def root_file(self, root: Root) -> str:
+        """The name, as the reader knows it, of the base's file that a root lies in."""
+        return self._base_file(root.place, self._where)
+
+    def _fetch(self, root: Root, width: int, target: memoryview) -> None:
+        read_root(self._reader, self.root_file(root), root, width, target)
 
     def _records(self, first: int, end: int) -> memoryview:
         return memoryview(self.index.table)[first * RECORD.size : end * RECORD.size]
@@ -348,6 +367,30 @@ class Shard:
         return self._first[name]
 
 
+def read_root(reader: Reader, file: str, root: Root, width: int, target: memoryview) -> None:
+    """Fill `target` with the raw bytes of a root that lies in a file of the reader's.
+
+    Raises CorruptError naming the file where they are not what they were.
+    """
+    where = f"{reader.url}/{file}"
+    end = root.place.offset + root.stored_bytes
+    if not 0 < root.stored_bytes <= len(target):
+        raise FormatError(f"{where}: a chunk of {len(target)} bytes has {root.stored_bytes} there")
+    stored = reader.read(file, root.place.offset, root.stored_bytes)
+    if xxhash.xxh3_128_digest(stored) != root.digest:
+        raise CorruptError(
+            f"{where}: bytes {root.place.offset}:{end} do not have the checksum "
+            f"{root.digest.hex()} that a delta was taken from: they were changed since; restore "
+            "the file from another copy"
+        )
+    if len(stored) == len(target):
+        target[:] = stored
+    else:
+        from formats.native.codec import decompress
+
+        decompress(stored, width, target, where)
+
+
 def stored_in(index: ShardIndex, first: int, end: int) -> int:
     """The stored bytes of chunks `[first, end)`, here or in a base."""
     lo, hi = first * RECORD.size, end * RECORD.size
@@ -360,7 +403,7 @@ def first_chunks(index: ShardIndex, where: str) -> dict[str, int]:
     records = len(index.table) // RECORD.size
     for number, entry in enumerate(index.header.entries.values()):
         first[entry.name] = count
-        if entry.name in (TABLE, BORROWED):
+        if entry.name in OWN_ENTRIES:
             continue
         if index.counts:
             count += index.counts[number]
@@ -381,11 +424,13 @@ class ChunkTable:
     """The chunks of one tensor in one file, unpacked as they are asked for."""
 
     __slots__ = (
+        "_fetch",
         "_file",
         "_first",
         "_name",
         "_offset",
         "_raw_bytes",
+        "_roots",
         "_starts",
         "_stored_bytes",
         "_table",
@@ -402,8 +447,11 @@ class ChunkTable:
         raw_bytes: int,
         file: str,
         name: str,
+        fetch: Callable[[Root, int, memoryview], None],
     ) -> None:
         self._file = file
+        self._roots = index.deltas
+        self._fetch = fetch
         self._name = name
         self.chunk_bytes = index.chunk_bytes
         self.compressed = index.codec != "raw"
@@ -441,6 +489,20 @@ class ChunkTable:
                 return first + at // size
             record += RECORD.size
         return None
+
+    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
+        """Fill `target` with the raw bytes of a chunk, as `Chunks.decode` says."""
+        if len(stored) == len(target):
+            target[:] = stored
+            return
+        from formats.native.codec import decompress, differ
+
+        decompress(stored, width, target, self._where)
+        root = self._roots.get(self._first + index)
+        if root is not None:
+            before = memoryview(bytearray(len(target)))
+            self._fetch(root, width, before)
+            differ(target, before, target)
 
     def _wrong_compressed(self, first: int, stored: memoryview) -> int | None:
         at = 0

@@ -19,9 +19,10 @@ import os
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import xxhash
 
@@ -29,11 +30,16 @@ from formats.errors import CorruptError, FormatError
 from formats.native.borrowed import (
     BORROWED,
     COUNTS_KEY,
+    DELTA,
+    DELTAS,
     RUN,
     Lent,
     LentChunks,
+    Root,
     Run,
     Runs,
+    pack_deltas,
+    unpack_deltas,
     unpack_runs,
 )
 from formats.native.manifest import ShardFile
@@ -51,6 +57,8 @@ RECORD = struct.Struct("<16sI")
 WRITE_BYTES = 8 << 20
 """Bytes handed to the operating system at once."""
 WRITE_BUFFERS = 512
+BOTH_EVERY = 16
+"""One chunk in this many is compressed both by itself and as a delta, to see which pays."""
 SPARE_BYTES = 24
 """Of an entry's room in a header that is reserved before its size is known."""
 ALIGN = 64
@@ -94,18 +102,20 @@ def write_shard(
     compress: bool = False,
     progress: Progress | None = None,
     lent: Lent | None = None,
+    deltas: bool = False,
 ) -> ShardSummary:
     """Stream the tensors into a shard file and return what the manifest needs of it.
 
     With `compress` or `lent` the file must have been created `rewritable`: its header is filled in
-    last. A chunk that is the same in `lent` is borrowed from there.
+    last. A chunk that is the same in `lent` is borrowed from there; with `deltas`, which go with
+    `compress`, one that is not may be stored by what it differs in.
     """
     ordered = stored_order(tensors)
     codec = "zstd" if compress else "raw"
     if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
         lent = None  # cut or encoded otherwise, no chunk of it is one of these
     if compress or lent is not None:
-        return _write_as_it_comes(file, ordered, codec, lent, progress)
+        return _write_as_it_comes(file, ordered, codec, lent, deltas and compress, progress)
     sizes = [tensor.nbytes for tensor in ordered]
     entries = [
         (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
@@ -133,6 +143,7 @@ def _write_as_it_comes(
     tensors: Sequence[OutgoingTensor],
     codec: str,
     lent: Lent | None,
+    deltas: bool,
     progress: Progress | None,
 ) -> ShardSummary:
     """Write a file whose entries get their sizes on the way: compressed, or partly borrowed."""
@@ -140,50 +151,56 @@ def _write_as_it_comes(
     workers = min(4, os.cpu_count() or 1)
     with _Gather(file) as out, ThreadPoolExecutor(workers, "ckpt-compress") as pool:
         out.add(reserved)
-        body = _Body(out, codec, lent)
+        body = _Body(out, codec)
         for tensor in tensors:
-            body.begin(tensor.name)
-            packed = _packed(tensor, codec, pool, 2 * workers)
-            for record, stored, ends_block in packed:
-                body.add(record, stored)
+            known = lent.tensors.get(tensor.name) if lent is not None else None
+            body.begin(known)
+            roots = (
+                _Roots(lent, known) if lent is not None and known is not None and deltas else None
+            )
+            for packed, ends_block in _packed(tensor, codec, roots, pool, 2 * workers):
+                body.add(packed)
                 if ends_block and not tensor.stable:
                     out.flush()  # it must be gone before the next block is asked for
             body.end(tensor)
             if progress is not None:
                 progress(tensor.nbytes)
-        header, runs = body.header(len(reserved))
-        summary = _finish(out, header, runs, body.records)
+        header, tables = body.header(len(reserved))
+        summary = _finish(out, header, tables, body.records)
     file.rewrite_start(header)
-    if lent is None or not body.runs.found:
+    if lent is None or not body.used:
         return summary
-    used, nbytes = body.runs.used, body.borrowed_bytes
-    return replace(summary, used=used, borrowed_bytes=nbytes, base_mark=lent.mark)
+    nbytes = body.borrowed_bytes
+    return replace(summary, used=body.used, borrowed_bytes=nbytes, base_mark=lent.mark)
 
 
 def _packed(
-    tensor: OutgoingTensor, codec: str, pool: ThreadPoolExecutor, ahead: int
-) -> Iterator[tuple[bytes, Buffer, bool]]:
-    """A tensor's chunks as they are stored, in order: record, bytes, whether a block ends here."""
+    tensor: OutgoingTensor, codec: str, roots: _Roots | None, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[_Packed, bool]]:
+    """A tensor's chunks as they are stored, in order, each with whether a block ends with it."""
     chunks = _chunks(tensor, tensor.nbytes, chunk_bytes_of(codec))
     if codec == "raw":
         for chunk, ends_block in chunks:
-            yield _record(chunk), chunk, ends_block
+            yield _Packed(_record(chunk), chunk), ends_block
         return
     from formats.native.codec import Effort
 
     effort = Effort()
     pending: deque[Future[_Packed]] = deque()
 
-    def take(ends_block: bool) -> tuple[bytes, Buffer, bool]:
+    def take(ends_block: bool) -> tuple[_Packed, bool]:
         packed = pending.popleft().result()
         if packed.shrank is not None:
             effort.note(packed.shrank)
-        return packed.record, packed.stored, ends_block and not pending
+        if roots is not None:
+            roots.note(packed)
+        return packed, ends_block and not pending
 
-    for chunk, ends_block in chunks:
+    for number, (chunk, ends_block) in enumerate(chunks):
         # By the chunks taken so far, not by those that happen to be done.
         width, try_it = tensor.dtype.component_bytes, effort.tries_next()
-        pending.append(pool.submit(_pack, chunk, width, try_it))
+        delta = roots.of(number) if roots is not None else None
+        pending.append(pool.submit(_pack, chunk, width, try_it, delta))
         room = 0 if ends_block and not tensor.stable else ahead
         while len(pending) > room:
             yield take(ends_block)
@@ -197,15 +214,67 @@ class _Packed:
 
     record: bytes
     stored: Buffer
-    shrank: bool | None
+    shrank: bool | None = None
     """None where compressing it was not tried."""
+    root: Root | None = None
+    """What it is a delta from."""
+    same: bool = False
+    """It is what the base has."""
+    tried: bool = False
+    """Both ways were tried: `root` says which was better."""
 
 
-def _pack(raw: memoryview, width: int, try_it: bool) -> _Packed:
-    from formats.native.codec import compress
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """How one chunk may become a delta."""
 
+    root: Root
+    fetch: Callable[[Root, int, memoryview], None]
+    try_both: bool
+    """Whether to compress the chunk itself too, and keep the smaller."""
+    lends: bool
+    """Whether the root is the base's chunk itself, to be borrowed where nothing differs."""
+
+
+class _Roots:
+    """Which chunks of one tensor to take deltas of, by how it went with those before."""
+
+    def __init__(self, lent: Lent, known: LentChunks) -> None:
+        self._fetch = lent.fetch
+        self._known = known
+        self._wins: bool | None = None
+
+    def of(self, number: int) -> _Delta | None:
+        """What to try for a chunk; the first ones and one in `BOTH_EVERY` are tried both ways."""
+        root, both = self._known.roots[number], self._wins is None or number % BOTH_EVERY == 0
+        if root is None or not (self._wins or both):
+            return None
+        return _Delta(root, self._fetch, both, bool(self._known.records[number]))
+
+    def note(self, packed: _Packed) -> None:
+        """How a chunk went."""
+        if packed.tried:
+            self._wins = packed.root is not None
+
+
+def _pack(raw: memoryview, width: int, try_it: bool, delta: _Delta | None) -> _Packed:
+    from formats.native.codec import compress, differ
+
+    if delta is not None:
+        root = memoryview(bytearray(len(raw)))
+        delta.fetch(delta.root, width, root)
+        if delta.lends and raw == root:
+            return _Packed(b"", b"", same=True)
+        differ(raw, root, root)
+        frame = compress(root, width)
+        itself = compress(raw, width) if delta.try_both or frame is None else None
+        shorter = frame is not None and (itself is None or len(frame) < len(itself))
+        if frame is not None and shorter:
+            return _Packed(_record(frame), frame, root=delta.root, tried=delta.try_both)
+        stored: Buffer = raw if itself is None else itself
+        return _Packed(_record(stored), stored, itself is not None, tried=delta.try_both)
     frame = compress(raw, width) if try_it else None
-    stored: Buffer = raw if frame is None else frame
+    stored = raw if frame is None else frame
     return _Packed(_record(stored), stored, frame is not None if try_it else None)
 
 
@@ -217,7 +286,8 @@ def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
     """Blanks in the place of a header, at least as long as the final one can be."""
     chunks = [-(-tensor.nbytes // chunk_bytes_of(codec)) for tensor in tensors]
     entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in tensors]
-    tail = [(BORROWED, sum(chunks) * RUN.size), (TABLE, sum(chunks) * RECORD.size)]
+    sizes = ((DELTAS, DELTA.size), (BORROWED, RUN.size), (TABLE, RECORD.size))
+    tail = [(name, sum(chunks) * size) for name, size in sizes]
     entries += [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
     longest, _ = build(entries, _metadata(codec, chunks))
     # An entry that becomes U8 of one dimension may have a digit or two more than its shape has.
@@ -228,36 +298,52 @@ def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
 class _Body:
     """The data of a file in the making, for a header that is made when it is complete."""
 
-    def __init__(self, out: _Gather, codec: str, lent: Lent | None) -> None:
+    def __init__(self, out: _Gather, codec: str) -> None:
         self.records: list[bytes] = []
-        self.runs = Runs()
         self.borrowed_bytes = 0
+        self._runs = Runs()
+        self._roots: dict[int, Root] = {}
         self._out = out
         self._codec = codec
-        self._lent = lent
         self._known: LentChunks | None = None
         self._entries: list[tuple[str, str, tuple[int, ...], int]] = []
         self._counts: list[int] = []
         self._first = self._stored = 0
         self._borrows = False
 
-    def begin(self, name: str) -> None:
-        """The chunks that come now are this tensor's."""
-        self._known = self._lent.tensors.get(name) if self._lent is not None else None
+    def begin(self, known: LentChunks | None) -> None:
+        """The chunks that come now are those of one tensor, of which the base has these."""
+        self._known = known
         self._first, self._stored, self._borrows = len(self.records), 0, False
 
-    def add(self, record: bytes, stored: Buffer) -> None:
+    def add(self, packed: _Packed) -> None:
         """One chunk: written, or borrowed where the base has the same in the same place."""
         chunk, known = len(self.records), self._known
         at = chunk - self._first
-        self.records.append(record)
-        if known is not None and known.records[at] == record:
-            self.runs.add(chunk, known.places[at], len(stored), starts=at == 0)
-            self.borrowed_bytes += len(stored)
+        if (
+            known is not None
+            and known.records[at]
+            and (packed.same or known.records[at] == packed.record)
+        ):
+            record = known.records[at]
+            _, stored_bytes = RECORD.unpack(record)
+            self._runs.add(chunk, known.places[at], stored_bytes, starts=at == 0)
+            self.borrowed_bytes += stored_bytes
             self._borrows = True
-        else:
-            self._out.add(stored)
-            self._stored += len(stored)
+            self.records.append(record)
+            return
+        if packed.root is not None:
+            self._roots[chunk] = packed.root
+        self.records.append(packed.record)
+        self._out.add(packed.stored)
+        self._stored += len(packed.stored)
+
+    @property
+    def used(self) -> int:
+        """A bit for the number of every base that something is borrowed from, or a delta from."""
+        bases = {run.place.base for run in self._runs.found}
+        bases |= {root.place.base for root in self._roots.values()}
+        return sum(1 << base for base in bases)
 
     def end(self, tensor: OutgoingTensor) -> None:
         """The tensor is complete."""
@@ -269,15 +355,15 @@ class _Body:
             self._entries.append((tensor.name, tensor.dtype.carrier, shape, self._stored))
 
     def header(self, reserved: int) -> tuple[bytes, bytes]:
-        """The header, as long as what was reserved, and the runs that go before the chunk table."""
-        tail = [(TABLE, len(self.records) * RECORD.size)]
-        runs = self.runs.pack()
-        if runs:
-            tail.insert(0, (BORROWED, len(runs)))
-        entries = self._entries + [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
-        metadata = _metadata(self._codec, self._counts if runs else ())
+        """The header, as long as what was reserved, and what goes before the chunk table."""
+        before = {DELTAS: pack_deltas(self._roots), BORROWED: self._runs.pack()}
+        before = {name: data for name, data in before.items() if data}
+        entries = [*self._entries]
+        entries += [(name, "U8", (len(data),), len(data)) for name, data in before.items()]
+        entries.append(_table_entry(len(self.records)))
+        metadata = _metadata(self._codec, self._counts if before else ())
         header, _ = build(entries, metadata, align=ALIGN, reserve_bytes=reserved)
-        return header, runs
+        return header, b"".join(before.values())
 
 
 def _finish(out: _Gather, header: bytes, runs: bytes, records: list[bytes]) -> ShardSummary:
@@ -398,7 +484,9 @@ class ShardIndex:
     runs: tuple[Run, ...] = ()
     """Where the chunks lie that this file borrows."""
     counts: tuple[int, ...] = ()
-    """How many chunks each entry has; only where some are borrowed."""
+    """How many chunks each entry has; only where some are borrowed or deltas."""
+    deltas: Mapping[int, Root] = field(default_factory=dict)
+    """The roots of the chunks that are deltas."""
 
 
 def open_shard(
@@ -437,15 +525,16 @@ def open_shard(
     header = known.get((head, size))
     if header is None:
         header = known[head, size] = parse(head, where, size)
-    entry, borrowed = header.entries.get(TABLE), header.entries.get(BORROWED)
-    runs_bytes = borrowed.end - borrowed.begin if borrowed is not None else 0
+    entry = header.entries.get(TABLE)
+    before = [header.entries[name] for name in (DELTAS, BORROWED) if name in header.entries]
+    tail = [*before, entry] if entry is not None else []
     chunk_bytes = header.metadata.get("ckpt.chunk_bytes", "")
     if (
         header.data_offset != file.header_bytes
         or entry is None
-        or entry.end - entry.begin != file.table_bytes - runs_bytes
+        or entry.end - tail[0].begin != file.table_bytes
         or header.data_offset + entry.end != size
-        or (borrowed is not None and borrowed.end != entry.begin)
+        or any(one.end != other.begin for one, other in pairwise(tail))
         or (entry.end - entry.begin) % RECORD.size
         or not re.fullmatch("[1-9][0-9]{0,9}", chunk_bytes)
         or int(chunk_bytes) >= 1 << 31
@@ -455,23 +544,29 @@ def open_shard(
     codec = header.metadata.get("ckpt.codec", "")
     if codec not in ("raw", "zstd"):
         raise FormatError(f"{where}: unknown codec {codec[:80]!r}")
-    chunks = table[runs_bytes:]
-    if borrowed is None:
-        return ShardIndex(header, chunks, int(chunk_bytes), codec)
-    runs = unpack_runs(table[:runs_bytes], len(chunks) // RECORD.size, where)
-    return ShardIndex(header, chunks, int(chunk_bytes), codec, runs, _counts(header, chunks, where))
+    parts = {one.name: table[one.begin - tail[0].begin :][: one.end - one.begin] for one in tail}
+    chunks = parts[TABLE]
+    index = ShardIndex(header, chunks, int(chunk_bytes), codec)
+    if not before:
+        return index
+    records = len(chunks) // RECORD.size
+    return replace(
+        index,
+        runs=unpack_runs(parts.get(BORROWED, b""), records, where),
+        counts=_counts(header, records, len(tail), where),
+        deltas=unpack_deltas(parts.get(DELTAS, b""), records, where),
+    )
 
 
-def _counts(header: Header, table: bytes, where: str) -> tuple[int, ...]:
+def _counts(header: Header, records: int, tail: int, where: str) -> tuple[int, ...]:
     """How many chunks each entry has, in a file that says so."""
     text = header.metadata.get(COUNTS_KEY, "")
     if not re.fullmatch(r"([0-9]{1,10}(,[0-9]{1,10})*)?", text):
         raise FormatError(f"{where}: {COUNTS_KEY} in its metadata is {text[:80]!r}, no numbers")
     counts = tuple(map(int, text.split(","))) if text else ()
-    records = len(table) // RECORD.size
-    if len(counts) != len(header.entries) - 2 or sum(counts) != records:
+    if len(counts) != len(header.entries) - tail or sum(counts) != records:
         raise FormatError(
             f"{where}: {COUNTS_KEY} has {len(counts)} numbers, {sum(counts)} in all, for "
-            f"{len(header.entries) - 2} entries and {records} records"
+            f"{len(header.entries) - tail} entries and {records} records"
         )
     return counts

@@ -22,7 +22,7 @@ from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, Ten
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError
 from formats.native import reader as native
-from formats.native.codec import compress
+from formats.native.codec import compress, decompress
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.shard import CHUNK_BYTES, COMPRESSED_CHUNK_BYTES, write_shard
 from formats.outgoing import OutgoingTensor
@@ -88,6 +88,12 @@ class Chunked:
                 return number
             at += chunk.stored_bytes
         return None
+
+    def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
+        if len(stored) < len(target):
+            decompress(stored, width, target, f"chunk {index}")
+        else:
+            target[:] = stored
 
 
 def stored_bytes(

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 import ckpt
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.native.borrowed import BORROWED, RUN
+from formats.native.borrowed import BORROWED, DELTA, DELTAS, RUN
 from formats.native.manifest import Manifest, load
+from formats.native.reader import OWN_ENTRIES
 from formats.native.shard import RECORD, TABLE
 from formats.safetensors_header import build, parse
 
@@ -465,6 +466,26 @@ def test_a_base_or_none_in_the_manifest_is_accepted() -> None:
     assert found.bases[1].folder == "step 1"
 
 
+def resign(folder: Path, path: Path, forged: dict[str, bytes]) -> None:
+    """Put other tables into the only shard file of a checkpoint, all digests made right again."""
+    data = path.read_bytes()
+    header = parse(data, path.name)
+    begin = min(header.entries[name].begin for name in OWN_ENTRIES if name in header.entries)
+    entries, tail = [], b""
+    for e in header.entries.values():
+        part = forged.get(e.name, data[header.data_offset :][e.begin : e.end])
+        own = e.name in OWN_ENTRIES
+        entries.append((e.name, e.dtype, (len(part),) if own else e.shape, len(part)))
+        tail += part if own else b""
+    head, _ = build(entries, header.metadata)
+    path.write_bytes(head + data[header.data_offset :][:begin] + tail)
+    content = json.loads((folder / "manifest.json").read_bytes())
+    del content["digest"]
+    digest = xxhash.xxh3_128_hexdigest(head + tail)
+    content["files"][0][2:] = [path.stat().st_size, len(head), len(tail), digest]
+    (folder / "manifest.json").write_bytes(encoded(content))
+
+
 RUNS: dict[str, Callable[[Any], Json]] = {
     "past the table": lambda run: [(run[0], run[1] + 50, *run[2:])],
     "no chunks": lambda run: [(run[0], 0, *run[2:])],
@@ -490,24 +511,37 @@ def test_runs_that_lie_are_refused_by_the_name_of_their_file(tmp_path: Path, cas
     runs = data[header.data_offset + entry.begin : header.data_offset + entry.end]
     (run,) = RUN.iter_unpack(runs)
     forged = b"".join(RUN.pack(*fields) for fields in RUNS[case](run))
-    kept = [e for e in header.entries.values() if e.name not in (BORROWED, TABLE)]
-    table = data[header.data_offset + header.entries[TABLE].begin :]
-    head, _ = build(
-        [
-            *((e.name, e.dtype, e.shape, e.end - e.begin) for e in kept),
-            (BORROWED, "U8", (len(forged),), len(forged)),
-            (TABLE, "U8", (len(table),), len(table)),
-        ],
-        header.metadata,
-    )
-    path.write_bytes(head + data[header.data_offset :][: entry.begin] + forged + table)
-    manifest = tmp_path / "b" / "manifest.json"
-    content = json.loads(manifest.read_bytes())
-    del content["digest"]
-    tail = forged + table
-    digest = xxhash.xxh3_128_hexdigest(head + tail)
-    content["files"][0][2:] = [path.stat().st_size, len(head), len(tail), digest]
-    manifest.write_bytes(encoded(content))
+    resign(tmp_path / "b", path, {BORROWED: forged})
     with pytest.raises(FormatError, match=r"safetensors"):
         ckpt.load(tmp_path / "b", {"w": torch.zeros(20), "v": torch.zeros(7)})
+    assert not ckpt.verify(tmp_path / "b").sound
+
+
+DELTA_CHANGES: dict[str, Callable[[Any], Json]] = {
+    "past the table": lambda delta: [(delta[0] + 50, *delta[1:])],
+    "twice": lambda delta: [delta, delta],
+    "another digest": lambda delta: [(delta[0], b"x" * 16, *delta[2:])],
+    "no bytes": lambda delta: [(*delta[:2], 0, *delta[3:])],
+    "too many bytes": lambda delta: [(*delta[:2], 2**31, *delta[3:])],
+    "an unknown base": lambda delta: [(*delta[:3], 7, *delta[4:])],
+    "past the end of the file": lambda delta: [(*delta[:5], 2**40)],
+}
+
+
+@pytest.mark.parametrize("case", DELTA_CHANGES)
+def test_deltas_that_lie_are_refused_by_the_name_of_a_file(tmp_path: Path, case: str) -> None:
+    before = {"w": torch.arange(2000.0)}
+    ckpt.save(tmp_path / "a", before, compress=True)
+    after = {"w": before["w"] + 1e-3}
+    ckpt.save(tmp_path / "b", after, base=tmp_path / "a", compress="delta")
+    (path,) = (tmp_path / "b").glob("*.safetensors")
+    data = path.read_bytes()
+    header = parse(data, path.name)
+    entry = header.entries[DELTAS]
+    given = data[header.data_offset + entry.begin : header.data_offset + entry.end]
+    (delta,) = DELTA.iter_unpack(given)
+    forged = b"".join(DELTA.pack(*fields) for fields in DELTA_CHANGES[case](delta))
+    resign(tmp_path / "b", path, {DELTAS: forged})
+    with pytest.raises(FormatError, match=r"safetensors"):
+        ckpt.load(tmp_path / "b", {"w": torch.zeros(2000)})
     assert not ckpt.verify(tmp_path / "b").sound
