@@ -6,10 +6,10 @@ else happens.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from types import NoneType
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from ckpt.errors import StateError
 from ckpt.local_states import by_parameters
 from ckpt.memory import torch_can_share
-from ckpt.saved import join, leaves
+from ckpt.saved import holds_tensor, join
 from ckpt.stateful import (
     MAX_DEPTH,
     ParameterNames,
     Stateful,
+    has_address,
     identity,
     module_entries,
     optimizer_entries,
@@ -44,6 +45,14 @@ from sharding.sharded_tensor import is_sharded
 
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
+PLAIN = (NoneType, bool, float, str, bytes, complex)
+"""Types whose values stand for themselves."""
+DICTS = (dict, OrderedDict, defaultdict)
+NESTS = (dict, list, tuple)
+SPREAD = (torch.Tensor, LocalPart)
+ORDINARY = (torch.Tensor, nn.Parameter)
+"""Types with nothing to be asked of them but their memory."""
+_DTYPES: dict[torch.dtype, DType] = {}
 RESERVED = (TABLE, METADATA_KEY)
 """Names that shard files use themselves."""
 
@@ -87,84 +96,99 @@ class _Flattener:
         self._aliases: dict[str, str] = {}
         self._paths: dict[str, tuple[object, ...]] = {}
         self._seen: dict[object, str] = {}
+        self._at: dict[int, str] = {}
         self._keep: list[object] = []
 
     def run(self, state: object) -> FlatState:
-        tree = self._walk(state, ())
-        twice, seen = None, set[str]()
-        for name, _ in leaves(tree):
-            twice = name if name in seen else twice
-            seen.add(name)
-        if twice is not None:
+        tree = self._walk(state, (), "")
+        names: list[str] = []
+        _collect_names(tree, "", names)
+        if len(set(names)) != len(names):
+            [(twice, _)] = Counter(names).most_common(1)
             raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
         return FlatState(self._leaves, self._aliases, tree)
 
-    def _walk(self, node: object, path: tuple[object, ...]) -> Tree:
+    def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
+        kind = type(node)
+        if kind in PLAIN:
+            return node  # type: ignore[return-value]
         if len(path) > MAX_DEPTH:
             raise StateError(f"{_shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
-        if isinstance(node, torch.Tensor | LocalPart):
-            return self._tensor(node, path)
-        if type(node) is int:
-            return _integer(node, path)
-        if node is None or type(node) in (bool, float, str, bytes, complex):
-            return node  # type: ignore[return-value]
-        if isinstance(node, nn.Module):
-            return self._walk(module_entries(node), path)
-        if isinstance(node, Optimizer):
-            named, where = self._parameters.of(node), _shown(path)
-            return self._walk(optimizer_entries(node, named, where), path)
-        if type(node) in (dict, OrderedDict, defaultdict) and isinstance(node, Mapping):
-            node = by_parameters(node)
+        if isinstance(node, SPREAD):
+            return self._tensor(node, path, name)
+        if kind is int:
+            return _integer(node, path)  # type: ignore[arg-type]
+        if kind in DICTS and isinstance(node, Mapping):
             return {
-                self._key(key, path): self._walk(item, (*path, key)) for key, item in node.items()
+                (key if type(key) is str and key else self._key(key, path)): self._walk(
+                    item, (*path, key), f"{name}.{key}" if name else str(key)
+                )
+                for key, item in by_parameters(node).items()
             }
-        if type(node) is list:
-            return [self._walk(item, (*path, index)) for index, item in enumerate(node)]
-        if type(node) in (tuple, torch.Size) and isinstance(node, tuple):
-            return tuple(self._walk(item, (*path, index)) for index, item in enumerate(node))
+        if kind is list or kind is tuple or kind is torch.Size:
+            return self._items(node, path, name)  # type: ignore[arg-type]
+        if isinstance(node, nn.Module):
+            return self._walk(module_entries(node), path, name)
+        if isinstance(node, Optimizer):
+            entries = optimizer_entries(node, self._parameters.of(node), _shown(path))
+            return self._walk(entries, path, name)
         if isinstance(node, np.ndarray):
-            return self._tensor(self._from_numpy(node, path), path)
+            return self._tensor(self._from_numpy(node, path), path, name)
         if isinstance(node, np.generic) and not isinstance(node.item(), np.generic):
-            return self._walk(node.item(), path)
+            return self._walk(node.item(), path, name)
         if isinstance(node, torch.dtype):
             return dtype_of_torch(str(node), _shown(path))
         if isinstance(node, Stateful) and not isinstance(node, type):
             entries = node.state_dict()
             self._keep.append(entries)  # its tensors' addresses are ours until the end
-            return self._walk(entries, path)
+            return self._walk(entries, path, name)
         raise StateError(
             f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be "
             "stored; a state holds tensors, numbers, strings, bytes, None, dicts, lists, tuples, "
             "and objects with state_dict() and load_state_dict()"
         )
 
-    def _tensor(self, given: Spread, path: tuple[object, ...]) -> TensorRef:
-        name = reduce(join, path, "") or ROOT
+    def _items(self, node: Sequence[object], path: tuple[object, ...], name: str) -> Tree:
+        items = [
+            self._walk(item, (*path, index), join(name, index)) for index, item in enumerate(node)
+        ]
+        return items if type(node) is list else tuple(items)
+
+    def _tensor(self, given: Spread, path: tuple[object, ...], found: str) -> TensorRef:
+        name = found or ROOT
         self._claim(name, path)
+        kind, tensor = type(given), given
         if isinstance(given, torch.Tensor):
-            _check_storable(given, path)
-        try:
-            dtype = dtype_of_torch(str(given.dtype), _shown(path))
-        except UnsupportedError as error:
-            raise StateError(str(error)) from error
-        part = part_of(given) if isinstance(given, torch.Tensor) else given
-        tensor = given if part is None else part
+            if kind not in ORDINARY or not _is_dense(given):
+                _check_storable(given, path)
+            if kind is not torch.Tensor:
+                tensor = part_of(given) or given
+        dtype = _DTYPES.get(given.dtype) or _dtype_of(given, path)
         local, layout = describe(tensor, name, self._world)
         if local.is_meta:
             raise StateError(f"{_shown(path)}: a tensor on the meta device has no data to store")
-        first = self._seen.setdefault(identity(tensor), name)
+        first = self._first_name(tensor, name)
         if first != name:
             self._aliases[name] = first
             return TensorRef(first)
-        self._keep.append(tensor)
-        self._leaves[name] = Leaf(name, dtype, local.detach(), layout, tensor)
+        self._leaves[name] = Leaf(name, dtype, local, layout, tensor)
         return TensorRef(name)
 
+    def _first_name(self, tensor: Spread, name: str) -> str:
+        """The name under which this very tensor came first. Those seen are kept alive."""
+        if has_address(tensor):
+            # Most are alone at their address, and nothing else of them needs to be compared.
+            other = self._at.setdefault(tensor.data_ptr(), name)
+            if other is name:
+                return name
+            self._seen.setdefault(identity(self._leaves[other].given), other)
+        return self._seen.setdefault(identity(tensor), name)
+
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
-        if name in RESERVED or not _is_text(name):
+        if name in RESERVED or not (name.isascii() or _is_text(name)):
             raise StateError(f"{_shown(path)}: no tensor can have the name {name!r}; rename a key")
         other = self._paths.setdefault(name, path)
-        if other != path:
+        if other is not path and other != path:
             raise StateError(
                 f"the entries at {_shown(other)} and {_shown(path)} both have the name {name!r}; "
                 "rename a key"
@@ -189,6 +213,36 @@ class _Flattener:
             )
         self._keep.append(array)
         return torch.from_numpy(array if torch_can_share(array) else array.copy())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether an ordinary tensor is neither sparse, nested nor quantized."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def _dtype_of(given: Spread, path: tuple[object, ...]) -> DType:
+    try:
+        found = dtype_of_torch(str(given.dtype), _shown(path))
+    except UnsupportedError as error:
+        raise StateError(str(error)) from error
+    _DTYPES[given.dtype] = found
+    return found
+
+
+def _collect_names(tree: Tree, path: str, names: list[str]) -> None:
+    """The names of all leaves, as `ckpt.saved.leaves` has them."""
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            name = f"{path}.{key}" if path else str(key)
+            if type(item) in NESTS:
+                _collect_names(item, name, names)
+            else:
+                names.append(name)
+    elif isinstance(tree, list | tuple) and holds_tensor(tree):
+        for index, item in enumerate(tree):
+            _collect_names(item, join(path, index), names)
+    else:
+        names.append(path or (ROOT if isinstance(tree, TensorRef) else ""))
 
 
 def _check_storable(tensor: torch.Tensor, path: tuple[object, ...]) -> None:

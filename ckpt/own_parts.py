@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -18,6 +17,10 @@ from sharding.layout import Layout
 
 STAGE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where its memory cannot be written as it lies."""
+NUMPY_TYPES = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
+)
+"""Types whose memory Python sees as bytes without a view by torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class OwnPart:
     def is_in_memory(self) -> bool:
         """Whether its bytes lie end to end in host memory."""
         local = self.leaf.local
-        return local.device.type == "cpu" and local.is_contiguous() and not is_lazy(local)
+        return local.is_cpu and local.is_contiguous() and not is_lazy(local)
 
     def outgoing(self) -> OutgoingTensor:
         """The part as a writer takes it, straight from the tensor's memory where that can be."""
@@ -66,28 +69,36 @@ class OwnPart:
 
 def own_parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> list[OwnPart]:
     """What `rank`, which has `flat`, writes of the tensors in their stored layouts."""
-    found = (_own_part(leaf, tensors[name], rank) for name, leaf in flat.leaves.items())
-    return [part for part in found if part is not None]
+    spans: dict[tuple[int, int], tuple[int, int, tuple[int, ...]] | None] = {}
+    """By the ids of both layouts, of which most tensors of a model share few."""
+    parts: list[OwnPart] = []
+    for name, leaf in flat.leaves.items():
+        have, stored = leaf.layout, tensors[name].layout
+        key = (id(have), id(stored))
+        if key not in spans:
+            spans[key] = _span(have, stored, rank)
+        span = spans[key]
+        if span is not None:
+            parts.append(OwnPart(leaf, *span))
+    return parts
 
 
-def _own_part(leaf: Leaf, stored: StoredTensor, rank: int) -> OwnPart | None:
-    lo, hi, shape = _part(stored.layout, rank)
+def _span(have: Layout, stored: Layout, rank: int) -> tuple[int, int, tuple[int, ...]] | None:
+    """Which elements of what it has a rank stores, and the shape of the entry; None if none."""
+    lo, hi = stored.span(rank)
     if lo >= hi:
         return None
+    shape = stored.local_shape(rank)
     if hi - lo != prod(shape):
-        first, _, _ = _part(leaf.layout, rank)  # of what the rank holds, which may be a range too
+        first, _ = have.span(rank)  # what the rank has may be a range too
         lo, hi, shape = lo - first, hi - first, (hi - lo,)
-    return OwnPart(leaf, lo, hi, shape)
-
-
-@lru_cache(1024)
-def _part(layout: Layout, rank: int) -> tuple[int, int, tuple[int, ...]]:
-    """A rank's span and the shape of its local array. Most tensors of a model share few layouts."""
-    return *layout.span(rank), layout.local_shape(rank)
+    return lo, hi, shape
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
+    if tensor.dtype in NUMPY_TYPES and tensor.numel():
+        return tensor.numpy().data.cast("B")
     flat = (
         tensor.reshape(-1).view(torch.uint8)
         if tensor.numel()

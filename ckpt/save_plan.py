@@ -15,7 +15,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from ckpt.errors import StateError
@@ -37,36 +37,78 @@ class Described:
 
 
 def stored_layouts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Every tensor with the layout it is stored in (rules 1 and 2)."""
-    small: dict[tuple[Mesh, tuple[int, ...]], list[str]] = {}
+    """Every tensor with the layout it is stored in (rules 1 and 2).
+
+    Tensors whose descriptions are one object share one in the result, too.
+    """
+    small: dict[tuple[Mesh, tuple[int, ...]], _Line] = {}
+    ways: dict[int, _Line | StoredTensor] = {}
+    """By the id of a description: the line its tensors stand in, or how they are stored."""
     stored: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        layout = tensor.layout
-        axes = tuple(
-            axis
-            for axis, placement in enumerate(layout.placements)
-            if isinstance(placement, Replicate) and layout.mesh.sizes[axis] > 1
-        )
-        if not axes:
-            stored[name] = tensor
-        elif _bytes_per_replica(tensor) >= SPLIT_BYTES:
-            stored[name] = _placed(tensor, dict.fromkeys(axes, Split()))
-        else:
-            stored[name] = tensor  # keeps the state's order; replaced below
-            small.setdefault((layout.mesh, axes), []).append(name)
-    for (mesh, axes), names in small.items():
-        sizes = [mesh.sizes[axis] for axis in axes]
-        total = sum(_bytes_per_replica(tensors[name]) for name in names)
-        before = 0
-        for name in names:
-            owner = before * prod(sizes) // total if total else 0
-            before += _bytes_per_replica(tensors[name])
-            chosen: dict[int, Placement] = {}
-            for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
-                chosen[axis] = Only(owner % size)
-                owner //= size
-            stored[name] = _placed(tensors[name], chosen)
+        way = ways.get(id(tensor))
+        if way is None:
+            way = ways[id(tensor)] = _way(tensor, small)
+        if isinstance(way, _Line):
+            way.names.append(name)
+            way = tensor  # keeps the state's order; replaced below
+        stored[name] = way
+    for line in small.values():
+        stored |= line.divided(tensors)
     return stored
+
+
+def _way(
+    tensor: StoredTensor, small: dict[tuple[Mesh, tuple[int, ...]], _Line]
+) -> _Line | StoredTensor:
+    """How a tensor is stored, or the line of small ones that it stands in."""
+    layout = tensor.layout
+    axes = tuple(
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Replicate) and layout.mesh.sizes[axis] > 1
+    )
+    if not axes:
+        return tensor
+    if _bytes_per_replica(tensor) >= SPLIT_BYTES:
+        return _placed(tensor, dict.fromkeys(axes, Split()))
+    return small.setdefault((layout.mesh, axes), _Line(axes, [layout.mesh.sizes[i] for i in axes]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Small tensors, replicated over the same axes of one mesh, end to end (rule 2)."""
+
+    axes: Sequence[int]
+    sizes: Sequence[int]
+    names: list[str] = field(default_factory=list)
+
+    def divided(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Each with the one replica that stores it."""
+        nbytes: dict[int, int] = {}
+        for name in self.names:
+            if id(tensors[name]) not in nbytes:
+                nbytes[id(tensors[name])] = _bytes_per_replica(tensors[name])
+        total = sum(nbytes[id(tensors[name])] for name in self.names)
+        replicas, before = prod(self.sizes), 0
+        made: dict[tuple[int, int], StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
+        for name in self.names:
+            tensor = tensors[name]
+            owner = before * replicas // total if total else 0
+            before += nbytes[id(tensor)]
+            if (id(tensor), owner) not in made:
+                made[id(tensor), owner] = _placed(tensor, self._only(owner))
+            stored[name] = made[id(tensor), owner]
+        return stored
+
+    def _only(self, owner: int) -> dict[int, Placement]:
+        """The placements by which replica number `owner` alone stores a tensor."""
+        chosen: dict[int, Placement] = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            chosen[axis] = Only(owner % size)
+            owner //= size
+        return chosen
 
 
 def _bytes_per_replica(tensor: StoredTensor) -> int:
@@ -165,11 +207,14 @@ def _holds_some(layout: Layout, rank: int) -> bool:
 
 def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
     """Raise StateError for a tensor sharded over ranks that take no part in this save."""
-    checked: set[Mesh] = set()
+    checked: set[int] = set()
     for name, tensor in tensors.items():
-        if tensor.layout.mesh not in checked:
-            checked.add(tensor.layout.mesh)
-            absent = [r for r in tensor.layout.mesh.ranks() if world.coordinate(r) is None]
+        mesh = tensor.layout.mesh
+        if id(mesh) not in checked:
+            checked.add(id(mesh))
+            if mesh == world:
+                continue
+            absent = [r for r in mesh.ranks() if world.coordinate(r) is None]
             if absent:
                 raise StateError(
                     f"{name}: sharded over the ranks {_shown_ranks(tensor.layout)}, of which "

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ from sharding.sharded_tensor import is_sharded
 
 STEP = "step"
 """The one entry of an optimizer's state that is never placed like its parameter."""
+SINGLE = (torch.Tensor, nn.Parameter, str, int, float, bool, type(None))
+"""Types that hold no module."""
 MAX_DEPTH = 100
 """How deep a state may nest; deeper is taken for one that holds itself."""
 
@@ -125,13 +127,16 @@ def _check_undivided(parameters: list[torch.Tensor]) -> None:
 
 def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a nest, down to `MAX_DEPTH`, with their names."""
+    if type(state) in SINGLE:
+        return
     if isinstance(state, nn.Module):
         yield reduce(join, path, ""), state
     elif len(path) > MAX_DEPTH:
         return
     elif isinstance(state, Mapping):
         for key, item in state.items():
-            yield from modules(item, (*path, key))
+            if type(item) not in SINGLE:
+                yield from modules(item, (*path, key))
     elif isinstance(state, list | tuple):
         for index, item in enumerate(state):
             yield from modules(item, (*path, index))
@@ -205,6 +210,15 @@ def _is_placed(key: object, value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and key != STEP
 
 
+def has_address(tensor: Spread) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor has memory by which it can be told from others (see `identity`)."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and (
+        isinstance(tensor, LocalPart) or hasattr(tensor, "_local_tensor") or is_sharded(tensor)
+    ):
+        return False
+    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
+
+
 def identity(tensor: Spread) -> object:
     """Equal for two tensors that are one: the same object, or the same view of the same memory.
 
@@ -213,7 +227,7 @@ def identity(tensor: Spread) -> object:
     """
     if isinstance(tensor, LocalPart):
         return id(tensor) if tensor.key is None else tensor.key
-    if hasattr(tensor, "_local_tensor") or is_sharded(tensor) or tensor.numel() == 0:
+    if not has_address(tensor):
         return id(tensor)
     return (
         tensor.untyped_storage().data_ptr(),

@@ -7,14 +7,18 @@ them alike.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from ckpt.flatten import FlatState
 from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.save_plan import Described, merged
+from formats.catalog import TensorRef, Tree
+from formats.dtypes import DType
 from formats.native.manifest import Manifest, StoredTensor, dump, load
 
 
@@ -46,7 +50,8 @@ def together(
         described = described_by(flat)
         if ranks.alone:
             return _Marked(flat, described, 0, 0)
-        return _Marked(flat, described, structure_mark(described, mark), _values(described))
+        structure = structure_mark(described, mark)
+        return _Marked(flat, described, structure, _values(described, structure))
 
     found, agreed = ranks.compare(
         stage, describing, lambda found: (found.structure, found.values), 2, number
@@ -59,11 +64,15 @@ def together(
 
 
 def described_by(flat: FlatState) -> Described:
-    """A rank's state without its bytes."""
-    tensors = {
-        leaf.name: StoredTensor(leaf.layout.shape, leaf.dtype, leaf.layout)
-        for leaf in flat.leaves.values()
-    }
+    """A rank's state without its bytes. What is described alike is the same object."""
+    alike: dict[tuple[int, str], StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, leaf in flat.leaves.items():
+        key = (id(leaf.layout), leaf.dtype.name)
+        stored = alike.get(key)
+        if stored is None:
+            stored = alike[key] = StoredTensor(leaf.layout.shape, leaf.dtype, leaf.layout)
+        tensors[name] = stored
     return Described(tensors, flat.aliases, flat.tree)
 
 
@@ -92,11 +101,18 @@ def summary(described: Described) -> bytes:
 
 def structure_mark(described: Described, mark: bytes = b"") -> int:
     """A hash of names, types, layouts and ties."""
-    hasher = xxhash.xxh3_64(mark)
-    for name, tensor in described.tensors.items():
-        hasher.update(repr((name, tensor.dtype.name, tensor.layout)).encode())
-    hasher.update(repr(sorted(described.aliases.items())).encode())
-    return hasher.intdigest() >> (64 - HASH_BITS)
+    kinds: dict[str, int] = {}
+    kind_of: dict[int, int] = {}
+    """By the id of a description: many tensors share one."""
+    numbers: list[int] = []
+    for tensor in described.tensors.values():
+        kind = kind_of.get(id(tensor))
+        if kind is None:
+            text = repr((tensor.dtype.name, tensor.layout))
+            kind = kind_of[id(tensor)] = kinds.setdefault(text, len(kinds))
+        numbers.append(kind)
+    aliases = sorted(described.aliases.items())
+    return _hash((mark, list(described.tensors), numbers, list(kinds), aliases))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +126,34 @@ class _Marked:
     """Of the structure and the plain values."""
 
 
-def _values(described: Described) -> int:
-    return xxhash.xxh3_64_intdigest(summary(described)) >> (64 - HASH_BITS)
+def _values(described: Described, structure: int) -> int:
+    try:
+        return _hash((structure, _without_tensors(described.tree)))
+    except ValueError:  # a key of a class of the user's
+        return xxhash.xxh3_64_intdigest(summary(described)) >> (64 - HASH_BITS)
+
+
+def _hash(values: Any) -> int:
+    # Version 2 of marshal's format has no references: equal values give equal bytes.
+    return xxhash.xxh3_64_intdigest(marshal.dumps(values, 2)) >> (64 - HASH_BITS)
+
+
+def _without_tensors(tree: Tree) -> object:
+    """The plain values of a tree in their nest, as marshal takes them."""
+    if isinstance(tree, TensorRef):
+        return ...
+    if isinstance(tree, dict):
+        return {
+            key: ... if type(item) is TensorRef else _without_tensors(item)
+            for key, item in tree.items()
+        }
+    if isinstance(tree, list):
+        return [_without_tensors(item) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(_without_tensors(item) for item in tree)
+    if isinstance(tree, DType):
+        return (..., tree.name)
+    return tree
 
 
 def _described(text: bytes) -> Described:

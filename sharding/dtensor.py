@@ -21,9 +21,10 @@ transposed mesh with plain shards, which is the order in which it was cut.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, TypeGuard
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 
@@ -39,9 +40,25 @@ MAX_KNOWN = 1 << 14
 """How many layouts are kept: models have many tensors and few shapes."""
 
 _REPLICATED = (Replicate(),)
-_known: dict[tuple[int, tuple[int, ...], tuple[object, ...]], Layout] = {}
-"""By the identity of its mesh, which the layout keeps alive, the shape and torch's placements."""
+_known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
+"""By the identity of its mesh, which the layout keeps alive, the shape and the placements."""
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+_specs: dict[int, _Known] = {}
+"""What was found out of each DTensorSpec, by its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A DTensorSpec and what follows from it, with the shape and this rank."""
+
+    spec: ReferenceType[object]
+    """Another may get its id, so both are compared."""
+    placements: object
+    layout: Layout
+    rank: int
+    local_shape: tuple[int, ...]
+    is_outside: bool
+    """Whether the rank is not in the mesh."""
 
 
 def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
@@ -59,22 +76,41 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     """
     if not _is_dtensor(tensor):
         return tensor.detach(), _known_layout(tuple(tensor.shape), world, _REPLICATED)
-    layout = _layout(tensor, name)
-    with torch.no_grad():
-        local = tensor.to_local()
-    wait = getattr(local, "wait", None)  # a redistribution that torch has not awaited yet
-    local = (local if wait is None else wait()).detach()
-    rank = tensor.device_mesh.get_rank()
-    said = layout.local_shape(rank)
-    outside = layout.mesh.coordinate(rank) is None
-    if tuple(local.shape) != said and not (outside and local.numel() == 0):
+    known = _of_spec(tensor, name)
+    local = tensor._local_tensor
+    if type(local) is not torch.Tensor:
+        wait = getattr(local, "wait", None)  # a redistribution that torch has not awaited yet
+        local = local if wait is None else wait()
+    said = known.local_shape
+    if local.shape != said and not (known.is_outside and local.numel() == 0):
         raise LocalShapeError(
-            f"{name}: rank {rank} has a local tensor of shape {tuple(local.shape)}, but "
-            f"{tuple(tensor.placements)} over a mesh of {layout.mesh.sizes} give it {said} of "
-            f"{layout.shape}; make it with distribute_tensor, or pass the right shape= to "
+            f"{name}: rank {known.rank} has a local tensor of shape {tuple(local.shape)}, but "
+            f"{tuple(tensor.placements)} over a mesh of {known.layout.mesh.sizes} give it {said} "
+            f"of {known.layout.shape}; make it with distribute_tensor, or pass the right shape= to "
             "DTensor.from_local"
         )
-    return local, layout
+    return local.detach(), known.layout
+
+
+def _of_spec(tensor: DTensor, name: str) -> _Known:
+    spec = tensor._spec
+    known = _specs.get(id(spec))
+    if (
+        known is not None
+        and known.spec() is spec
+        and known.placements is spec.placements
+        and known.layout.shape == tensor.shape
+    ):
+        return known
+    layout = _layout(tensor, name)
+    rank = tensor.device_mesh.get_rank()
+    outside = layout.mesh.coordinate(rank) is None
+    shape = layout.local_shape(rank)
+    if len(_specs) >= MAX_KNOWN:
+        _specs.clear()
+    known = _Known(ref(spec), spec.placements, layout, rank, shape, outside)
+    _specs[id(spec)] = known
+    return known
 
 
 def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -107,16 +143,6 @@ def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placemen
 def _layout(tensor: DTensor, name: str) -> Layout:
     """What torch says of a DTensor, in our words."""
     shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
-    key = id(mesh), shape, tuple(tensor.placements)
-    layout = _known.get(key)
-    if layout is None:
-        layout = _new_layout(tensor, shape, mesh, name)
-        if layout.mesh is mesh:  # a transposed one would not keep it alive
-            _known[key] = layout
-    return layout
-
-
-def _new_layout(tensor: DTensor, shape: tuple[int, ...], mesh: Mesh, name: str) -> Layout:
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
     last = _cut_last(shape, mesh, placements)
     if not last:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from sharding.errors import NotAMemberError, RankError
@@ -50,7 +51,7 @@ class Ranks:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.rank, self.world_size = 0, 1
-        self.mesh = Mesh.grid(("world",), (1,))
+        self.mesh = _world(1)
         """The processes by their rank in the default group, which is what layouts speak of."""
         self.is_subgroup = group is not None
         self._group = group
@@ -62,10 +63,11 @@ class Ranks:
             if self.rank < 0:
                 raise NotAMemberError("this rank is not in the process group it was given")
             self._device = message_device(group)
-            members = (
-                range(self.world_size) if group is None else dist.get_process_group_ranks(group)
-            )
-            self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
+            if group is None:
+                self.mesh = _world(self.world_size)
+            else:
+                members = dist.get_process_group_ranks(group)
+                self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
 
     @property
     def here(self) -> int:
@@ -189,6 +191,12 @@ class Ranks:
         name, _, message = self.broadcast(said.encode(), failed).decode().partition("\n")
         other = self.rank_error(stage, failed, name, message)
         raise other if error is None else error
+
+
+@lru_cache(16)
+def _world(size: int) -> Mesh:
+    """The mesh of the default group; of equal ones the same object."""
+    return Mesh.grid(("world",), (size,))
 
 
 def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
