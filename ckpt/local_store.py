@@ -77,12 +77,12 @@ class LocalStore:
 
     def size(self, name: str) -> int:
         """Bytes in a file."""
-        with self._reading(name) as descriptor:
+        with _Reading(self, name) as descriptor:
             return os.fstat(descriptor).st_size
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
-        with self._reading(name) as descriptor:
+        with _Reading(self, name) as descriptor:
             data = os.pread(descriptor, length, offset)
             if len(data) == length:
                 return data
@@ -93,7 +93,7 @@ class LocalStore:
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fill the buffers, end to end, from `offset` on."""
         length = sum([target.nbytes for target in targets])
-        with self._reading(name) as descriptor:
+        with _Reading(self, name) as descriptor:
             if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
                 return
             at = offset
@@ -191,26 +191,25 @@ class LocalStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[int]:
-        """A descriptor taken out of the cache for the time of one read, so nobody closes it."""
+    def _take(self, name: str) -> tuple[int, int]:
+        """A descriptor of a file, out of the cache for as long as it is used; when that was."""
         with self._lock:
             descriptor = self._open.pop(name, None)
             forgotten = self._forgotten
         if descriptor is None:
             descriptor = os.open(self._folder / name, os.O_RDONLY)
-        try:
-            yield descriptor
-        finally:
-            with self._lock:
-                stale: int | None = descriptor
-                if forgotten == self._forgotten:
-                    stale = self._open.pop(name, None)
-                    self._open[name] = descriptor
-                    if stale is None and len(self._open) > OPEN_FILES:
-                        stale = self._open.popitem(last=False)[1]
-            if stale is not None:
-                os.close(stale)
+        return descriptor, forgotten
+
+    def _give_back(self, name: str, descriptor: int, forgotten: int) -> None:
+        with self._lock:
+            stale: int | None = descriptor
+            if forgotten == self._forgotten:
+                stale = self._open.pop(name, None)
+                self._open[name] = descriptor
+                if stale is None and len(self._open) > OPEN_FILES:
+                    stale = self._open.popitem(last=False)[1]
+        if stale is not None:
+            os.close(stale)
 
     def _make_folder(self) -> None:
         """The folder exists, and the folders above it durably know of it."""
@@ -228,6 +227,23 @@ class LocalStore:
             descriptor = self._open.pop(name, None)
         if descriptor is not None:
             os.close(descriptor)
+
+
+class _Reading:
+    """One read: the descriptor is nobody else's meanwhile, so that nobody closes it."""
+
+    __slots__ = ("_descriptor", "_forgotten", "_name", "_store")
+
+    def __init__(self, store: LocalStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def __enter__(self) -> int:
+        self._descriptor, self._forgotten = self._store._take(self._name)
+        return self._descriptor
+
+    def __exit__(self, *exc: object) -> None:
+        self._store._give_back(self._name, self._descriptor, self._forgotten)
 
 
 class LocalFileWriter:
