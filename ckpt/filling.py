@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt.ledger import Want
-from ckpt.loading import STAGE_BYTES
 from ckpt.memory import is_lazy, torch_dtype
 from ckpt.ranks import Ranks
 from ckpt.save_plan import Described
@@ -71,7 +70,7 @@ class Filling:
         nbytes = 0
         for name, tensor in wanted.tensors.items():
             exchange(self._have(name), tensor.layout, self.ranks.here)
-            if batch and nbytes + tensor.dtype.nbytes(tensor.shape) > STAGE_BYTES:
+            if batch and nbytes + tensor.dtype.nbytes(tensor.shape) > self.budget:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(name)

@@ -77,12 +77,12 @@ class LocalStore:
 
     def size(self, name: str) -> int:
         """Bytes in a file."""
-        with _Reading(self, name) as descriptor:
+        with self._reading(name) as descriptor:
             return os.fstat(descriptor).st_size
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
-        with _Reading(self, name) as descriptor:
+        with self._reading(name) as descriptor:
             data = os.pread(descriptor, length, offset)
             if len(data) == length:
                 return data
@@ -93,7 +93,7 @@ class LocalStore:
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fill the buffers, end to end, from `offset` on."""
         length = sum([target.nbytes for target in targets])
-        with _Reading(self, name) as descriptor:
+        with self._reading(name) as descriptor:
             if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
                 return
             at = offset
@@ -190,6 +190,10 @@ class LocalStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _reading(self, name: str) -> _Reading:
+        """A descriptor for one read."""
+        return _Reading(self, name)
 
     def _take(self, name: str) -> tuple[int, int]:
         """A descriptor of a file, out of the cache for as long as it is used; when that was."""

@@ -11,12 +11,14 @@ modules, optimizers, or state dicts of any kind and of any runtime.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt.budget import memory_budget
 from ckpt.errors import StateError
 from ckpt.filling import Filling, held_locally
 from ckpt.fitting import check_fits, check_numbers, differences, mark
@@ -37,7 +39,6 @@ from sharding.describing import Spread
 from sharding.kind import Kind
 from sharding.kinds import converted, dtensor_like
 from sharding.local_part import LocalPart
-from sharding.redistribute import BUDGET_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +58,7 @@ def convert(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     group: ProcessGroup | None = None,
-    budget: int = BUDGET_BYTES,
+    budget: int | None = None,
 ) -> dict[object, object]:
     """The state dict of a state, of the kind `to`: `full`, `sharded` or `local`.
 
@@ -83,7 +84,8 @@ def convert(
             LOCAL_STATE_DICT has flat parameters without names.
         rank0_only: full tensors on the first rank only; the others get an empty dict.
         offload_to_cpu: the tensors of the result are in host memory.
-        budget: bytes of tensors that travel at once; a larger tensor travels in parts.
+        budget: bytes of tensors that travel at once; a larger tensor travels in parts. By default
+            what CKPT_MEMORY_BUDGET says.
 
     Raises:
         ValueError: no such kind, or no such budget.
@@ -137,7 +139,7 @@ def load(
     dtype: str | None = None,
     model: nn.Module | None = None,
     group: ProcessGroup | None = None,
-    budget: int = BUDGET_BYTES,
+    budget: int | None = None,
 ) -> S:
     """`target`, filled from a state of any kind that the ranks have in memory.
 
@@ -190,14 +192,19 @@ def load(
     return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
-def _check_budget(budget: int) -> None:
+def _check_budget(budget: int | None) -> None:
     """Raise ValueError for what is no number of bytes."""
-    if not _count(budget):
+    if budget is None:
+        memory_budget()
+    elif not _count(budget):
         raise ValueError(f"a budget of {budget!r}: it is a number of bytes, at least 1")
 
 
 def _count(budget: object) -> int:
     """The number of bytes, or as many as ranks can tell one another; 0 for what is none."""
+    if budget is None:
+        with suppress(ValueError):
+            budget = memory_budget()
     return min(budget, 1 << 61) if isinstance(budget, int) and budget > 0 else 0
 
 

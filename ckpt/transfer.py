@@ -21,14 +21,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from ckpt.bites import Array, Bite, Limits, Request, bites_of, groups_of
+from ckpt.budget import memory_budget
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
-from formats.storage import Reader
+from formats.storage import LOCAL_READ_BYTES, Reader
 
 SCRATCH_BYTES = 2 << 20
 """The largest read of a local file that goes through a scratch buffer."""
@@ -37,6 +39,8 @@ STRAIGHT_BYTES = 8 << 20
 THREAD_BYTES = 32 << 20
 """Reads of less than this, all together, are done by the caller: threads would cost more."""
 MAX_WORKERS = 4
+FAR_WORKERS = 2
+"""Threads that wait for a server, which takes time to answer."""
 
 
 def transfer(
@@ -55,10 +59,23 @@ def transfer(
     Transfer(reader, verify, workers, limits).run(requests, progress)
 
 
-def limits_for(reader: Reader) -> Limits:
-    """What suits the place that is read from."""
-    most = reader.read_bytes
-    return Limits(most, max(most, STRAIGHT_BYTES), max(most, SCRATCH_BYTES))
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How much is read at once, and by how many threads."""
+
+    workers: int
+    limits: Limits
+
+    @classmethod
+    def within(cls, budget: int, reader: Reader, ranks_here: int = 1) -> Reading:
+        """What suits the place that is read from, and takes no more memory than the budget."""
+        is_far = reader.read_bytes > LOCAL_READ_BYTES
+        workers = FAR_WORKERS if is_far else workers_for(ranks_here)
+        # A thread has what it read, what a driver gave it, and what that decodes to.
+        share = max(LOCAL_READ_BYTES, budget // (3 * workers))
+        read = min(reader.read_bytes, share)
+        scratch = min(max(read, SCRATCH_BYTES), share)
+        return cls(workers, Limits(read, max(read, STRAIGHT_BYTES if not is_far else 0), scratch))
 
 
 def workers_for(ranks_here: int) -> int:
@@ -82,8 +99,9 @@ class Transfer:
     ) -> None:
         self._reader = reader
         self._verify = verify
-        self._workers = workers_for(1) if workers is None else workers
-        self._limits = limits_for(reader) if limits is None else limits
+        usual = Reading.within(memory_budget(), reader)
+        self._workers = usual.workers if workers is None else workers
+        self._limits = usual.limits if limits is None else limits
         self._scratch = threading.local()
 
     def run(
