@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Literal, overload
 from ckpt import background, in_flight, store_agreement
 from ckpt.bases import lender
 from ckpt.errors import BusyError, RankError
+from ckpt.local_store import LocalStore
 from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
 from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, packed, write_manifest
 from ckpt.store import Store, open_store
 from ckpt.store_agreement import StoreAgreement
+from ckpt.transfer import workers_for
 from formats.native.shard import Progress, ShardSummary, write_shard
 
 if TYPE_CHECKING:
@@ -177,7 +179,9 @@ def _write(store: Store, plan: Plan, progress: Progress | None) -> ShardSummary 
     with store.create(plan.file_name, rewritable=rewritable) as file:
         outgoing = [part.outgoing() for part in plan.parts]
         deltas = compress == "delta"
-        return write_shard(file, outgoing, bool(compress), progress, lent, deltas)
+        # Ranks that share a core hash and write in turn: they wait for the processor, not the disk.
+        overlap = workers_for(plan.mesh.size) > 1 or not isinstance(store, LocalStore)
+        return write_shard(file, outgoing, bool(compress), progress, lent, deltas, overlap)
 
 
 def _commit(

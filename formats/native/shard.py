@@ -103,12 +103,14 @@ def write_shard(
     progress: Progress | None = None,
     lent: Lent | None = None,
     deltas: bool = False,
+    overlap: bool = True,
 ) -> ShardSummary:
     """Stream the tensors into a shard file and return what the manifest needs of it.
 
     With `compress` or `lent` the file must have been created `rewritable`: its header is filled in
     last. A chunk that is the same in `lent` is borrowed from there; with `deltas`, which go with
-    `compress`, one that is not may be stored by what it differs in.
+    `compress`, one that is not may be stored by what it differs in. `overlap` is for a writer that
+    has a second core: one thread hashes while another writes.
     """
     ordered = stored_order(tensors)
     codec = "zstd" if compress else "raw"
@@ -124,18 +126,32 @@ def write_shard(
     entries.append(_table_entry(sum(-(-nbytes // CHUNK_BYTES) for nbytes in sizes)))
     header, _ = build(entries, _metadata("raw"), align=ALIGN)
     records: list[bytes] = []
-    digest, pack = xxhash.xxh3_128_digest, RECORD.pack
-    with _Gather(file) as out:
+    with _Gather(file, overlap) as out:
         out.add(header)
         for tensor, nbytes in zip(ordered, sizes, strict=True):
-            for chunk, ends_block in _chunks(tensor, nbytes, CHUNK_BYTES):
-                records.append(pack(digest(chunk), len(chunk)))
-                out.add(chunk)
+            for run, ends_block in _chunks(tensor, nbytes, CHUNK_BYTES, WRITE_BYTES):
+                records += _records(run)
+                out.add(run)
                 if ends_block and not tensor.stable:
                     out.flush()
             if progress is not None:
                 progress(nbytes)
         return _finish(out, header, b"", records)
+
+
+def _records(run: memoryview) -> list[bytes]:
+    """The table's records for the chunks of a run, which begins with a chunk and is stored raw."""
+    digest, size = xxhash.xxh3_128_digest, len(run)
+    if size <= CHUNK_BYTES:
+        return [RECORD.pack(digest(run), size)]
+    pack = RECORD.pack
+    whole = size - size % CHUNK_BYTES
+    found = [
+        pack(digest(run[at : at + CHUNK_BYTES]), CHUNK_BYTES) for at in range(0, whole, CHUNK_BYTES)
+    ]
+    if whole < size:
+        found.append(pack(digest(run[whole:]), size - whole))
+    return found
 
 
 def _write_as_it_comes(
@@ -389,13 +405,15 @@ def _metadata(codec: str, counts: Sequence[int] = ()) -> dict[str, str]:
 
 
 def _chunks(
-    tensor: OutgoingTensor, nbytes: int, chunk_bytes: int
+    tensor: OutgoingTensor, nbytes: int, chunk_bytes: int, run_bytes: int = 0
 ) -> Iterator[tuple[memoryview, bool]]:
     """The chunks of a stream, each with whether its block ends with it.
 
-    A chunk that lies in one block is a view of it, one that spans blocks a copy. Raises FormatError
-    when the stream is not as long as the tensor.
+    A chunk that lies in one block is a view of it, one that spans blocks a copy. With `run_bytes`,
+    whole chunks, as many of one block come in one piece as that holds. Raises FormatError when the
+    stream is not as long as the tensor.
     """
+    step = run_bytes or chunk_bytes
     total, held = 0, bytearray()
     for block in tensor.blocks():
         total += len(block)
@@ -410,8 +428,8 @@ def _chunks(
         whole = start + (len(block) - start) // chunk_bytes * chunk_bytes
         is_last = total == nbytes
         stop = len(block) if is_last else whole
-        for at in range(start, stop, chunk_bytes):
-            end = min(at + chunk_bytes, stop)
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
             yield block[at:end], end == stop
         if not is_last:
             held += block[whole:]
@@ -426,12 +444,13 @@ def _chunks(
 class _Gather:
     """Collects buffers so that many small ones go to the file in one call.
 
-    A full batch is written by a thread of its own while the caller prepares the next one: hashing
-    and writing both let go of the GIL. What fits into one batch needs no thread.
+    With `overlap`, a full batch is written by a thread of its own while the caller prepares the
+    next one: hashing and writing both let go of the GIL. What fits into one batch needs no thread.
     """
 
-    def __init__(self, file: FileWriter) -> None:
+    def __init__(self, file: FileWriter, overlap: bool = True) -> None:
         self._file = file
+        self._overlap = overlap
         self._waiting: list[Buffer] = []
         self._waiting_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
@@ -450,6 +469,9 @@ class _Gather:
         self._waiting.append(buffer)
         self._waiting_bytes += len(buffer)
         if self._waiting_bytes >= WRITE_BYTES or len(self._waiting) >= WRITE_BUFFERS:
+            if not self._overlap:
+                self._file.write(self._take_batch())
+                return
             self._finish_write()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "ckpt-write")
