@@ -8,30 +8,26 @@ objects get their state last, by their own `load_state_dict`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import torch
-
-from ckpt.bites import Fits, Request, requests_for
+from ckpt.bites import Fits
 from ckpt.budget import memory_budget
-from ckpt.errors import DamagedLoadError, Difference, PartialLoadError
+from ckpt.fills import Fill, Planning, read_fills
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
-from ckpt.ledger import Match, Want
+from ckpt.ledger import Match
 from ckpt.match import match
-from ckpt.memory import is_plain, memory_of, torch_dtype
 from ckpt.ranks import Ranks
+from ckpt.replicas import REPLICAS, Shares, exchanged
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
-from ckpt.transfer import Reading, Transfer
-from formats.errors import FormatError
+from ckpt.transfer import Reading
 from formats.native.shard import Progress
-from sharding.describing import describe
-from sharding.layout import Mesh, Piece
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +49,7 @@ def load(
     verify: bool = True,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
+    replicas: str = "auto",
 ) -> S:
     """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
 
@@ -72,6 +69,9 @@ def load(
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
         verify: check every chunk that is read against its checksum.
         progress: called with numbers of bytes as this rank has read them.
+        replicas: what ranks do that want the same: "read" it each, or read a part each and
+            "exchange" it. "auto" reads from local disks, whose pages all ranks of a machine share,
+            and exchanges what comes from elsewhere.
 
     Raises:
         MismatchError: names are missing or unexpected, shapes or dtypes differ; all are listed.
@@ -90,6 +90,8 @@ def load(
     """
     if dtype not in (None, "target"):
         raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+    if replicas not in REPLICAS:
+        raise ValueError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
     ranks = Ranks(group)
     selection = Selection.of(include, exclude)
     with collected_later(), ExitStack() as stack:
@@ -104,134 +106,49 @@ def load(
             "matching the checkpoint with the target", matching, lambda found: (mark(found[1]),), 1
         )
         found = differences(ranks, matched, agreed.same[0])
-        numbers, fills = ranks.attempt(
-            "planning to load", lambda: _plan(source, matched, found, strict, ranks, budget)
+        check = partial(check_fits, source.url, found, strict, warns=ranks.rank == 0)
+
+        def planning(shares: Shares | None) -> _Planned:
+            check()
+            alone = Planning(ranks.mesh, ranks.here, budget // 2, Fits())
+            together = replace(alone, shares=shares)
+            numbers = [fill for want in matched.numbers for fill in alone.fills(want)]
+            fills = [fill for want in matched.wants for fill in together.fills(want)]
+            return _Planned(numbers, fills, shares)
+
+        exchanges = exchanged(replicas, source.store) and not ranks.alone
+        planned, agreed = ranks.compare(
+            "planning to load",
+            lambda: planning(Shares(ranks.mesh, ranks.here) if exchanges else None),
+            lambda planned: (planned.mark,),
+            1,
+            budget,
         )
+        if not agreed.same[0]:
+            planned = ranks.attempt("planning to load", lambda: planning(None))
 
         def reading() -> None:
             how = Reading.within(budget // 2, source.store, ranks.world_size)
-            _read(source, numbers, verify, progress, how, budget // 2)
+            read_fills(source.store, planned.numbers, verify, progress, how, budget // 2)
             check_numbers(source.url, matched)
-            _read(source, fills, verify, progress, how, budget // 2)
+            read_fills(source.store, planned.fills, verify, progress, how, budget // 2)
 
         ranks.attempt("loading", reading)
+        if planned.shares is not None:
+            shares = planned.shares
+            ranks.attempt("exchanging what was read", lambda: shares.exchange(group, agreed.number))
         return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
-class _Fill(NamedTuple):
-    """One tensor to read, or some rows of one."""
+class _Planned(NamedTuple):
+    """What a rank is going to do."""
 
-    name: str
-    requests: list[Request]
-    target: torch.Tensor
-    staged_as: torch.dtype | None
-    """The type in which it is read into memory of its own and then copied; None: as it lies."""
+    numbers: list[Fill]
+    """To be read before anything of the target is touched."""
+    fills: list[Fill]
+    shares: Shares | None
 
     @property
-    def staged_bytes(self) -> int:
-        return 0 if self.staged_as is None else self.target.numel() * self.staged_as.itemsize
-
-    def stage(self) -> tuple[torch.Tensor, list[Request]]:
-        """Memory of its own, and the requests that fill it."""
-        into = torch.empty(self.target.shape, dtype=self.staged_as)
-        memory = memory_of(into)
-        return into, [request._replace(memory=memory) for request in self.requests]
-
-
-def _plan(
-    source: Source,
-    matched: Match,
-    found: list[Difference],
-    strict: bool,
-    ranks: Ranks,
-    budget: int,
-) -> tuple[list[_Fill], list[_Fill]]:
-    """What to read where, numbers apart. Opens every file that is needed and touches nothing."""
-    check_fits(source.url, found, strict, warns=ranks.rank == 0)
-    plan = _Plan(ranks.mesh, ranks.here, budget // 2, Fits())
-    numbers = [fill for want in matched.numbers for fill in plan.fills(want)]
-    return numbers, [fill for want in matched.wants for fill in plan.fills(want)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What the fills of all tensors share."""
-
-    world: Mesh
-    here: int
-    stage_bytes: int
-    """How much is read into memory of its own at once."""
-    fits: Fits
-
-    def fills(self, want: Want) -> Iterator[_Fill]:
-        """What fills one tensor: all of it at once, unless it is staged and large."""
-        record = want.record
-        local, layout = describe(want.tensor, want.name, self.world)
-        dtype = torch_dtype(record.dtype.torch_name)
-        if record.name != want.name:
-            record = replace(record, name=want.name)
-        pieces = self.fits.pieces(layout, self.here)
-        if dtype == local.dtype and is_plain(local):
-            requests = requests_for(record, pieces, memory_of(local), self.fits)
-            yield _Fill(want.name, requests, local, None)
-        elif local.ndim == 0 or local.numel() * dtype.itemsize <= self.stage_bytes:
-            requests = requests_for(record, pieces, _UNMADE, self.fits)
-            yield _Fill(want.name, requests, local, dtype)
-        else:
-            row = local.numel() // local.shape[0]
-            step = max(1, self.stage_bytes // (row * dtype.itemsize))
-            for first in range(0, local.shape[0], step):
-                rows = local[first : first + step]
-                lo, hi = first * row, first * row + rows.numel()
-                some = [part for piece in pieces for part in piece.within(lo, hi)]
-                moved = [Piece(part.box, part.at - lo, part.strides) for part in some]
-                yield _Fill(want.name, requests_for(record, moved, _UNMADE), rows, dtype)
-
-
-_UNMADE = memoryview(b"")
-"""Stands for the memory of what is staged, until it is its turn."""
-
-
-def _read(
-    source: Source,
-    fills: list[_Fill],
-    verify: bool,
-    progress: Progress | None,
-    how: Reading,
-    stage_bytes: int,
-) -> None:
-    touched: dict[str, None] = {}
-    engine = Transfer(source.store, verify, how.workers, how.limits)
-    try:
-        for batch in _batches(fills, stage_bytes):
-            touched.update(dict.fromkeys(fill.name for fill in batch))
-            requests: list[Request] = []
-            staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for fill in batch:
-                if fill.staged_as is None:
-                    requests += fill.requests
-                else:
-                    into, filling = fill.stage()
-                    staged.append((fill.target, into))
-                    requests += filling
-            engine.run(requests, progress)
-            for target, into in staged:
-                target.copy_(into)
-    except FormatError as error:
-        raise DamagedLoadError(str(error), list(touched)) from error
-    except Exception as error:
-        raise PartialLoadError(f"{type(error).__name__}: {error}", list(touched)) from error
-
-
-def _batches(fills: list[_Fill], stage_bytes: int) -> Iterator[list[_Fill]]:
-    """Fills together as long as their memory of their own stays within `stage_bytes`."""
-    batch: list[_Fill] = []
-    staged = 0
-    for fill in fills:
-        if batch and staged + fill.staged_bytes > stage_bytes:
-            yield batch
-            batch, staged = [], 0
-        batch.append(fill)
-        staged += fill.staged_bytes
-    if batch:
-        yield batch
+    def mark(self) -> int:
+        """The same on ranks that exchange the same."""
+        return 0 if self.shares is None else self.shares.mark()

@@ -55,8 +55,9 @@ def redistribute(
     """Every target has the elements that its layout gives it, when this returns.
 
     To be called by all ranks of `group`. Moves are taken from the iterable batch by batch, so that
-    their targets may be made as they are needed. Sources are not changed; a target may not share
-    memory with a source. Raises HoleError where a layout wants what the other does not hold.
+    their targets may be made as they are needed. Sources are not changed; a target may share memory
+    with its own source, where that lies in its place already, and with no other. Raises HoleError
+    where a layout wants what the other does not hold.
 
     Local tensors are what their layouts say: whoever is not sure uses `local_part.check_holds`,
     and tells the other ranks, before.
@@ -121,7 +122,9 @@ class _Batch:
         for copy in plan.receives:
             place = _view(target, copy.target)
             if copy.source_rank == self._here:
-                place.copy_(_view(source, copy.source))
+                own = _view(source, copy.source)
+                if own.data_ptr() != place.data_ptr():
+                    place.copy_(own)
             else:
                 self._in.setdefault(copy.source_rank, _Message()).parts.append(place)
         for copy in plan.sends:
