@@ -78,7 +78,7 @@ def experts_400b() -> Model:
 
 
 def thousand() -> Model:
-    """1,000 matrices, as TARGETS of planning are worded: each is cut over all ranks."""
+    """1,000 matrices, each cut over all ranks."""
     shape = (16384, 64)
     return Model(
         "1,000 tensors", 1000, tuple(Parameter(f"w.{i}", shape, 0, i) for i in range(1000))

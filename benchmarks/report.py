@@ -17,6 +17,8 @@ from time import strftime
 
 from measure import Sample, Samples
 
+GIB = 1.93
+"""Size of the whole state: 2.07 GB."""
 FLOOR = "floor"
 """The contestant that the others are divided by."""
 
@@ -28,7 +30,7 @@ class Options:
     store: str
     """An existing folder; everything is written into a new folder inside it."""
     world_sizes: tuple[int, ...] = (1, 2, 4)
-    gib: float = 0.5
+    gib: float = GIB
     """Size of the whole state."""
     rounds: int = 5
 
@@ -120,6 +122,12 @@ def remove(path: str) -> None:
         os.unlink(path)
 
 
+def size_of(folder: str) -> int:
+    """Bytes of all files directly in a folder."""
+    with os.scandir(folder) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.is_file())
+
+
 def machine() -> str:
     """One line: date, processor, cores, and the versions that matter."""
     names = [
@@ -154,7 +162,9 @@ def main(description: str | None, tables: Callable[[Options], list[Table]]) -> N
     parser.add_argument(
         "--world-size", type=int, nargs="+", default=[1, 2, 4], help="by default 1 2 4"
     )
-    parser.add_argument("--gib", type=float, default=0.5, help="size of the state, by default 0.5")
+    parser.add_argument(
+        "--gib", type=float, default=GIB, help=f"size of the state, by default {GIB}"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
     print(machine(), end="\n\n")
