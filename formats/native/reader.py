@@ -149,11 +149,21 @@ class Expected(NamedTuple):
     component_bytes: int
 
 
+class Start(NamedTuple):
+    """Where a tensor's part begins in a file."""
+
+    offset: int
+    first: int
+    """Its first chunk's record in the table."""
+    stored_bytes: int
+
+
 class Places:
     """Where a tensor's pieces lie, worked out from its layout once for all that are like it."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
+        self._expected: dict[Expected, Expected] = {}
         self._found: dict[Box, tuple[tuple[int, Expected, tuple[Piece, ...]], ...]] = {}
 
     def of(self, box: Box) -> tuple[tuple[int, Expected, tuple[Piece, ...]], ...]:
@@ -174,7 +184,8 @@ class Places:
         shape = layout.local_shape(rank)
         shape = (hi - lo,) if hi - lo != prod(shape) else shape
         carried = dtype.carrier_shape(shape)
-        return Expected(dtype.carrier, carried, dtype.nbytes(shape), dtype.component_bytes)
+        found = Expected(dtype.carrier, carried, dtype.nbytes(shape), dtype.component_bytes)
+        return self._expected.setdefault(found, found)
 
 
 class NativePieces:
@@ -190,10 +201,17 @@ class NativePieces:
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """The stored pieces that hold some of `box`."""
         shard, name = self._shards.shard, self._name
+        header, alike, start = None, None, None
         for rank, expected, pieces in self._places.of(box):
             opened = shard(rank, name)
             if not opened.index.runs:
-                extent = opened.extent(name, expected)
+                # As a rule the files of all ranks have one header, and it says the same of this.
+                if start is None or opened.index.header is not header or expected is not alike:
+                    start = opened.start(name, expected)
+                    header, alike = opened.index.header, expected
+                extent = opened.extent(name, expected, start)
+                if opened.index.codec != "raw":
+                    start = None
                 for piece in pieces:
                     yield StoredPiece(piece, extent)
             else:
@@ -269,15 +287,18 @@ class Shard:
         count = -(-expected.nbytes // self.index.chunk_bytes)
         runs = self._runs(first, count)
         if not runs:
-            extent = self.extent(name, expected)
+            extent = self.extent(name, expected, self.start(name, expected))
             return [Part(0, extent, first, self._records(first, first + count))]
         where = f"{self._where}: {name}"
         if entry.dtype != "U8":
             raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
         return list(self._pieced(first, count, runs, entry, expected, where))
 
-    def extent(self, name: str, expected: Expected) -> Extent:
-        """Where a tensor's part lies that is not borrowed."""
+    def start(self, name: str, expected: Expected) -> Start:
+        """Where a tensor's part begins that is not borrowed, checked against the manifest.
+
+        The same in all raw files with this header.
+        """
         _, dtype, shape, begin, end = self._entry(name)
         compressed = self.index.codec != "raw"
         if not compressed and (dtype != expected.carrier or shape != expected.shape):
@@ -287,12 +308,16 @@ class Shard:
             )
         if compressed and dtype != "U8":
             raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
-        offset, first = self.index.header.data_offset + begin, self._first_chunk(name)
-        nbytes, width = expected.nbytes, expected.component_bytes
+        return Start(self.index.header.data_offset + begin, self._first_chunk(name), end - begin)
+
+    def extent(self, name: str, expected: Expected, start: Start) -> Extent:
+        """Where a tensor's part lies that begins there."""
+        offset, first, stored_bytes = start
+        _, _, nbytes, width = expected
         chunks = ChunkTable(
-            self.index, first, offset, end - begin, nbytes, self._where, name, self._fetch
+            self.index, first, offset, stored_bytes, nbytes, self._where, name, self._fetch
         )
-        if compressed:
+        if chunks.compressed:
             chunks.check()
         return Extent(self.file.name, offset, nbytes, chunks, width)
 
