@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from ckpt import background, in_flight, store_agreement
 from ckpt.bases import lender
 from ckpt.errors import BusyError, RankError
+from ckpt.garbage import collected_later
 from ckpt.local_store import LocalStore
 from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
@@ -132,7 +133,7 @@ def save(
     )
     if when_busy == "wait":
         in_flight.wait()
-    with open_store(url) as store:
+    with open_store(url) as store, collected_later():
         try:
             plan = agreed_plan(ranks, store, state, settings, lambda: _check_free(when_busy))
         except RankError as error:

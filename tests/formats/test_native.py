@@ -345,3 +345,28 @@ def test_noise_is_stored_as_it_is_and_what_shrinks_after_it_is_found(tmp_path: P
     (file,) = tmp_path.glob("*.safetensors")
     assert 24 << 20 < file.stat().st_size < 48 << 20
     assert torch.equal(ckpt.read(tmp_path)["w"], state["w"])
+
+
+@given(
+    blocks=st.lists(st.binary(max_size=400), max_size=5),
+    chunk=st.sampled_from([16, 48]),
+    stable=st.booleans(),
+)
+def test_the_bytes_of_a_shard_depend_neither_on_batches_nor_on_threads(
+    blocks: list[bytes], chunk: int, stable: bool
+) -> None:
+    size = sum(map(len, blocks))
+    files = []
+    for overlap, batch in ((False, 8 << 20), (False, 3 * chunk), (True, 3 * chunk)):
+        stream = [memoryview(block) for block in blocks]
+        tensor = OutgoingTensor(
+            "w", (size,), BY_NAME["U8"], lambda stream=stream: iter(stream), stable
+        )
+        file = MemoryFile()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shard, "CHUNK_BYTES", chunk)
+            patch.setattr(shard, "WRITE_BYTES", batch)
+            summary = write_shard(file, [tensor], overlap=overlap)
+        files.append((bytes(file.data), summary))
+    assert files[0] == files[1] == files[2]
+    assert b"".join(blocks) in files[0][0]
