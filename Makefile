@@ -27,7 +27,7 @@ help:
 	@echo 'make lint       make check without the tests'
 	@echo 'make format     put imports, layout and fixable findings right'
 	@echo 'make test-slow  the tests that make test leaves out'
-	@echo 'make bench      save, load, reshard and convert beside other libraries'
+	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make clean      remove the environment and every cache'
 
 $(STAMP): pyproject.toml constraints.txt

@@ -2,9 +2,11 @@
 
     python benchmarks/all.py --short
     python benchmarks/all.py --write-table
+    python benchmarks/all.py --write-table --only save load
 
-The first takes a few minutes: a small state, two ranks, few rounds, so fixed costs weigh more than
-in the tables. Keep the machine quiet for the half hour that the second takes.
+The first takes some minutes: a small state, two ranks, few rounds, so fixed costs weigh more than
+in the tables. Keep the machine quiet for the half hour that the second takes. `train.py` and
+`state_dicts.py` write their own tables.
 """
 
 from __future__ import annotations
@@ -12,52 +14,63 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import async_save
+import compress
 import convert
+import finetune
+import fixed
 import floor
 import load
+import replicated
 import report
 import reshard
 import save
+import scale
 import small
 
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- results: written by all.py -->", "<!-- end of the results -->"
 TMPFS = "/dev/shm"
 
-Tables = Callable[[report.Options], list[report.Table]]
-SCRIPTS: tuple[Tables, ...] = (
-    floor.tables,
-    save.tables,
-    load.tables,
-    reshard.tables,
-    convert.tables,
-    small.tables,
-    async_save.tables,
-)
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One benchmark."""
+
+    tables: Callable[[report.Options], Iterable[report.Table]]
+    on_disk: bool = True
+    """Whether a disk is another matter than a tmpfs."""
 
 
-def run(
-    stores: Sequence[str], world_sizes: Sequence[int], gib: float, rounds: int
-) -> Iterator[str]:
-    """The texts of all tables, each as soon as it is measured."""
-    for tables in SCRIPTS:
-        for store in stores:
-            options = report.Options(store, tuple(world_sizes), gib, rounds)
-            for table in tables(options):
-                yield str(table)
+SCRIPTS = {
+    "floor": Script(floor.tables),
+    "save": Script(save.tables),
+    "load": Script(load.tables),
+    "reshard": Script(reshard.tables),
+    "convert": Script(convert.tables),
+    "async_save": Script(async_save.tables, on_disk=False),
+    "small": Script(small.tables),
+    "fixed": Script(fixed.tables, on_disk=False),
+    "replicated": Script(replicated.tables, on_disk=False),
+    "finetune": Script(finetune.tables, on_disk=False),
+    "compress": Script(compress.tables, on_disk=False),
+    "scale": Script(lambda options: scale.tables(options.short), on_disk=False),
+}
 
 
-def write_tables(texts: Sequence[str]) -> None:
-    """Replace what stands between the two marks in README.md."""
-    before, begin, rest = README.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{README}: the lines {BEGIN} and {END} are not there")
-    README.write_text("\n".join([before + begin, "", *texts, end + after]))
+def run(script: Script, options: report.Options, disk: str | None) -> Iterator[str]:
+    """The texts of one script's tables, each as soon as it is measured."""
+    stores = [options.store, disk] if script.on_disk and disk is not None else [options.store]
+    for store in stores:
+        for table in script.tables(replace(options, store=store)):
+            yield str(table)
+
+
+def write_tables(name: str, heading: str, texts: Sequence[str]) -> None:
+    """Replace what stands between a script's two marks in README.md."""
+    begin, end = f"<!-- {name}: written by all.py -->", f"<!-- end of {name} -->"
+    report.write_between(begin, end, "\n".join([heading + "\n", *texts]))
 
 
 def main() -> None:
@@ -67,24 +80,30 @@ def main() -> None:
     )
     parser.add_argument("--short", action="store_true", help="128 MiB, 2 ranks, 3 rounds, tmpfs")
     parser.add_argument("--write-table", action="store_true", help="write the tables to README.md")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="some of them"
+    )
     parser.add_argument("--tmpfs", default=TMPFS, help=f"by default {TMPFS}")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="by default where /tmp is")
-    parser.add_argument("--gib", type=float, default=0.5, help="size of the state, by default 0.5")
-    parser.add_argument("--rounds", type=int, default=7, help="by default 7")
+    parser.add_argument(
+        "--gib", type=float, default=report.GIB, help=f"size of the state, by default {report.GIB}"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="by default 5")
     given = parser.parse_args()
     heading = report.machine()
     print(heading, end="\n\n", flush=True)
+    tmpfs = given.tmpfs if os.path.isdir(given.tmpfs) else given.disk
+    disk = None if given.short or tmpfs == given.disk else given.disk
+    options = report.Options(tmpfs, gib=given.gib, rounds=given.rounds)
     if given.short:
-        tmpfs = given.tmpfs if os.path.isdir(given.tmpfs) else given.disk
-        texts = run([tmpfs], [2], 1 / 8, 3)
-    else:
-        texts = run([given.tmpfs, given.disk], [1, 2, 4], given.gib, given.rounds)
-    done = [heading + "\n"]
-    for text in texts:
-        print(text, flush=True)
-        done.append(text)
-    if given.write_table:
-        write_tables(done)
+        options = report.Options(tmpfs, (2,), 1 / 8, 3, short=True)
+    for name in given.only:
+        texts = []
+        for text in run(SCRIPTS[name], options, disk):
+            print(text, flush=True)
+            texts.append(text)
+        if given.write_table:
+            write_tables(name, heading, texts)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/compress.py --world-size 2 --store DIR
 
 Values are drawn as training leaves them: weights are normal, each row with a scale of its own; the
-first moment is the mean of gradients, far smaller, and the second their mean square. GB/s are of raw
-bytes per second of one core.
+first moment is the mean of gradients, far smaller, and the second their mean square. GB/s are of
+raw bytes per second of one core.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ class Options:
     gib: float = GIB
     """Size of the whole state."""
     rounds: int = 5
+    short: bool = False
+    """A look at whether everything runs, in little time."""
 
     @property
     def where(self) -> str:
