@@ -23,16 +23,15 @@ from typing import TypeVar
 
 import big_models
 import dcp_plans
-import numpy as np
 import report
 import torch
 import xxhash
 
+from ckpt.bites import Fits, Request, requests_for
 from ckpt.flatten import FlatState, Leaf
 from ckpt.own_parts import OwnPart, own_parts
 from ckpt.save_plan import Described, merged, stored_layouts
 from ckpt.together import structure_mark, summary
-from ckpt.transfer import Request, requests_for
 from formats.catalog import Catalog, TensorRef
 from formats.native import reader
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
@@ -170,9 +169,10 @@ class Memory:
 def plan_load(catalog: Catalog, wanted: Described, rank: int) -> list[Request]:
     """What a rank reads of a checkpoint, and where: every element that it holds."""
     found: list[Request] = []
+    fits, nowhere = Fits(), memoryview(b"")
     for name, tensor in wanted.tensors.items():
-        array = np.empty(0, dtype=np.uint8)
-        found += requests_for(catalog.tensors[name], tensor.layout.pieces(rank), array)
+        pieces = fits.pieces(tensor.layout, rank)
+        found += requests_for(catalog.tensors[name], pieces, nowhere, fits)
     return found
 
 
