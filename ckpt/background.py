@@ -62,7 +62,9 @@ def _stage(plan: Plan, state: object) -> _Staged:
     place, found = workplace(), slots(plan.parts)
     data = place.arena.reserve(found[-1].hi if found else 0)
     tensors = [(slot.part.name, slot.part.shape, slot.part.dtype.name) for slot in found]
-    return _Staged(place, Staging(found, data, list(optimizers(state))), data, tensors)
+    return _Staged(
+        place, Staging(found, data, list(optimizers(state)), place.arena.touched), data, tensors
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +91,16 @@ class _Save:
     def _write(self, staged: _Staged) -> ShardSummary | None:
         """This rank's shard file; None when there is nothing for it to write."""
         url, place = self._handle.url, staged.workplace
-        elsewhere = url_elsewhere(url) if staged.tensors else None
-        # Started before the copies: while those are made, it imports what it needs.
-        writer = None if elsewhere is None else place.writer()
-        staged.staging.finish()
+        staged.staging.finish()  # before all else: training may wait for it
         self._handle.mark_staged()
         if not staged.tensors:
             return None
+        elsewhere = url_elsewhere(url)
         self._handle.follow(place.arena.progress)
         job = self._job(elsewhere or url, staged.tensors)
-        if writer is None:
+        if elsewhere is None:
             return write_here(job, staged.data, place.arena, self._progress)
-        return writer.write(job, self._progress)
+        return place.writer().write(job, self._progress)
 
     def _job(self, url: str, tensors: Sequence[tuple[str, tuple[int, ...], str]]) -> WriteJob:
         plan, base = self._plan, self._plan.settings.base

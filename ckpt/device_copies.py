@@ -36,10 +36,8 @@ class DeviceCopies:
         stream.wait_stream(torch.cuda.current_stream(local.device))
         with torch.cuda.stream(stream):
             source = local.reshape(-1)[part.lo : part.hi].resolve_conj().resolve_neg()
-            target = torch.frombuffer(
-                self._data, dtype=source.dtype, count=source.numel(), offset=lo
-            )
-            target.copy_(source, non_blocking=True)
+            target = torch.frombuffer(self._data, dtype=torch.uint8, count=source.nbytes, offset=lo)
+            target.view(source.dtype).copy_(source, non_blocking=True)
         self._kept += [local, source]
 
     def finish(self) -> None:

@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch
 from torch.optim import Optimizer
 
+from ckpt.arena import populate
 from ckpt.device_copies import DeviceCopies
 from ckpt.errors import StateChangedError
 from ckpt.own_parts import OwnPart
@@ -87,8 +88,15 @@ class Staging:
     Whoever waits for it helps.
     """
 
-    def __init__(self, found: Sequence[Slot], data: memoryview, owners: list[Optimizer]) -> None:
+    def __init__(
+        self,
+        found: Sequence[Slot],
+        data: memoryview,
+        owners: list[Optimizer],
+        touched: int,
+    ) -> None:
         self._data = data
+        self._touched = touched
         self._devices = DeviceCopies(data)
         self._later: list[Slot] = []
         self._todo: deque[tuple[Slot, int, int]] = deque()
@@ -105,7 +113,7 @@ class Staging:
             elif slot.is_on_cuda:
                 self._devices.start(slot.part, slot.lo)
             else:
-                _copy(data, slot, 0, slot.part.nbytes)
+                self._copy(slot, 0, slot.part.nbytes)
         self._devices.finish()
         self._versions = [_version(slot.part) for slot in self._later]
         for slot in self._later:
@@ -161,11 +169,27 @@ class Staging:
                 slot, lo, hi = self._todo.popleft()
             except IndexError:
                 return
-            _, error = attempt(partial(_copy, self._data, slot, lo, hi))
+            _, error = attempt(partial(self._copy, slot, lo, hi))
             with self._change:
                 self._error = self._error or error
                 self._undone -= 1
                 self._change.notify_all()
+
+    def _copy(self, slot: Slot, lo: int, hi: int) -> None:
+        """Copy bytes of a slot; all of them where they do not lie in host memory end to end."""
+        part = slot.part
+        if not part.is_in_memory:
+            at = slot.lo
+            for block in part.blocks():
+                self._data[at : at + len(block)] = block
+                at += len(block)
+            return
+        source = part.leaf.local.data_ptr() + part.lo * part.dtype.itemsize + lo
+        target = _address(self._data) + slot.lo + lo
+        if slot.lo + hi > self._touched and hi - lo > SMALL_BYTES:
+            populate(target, hi - lo)
+        # Lets go of the interpreter's lock, starts no threads, and makes no tensor of the target.
+        ctypes.memmove(target, source, hi - lo)
 
 
 _holding: Staging | None = None
@@ -192,21 +216,6 @@ def _runs(slot: Slot) -> Iterator[tuple[Slot, int, int]]:
     step = RUN_BYTES if slot.part.is_in_memory else slot.part.nbytes
     for lo in range(0, slot.part.nbytes, step):
         yield slot, lo, min(lo + step, slot.part.nbytes)
-
-
-def _copy(data: memoryview, slot: Slot, lo: int, hi: int) -> None:
-    """Copy a run of a slot's bytes, all of them where they do not lie in host memory end to end."""
-    part = slot.part
-    if part.is_in_memory:
-        local = part.leaf.local
-        source = local.data_ptr() + part.lo * part.dtype.itemsize + lo
-        # Lets go of the interpreter's lock, starts no threads, and makes no tensor of the target.
-        ctypes.memmove(_address(data) + slot.lo + lo, source, hi - lo)
-        return
-    at = slot.lo
-    for block in part.blocks():
-        data[at : at + len(block)] = block
-        at += len(block)
 
 
 def _address(data: memoryview) -> int:
@@ -236,5 +245,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _version(part: OwnPart) -> tuple[int, ...]:
     """Changes with every operation in place; a DTensor counts for itself, its local one not."""
-    given, local = part.leaf.given, part.leaf.local
-    return (local._version, given._version if isinstance(given, torch.Tensor) else 0)
+    return tuple(
+        tensor._version
+        for tensor in (part.leaf.local, part.leaf.given)
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+    )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -56,17 +57,21 @@ class StoreAgreement:
     """One save's part of the store, as one rank uses it from one thread."""
 
     def __init__(self, number: int, rank: int, world_size: int, seconds: float) -> None:
-        from torch._C._distributed_c10d import PrefixStore
         from torch.distributed.distributed_c10d import _get_default_store
 
-        self._rank, self._world_size = rank, world_size
+        self._number, self._rank, self._world_size = number, rank, world_size
         self._seconds = seconds
         self._deadline = monotonic() + seconds
         self._job_store = _get_default_store()  # on rank 0 its server may live in it
-        # A connection of our own: a thread that waits does not stop the training's own requests.
+
+    @cached_property
+    def _store(self) -> Store:
+        """The save's keys, by a connection of our own: to wait does not stop the training's."""
+        from torch._C._distributed_c10d import PrefixStore
+
         clone = getattr(self._job_store, "clone", None)
         own = self._job_store if clone is None else clone()
-        self._store: Store = PrefixStore(f"ckpt/{number:016x}", own)
+        return PrefixStore(f"ckpt/{self._number:016x}", own)
 
     def report(self, record: bytes, failure: Failure | None) -> None:
         """Leave this rank's record, or why it has none."""

@@ -13,16 +13,16 @@ SECONDS = 60
 def late_copies() -> Iterator[threading.Event]:
     """Inside, everything that can be put off is, and waits for the event."""
     staging: Any = import_module("ckpt.staging")
-    go, copy, small = threading.Event(), staging._copy, staging.SMALL_BYTES
+    go, copy, small = threading.Event(), staging.Staging._copy, staging.SMALL_BYTES
 
     def late(*arguments: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(SECONDS)
         copy(*arguments)
 
-    staging._copy, staging.SMALL_BYTES = late, 0
+    staging.Staging._copy, staging.SMALL_BYTES = late, 0
     try:
         yield go
     finally:
         go.set()
-        staging._copy, staging.SMALL_BYTES = copy, small
+        staging.Staging._copy, staging.SMALL_BYTES = copy, small
