@@ -74,9 +74,9 @@ def _work(
         set_progress(memory, done_bytes)
 
     while (message := jobs.get()) is not None:
-        if memory is None or len(memory) != os.fstat(arena).st_size:
-            memory = mapped(arena)
         try:
+            if memory is None or len(memory) != os.fstat(arena).st_size:
+                memory = mapped(arena)
             summary = write(read_job(message), memoryview(memory)[HEAD_BYTES:], advance)
             answer = summary_message(summary)
         except AbandonedError:

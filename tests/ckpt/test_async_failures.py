@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from ckpt.writers import WriterProcess
 from tests.ckpt.late_copies import SECONDS, late_copies
 
 
@@ -93,11 +94,18 @@ def test_a_manifest_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
             handle.wait(SECONDS)
 
 
-def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(tmp_path: Path) -> None:
-    with late_copies() as go:
+def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = WriterProcess.write
+
+    def killed_before(self: WriterProcess, *arguments: Any) -> Any:
+        self.process.kill()
+        return write(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriterProcess, "write", killed_before)
         handle = ckpt.save(tmp_path, state(), blocking=False)
-        os.kill(writer(), signal.SIGKILL)
-        go.set()
         with pytest.raises(ckpt.CkptError, match="ended with status -9 before it was done"):
             handle.wait(SECONDS)
     ckpt.save(tmp_path, state(), blocking=False).wait(SECONDS)

@@ -1,0 +1,43 @@
+"""The memory that states are staged in."""
+
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt.arena import HEAD_BYTES, REMEMBERED, Arena, get_progress, mapped, set_progress
+
+PAGE = 4096
+
+
+@given(st.lists(st.integers(0, 40 * PAGE), max_size=12))
+def test_it_has_room_for_each_save_and_not_twice_what_the_last_ones_needed(
+    needs: list[int],
+) -> None:
+    arena = Arena()
+    try:
+        for index, need in enumerate(needs):
+            data = arena.reserve(need)
+            assert len(data) == need
+            assert arena.touched <= arena.size
+            data[:] = bytes([index % 251]) * need
+            del data
+            most = max(needs[max(0, index + 1 - REMEMBERED) : index + 1])
+            assert most <= arena.size <= 2 * most + PAGE
+            assert os.fstat(arena.descriptor).st_size == HEAD_BYTES + arena.size
+    finally:
+        arena.close()
+
+
+def test_what_one_maps_the_other_sees_and_keeps_while_it_grows() -> None:
+    arena = Arena()
+    arena.reserve(3)[:] = b"one"
+    other = mapped(arena.descriptor)
+    assert other[HEAD_BYTES : HEAD_BYTES + 3] == b"one"
+    set_progress(other, 1 << 40)
+    assert arena.progress() == 1 << 40
+    arena.reserve(10 * PAGE)
+    assert (arena.progress(), get_progress(other)) == (0, 0)
+    assert other[HEAD_BYTES : HEAD_BYTES + 3] == b"one"
+    other.close()
+    arena.close()
