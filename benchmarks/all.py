@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import async_save
 import compress
 import convert
+import deltas
 import finetune
 import fixed
 import floor
@@ -54,6 +55,7 @@ SCRIPTS = {
     "fixed": Script(fixed.tables, on_disk=False),
     "replicated": Script(replicated.tables, on_disk=False),
     "finetune": Script(finetune.tables, on_disk=False),
+    "deltas": Script(deltas.tables, on_disk=False),
     "compress": Script(compress.tables, on_disk=False),
     "scale": Script(lambda options: scale.tables(options.short), on_disk=False),
 }

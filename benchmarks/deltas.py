@@ -82,18 +82,19 @@ def _ratio(folder: str, tensors: Tensors) -> float:
 
 
 def tables(options: report.Options) -> list[report.Table]:
-    """One table: a row for each learning rate and kind of tensor."""
+    """One table: a row for each learning rate and kind of tensor. A short form takes one step."""
     rows = []
+    steps_after = STEPS[:1] if options.short else STEPS
     with options.folder() as store:
         for rate in LEARNING_RATES:
             training, found = _Training(), {}
-            training.go_on(WARM_UP, LEARNING_RATES[0])
+            training.go_on(1 if options.short else WARM_UP, LEARNING_RATES[0])
             for kind, tensors in training.states().items():
                 base = f"{store}/{rate}-{kind}"
                 ckpt.save(base, tensors, compress=True)
                 found[kind] = [f"{rate:g}", kind, f"{_ratio(base, tensors):.2f}"]
             done = 0
-            for steps in STEPS:
+            for steps in steps_after:
                 training.go_on(steps - done, rate)
                 done = steps
                 for kind, tensors in training.states().items():
@@ -101,7 +102,7 @@ def tables(options: report.Options) -> list[report.Table]:
                     ckpt.save(url, tensors, base=base, compress="delta", overwrite=True)
                     found[kind].append(f"{_ratio(url, tensors):.2f}")
             rows += found.values()
-    columns = ("learning rate", "", "compressed", *(f"delta, {n} steps" for n in STEPS))
+    columns = ("learning rate", "", "compressed", *(f"delta, {n} steps" for n in steps_after))
     return [report.Table("Delta checkpoints: bytes of tensors ÷ bytes stored", columns, rows)]
 
 
