@@ -36,6 +36,8 @@ TOKENS = 128
 BLOCKS = 4
 BEFORE = 4
 """Steps before each save, which the steps during it are compared with."""
+TRAINED_GIB = 0.5
+"""The most that the model that trains has as its state: its steps take seconds."""
 MOST = 60
 """Steps that are timed during one save."""
 SECONDS = 300
@@ -226,6 +228,7 @@ def _cost_rows(label: str, ranks: Sequence[dict[str, list[Cost]]]) -> list[list[
 def tables(options: report.Options) -> list[report.Table]:
     """Both tables, a block of rows for each world size."""
     stalls, costs = [], []
+    trained = min(options.gib, TRAINED_GIB)
     for world_size in options.world_sizes:
         label = str(world_size)
         with options.folder() as store:
@@ -236,14 +239,19 @@ def tables(options: report.Options) -> list[report.Table]:
         later = {name: samples[1:] for name, samples in found.items()}
         for which, samples in (("first", first), ("later", later)):
             stalls += report.rows(f"{label}, {which}", samples, report.write_calls)
+        if world_size > (os.cpu_count() or 1):
+            continue  # then it is the ranks that make one another wait
         with options.folder() as store:
-            ranks = measure.on_ranks(world_size, _costs, store, options.gib, options.rounds)
+            ranks = measure.on_ranks(world_size, _costs, store, trained, options.rounds)
         costs += _cost_rows(label, ranks)
-    size = f"{options.gib:g} GiB, {options.where}"
     return [
-        report.Table(f"Until training goes on, {size}", report.columns("W", "write calls"), stalls),
         report.Table(
-            f"Training during a save, {size}",
+            f"Until training goes on, {options.gib:g} GiB, {options.where}",
+            report.columns("W", "write calls"),
+            stalls,
+        ),
+        report.Table(
+            f"Training during a save, {trained:g} GiB, {options.where}",
             ("W", "", "call, seconds", "step ÷ before", "lost, seconds", "steps"),
             costs,
         ),
