@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -29,7 +28,6 @@ from ckpt.arena import populate
 from ckpt.device_copies import DeviceCopies
 from ckpt.errors import StateChangedError
 from ckpt.own_parts import OwnPart
-from ckpt.ranks import attempt
 from ckpt.stateful import MAX_DEPTH
 
 SMALL_BYTES = 64 << 10
@@ -169,11 +167,17 @@ class Staging:
                 slot, lo, hi = self._todo.popleft()
             except IndexError:
                 return
-            _, error = attempt(partial(self._copy, slot, lo, hi))
-            with self._change:
-                self._error = self._error or error
-                self._undone -= 1
-                self._change.notify_all()
+            error: Exception | None = RuntimeError(f"{slot.part.name}: its copy was interrupted")
+            try:
+                self._copy(slot, lo, hi)
+                error = None
+            except Exception as caught:
+                error = caught
+            finally:  # whatever ends this thread, the other one must not wait for ever
+                with self._change:
+                    self._error = self._error or error
+                    self._undone -= 1
+                    self._change.notify_all()
 
     def _copy(self, slot: Slot, lo: int, hi: int) -> None:
         """Copy bytes of a slot; all of them where they do not lie in host memory end to end."""

@@ -10,14 +10,19 @@ SECONDS = 60
 
 
 @contextmanager
-def late_copies() -> Iterator[threading.Event]:
-    """Inside, everything that can be put off is, and waits for the event."""
+def late_copies(main: BaseException | None = None) -> Iterator[threading.Event]:
+    """Inside, everything that can be put off is, and waits for the event.
+
+    What the main thread then copies, to help, raises `main`.
+    """
     staging: Any = import_module("ckpt.staging")
     go, copy, small = threading.Event(), staging.Staging._copy, staging.SMALL_BYTES
 
     def late(*arguments: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(SECONDS)
+        elif main is not None:
+            raise main
         copy(*arguments)
 
     staging.Staging._copy, staging.SMALL_BYTES = late, 0
