@@ -33,7 +33,8 @@ from ckpt.store import Store, is_file, open_store, split_url
 from ckpt.version import __version__
 from formats import huggingface, safetensors_file
 from formats.native.manifest import MANIFEST, Manifest, dump
-from formats.native.shard import stored_order, write_shard
+from formats.native.shard import stored_order
+from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
 from sharding.kind import Kind
 

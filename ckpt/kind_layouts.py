@@ -26,7 +26,8 @@ from functools import lru_cache
 from math import prod
 
 from ckpt.save_plan import stored_layouts
-from formats.native.manifest import MAX_RANKS, StoredTensor
+from formats.native.manifest import StoredTensor
+from formats.native.manifest_loader import MAX_RANKS
 from formats.outgoing import OutgoingTensor
 from sharding.kind import Kind
 from sharding.layout import Box, FlatShard, Layout, Mesh, Piece, Placement, Replicate, Shard

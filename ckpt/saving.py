@@ -26,7 +26,8 @@ from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, packed, write
 from ckpt.store import Store, open_store
 from ckpt.store_agreement import StoreAgreement
 from ckpt.transfer import workers_for
-from formats.native.shard import Progress, ShardSummary, write_shard
+from formats.native.shard import Progress, ShardSummary
+from formats.native.shard_writer import write_shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,7 +25,8 @@ from ckpt.report import Findings, Problem
 from formats.errors import FormatError
 from formats.native.borrowed import Root, Run
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, load
-from formats.native.reader import OWN_ENTRIES, Shard, Shards, first_chunks
+from formats.native.opened_shard import OWN_ENTRIES, Shard, first_chunks
+from formats.native.reader import Shards
 from formats.native.shard import RECORD
 from formats.storage import Reader
 from sharding.layout import Box

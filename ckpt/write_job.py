@@ -16,7 +16,8 @@ from ckpt.store import open_store
 from formats.dtypes import dtype_named
 from formats.native.borrowed import Lent
 from formats.native.manifest import load
-from formats.native.shard import ShardSummary, write_shard
+from formats.native.shard import ShardSummary
+from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 
 STEP_BYTES = 8 << 20

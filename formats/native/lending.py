@@ -14,8 +14,10 @@ from dataclasses import replace
 
 from formats.errors import HostileError
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
+from formats.native.chunk_table import read_root
 from formats.native.manifest import MANIFEST, MAX_BASES, MAX_MANIFEST_BYTES, StoredTensor, load
-from formats.native.reader import Part, Shard, Shards, read_root
+from formats.native.opened_shard import Part, Shard
+from formats.native.reader import Shards
 from formats.native.shard import RECORD
 from formats.storage import Reader
 

@@ -22,7 +22,7 @@ from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME, DTYPES
 from formats.errors import CorruptError
 from formats.native.manifest import Manifest, StoredTensor, dump
-from formats.native.shard import write_shard
+from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 from sharding.layout import Layout, Mesh, Shard
 

@@ -18,7 +18,7 @@ from ckpt.transfer import transfer
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, dump
-from formats.native.shard import write_shard
+from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 from sharding.layout import (
     FlatShard,

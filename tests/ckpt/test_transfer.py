@@ -24,7 +24,8 @@ from formats.errors import CorruptError, FormatError
 from formats.native import reader as native
 from formats.native.codec import compress, decompress
 from formats.native.manifest import Manifest, StoredTensor, dump
-from formats.native.shard import CHUNK_BYTES, COMPRESSED_CHUNK_BYTES, write_shard
+from formats.native.shard import CHUNK_BYTES, COMPRESSED_CHUNK_BYTES
+from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 from formats.storage import LOCAL_READ_BYTES
 from sharding.layout import Box, HoleError, Layout, Mesh, Piece, Replicate, Shard, Split, row_major

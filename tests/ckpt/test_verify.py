@@ -16,7 +16,7 @@ from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import UnsupportedError
 from formats.native.manifest import Manifest, StoredTensor, dump, load
-from formats.native.shard import write_shard
+from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 from sharding.layout import Layout, Mesh, Shard
 

@@ -20,7 +20,7 @@ import ckpt
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.native.borrowed import BORROWED, DELTA, DELTAS, RUN
 from formats.native.manifest import Manifest, load
-from formats.native.reader import OWN_ENTRIES
+from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import RECORD, TABLE
 from formats.safetensors_header import build, parse
 

@@ -1,0 +1,266 @@
+"""Writing a shard file whose sizes show on the way: compressed, or partly borrowed.
+
+Room for the header is left free, the data streams behind it, and the header is filled in last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from formats.native.borrowed import (
+    BORROWED,
+    DELTA,
+    DELTAS,
+    RUN,
+    Lent,
+    LentChunks,
+    Root,
+    Runs,
+    pack_deltas,
+)
+from formats.native.codec import Effort, compress, differ
+from formats.native.shard import (
+    ALIGN,
+    RECORD,
+    TABLE,
+    Progress,
+    ShardSummary,
+    chunk_bytes_of,
+    metadata_of,
+    table_entry,
+)
+from formats.native.streaming import Gather, chunks_of, finish, record_of
+from formats.outgoing import OutgoingTensor
+from formats.safetensors_header import build
+from formats.storage import Buffer, FileWriter
+
+WORKERS = 4
+"""Threads that compress, at most: as many as there are cores."""
+BOTH_EVERY = 16
+"""One chunk in this many is compressed both by itself and as a delta, to see which pays."""
+SPARE_BYTES = 24
+"""Of an entry's room in a header that is reserved before its size is known."""
+
+
+def write_as_it_comes(
+    file: FileWriter,
+    tensors: Sequence[OutgoingTensor],
+    codec: str,
+    lent: Lent | None,
+    deltas: bool,
+    progress: Progress | None,
+) -> ShardSummary:
+    """Write a file whose entries get their sizes on the way: compressed, or partly borrowed."""
+    reserved = _reserved_header(tensors, codec)
+    workers = min(WORKERS, os.cpu_count() or 1)
+    with Gather(file) as out, ThreadPoolExecutor(workers, "ckpt-compress") as pool:
+        out.add(reserved)
+        body = _Body(out, codec)
+        for tensor in tensors:
+            known = lent.tensors.get(tensor.name) if lent is not None else None
+            body.begin(known)
+            roots = (
+                _Roots(lent, known) if lent is not None and known is not None and deltas else None
+            )
+            for packed, ends_block in _packed(tensor, codec, roots, pool, 2 * workers):
+                body.add(packed)
+                if ends_block and not tensor.stable:
+                    out.flush()  # it must be gone before the next block is asked for
+            body.end(tensor)
+            if progress is not None:
+                progress(tensor.nbytes)
+        header, tables = body.header(len(reserved))
+        summary = finish(out, header, tables, body.records)
+    file.rewrite_start(header)
+    if lent is None or not body.used:
+        return summary
+    nbytes = body.borrowed_bytes
+    return replace(summary, used=body.used, borrowed_bytes=nbytes, base_mark=lent.mark)
+
+
+def _packed(
+    tensor: OutgoingTensor, codec: str, roots: _Roots | None, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[_Packed, bool]]:
+    """A tensor's chunks as they are stored, in order, each with whether a block ends with it."""
+    chunks = chunks_of(tensor, tensor.nbytes, chunk_bytes_of(codec))
+    if codec == "raw":
+        for chunk, ends_block in chunks:
+            yield _Packed(record_of(chunk), chunk), ends_block
+        return
+    effort = Effort()
+    pending: deque[Future[_Packed]] = deque()
+
+    def take(ends_block: bool) -> tuple[_Packed, bool]:
+        packed = pending.popleft().result()
+        if packed.shrank is not None:
+            effort.note(packed.shrank)
+        if roots is not None:
+            roots.note(packed)
+        return packed, ends_block and not pending
+
+    for number, (chunk, ends_block) in enumerate(chunks):
+        # By the chunks taken so far, not by those that happen to be done.
+        width, try_it = tensor.dtype.component_bytes, effort.tries_next()
+        delta = roots.of(number) if roots is not None else None
+        pending.append(pool.submit(_pack, chunk, width, try_it, delta))
+        room = 0 if ends_block and not tensor.stable else ahead
+        while len(pending) > room:
+            yield take(ends_block)
+    while pending:
+        yield take(ends_block=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """One chunk, ready to be written."""
+
+    record: bytes
+    stored: Buffer
+    shrank: bool | None = None
+    """None where compressing it was not tried."""
+    root: Root | None = None
+    """What it is a delta from."""
+    same: bool = False
+    """It is what the base has."""
+    tried: bool = False
+    """Both ways were tried: `root` says which was better."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """How one chunk may become a delta."""
+
+    root: Root
+    fetch: Callable[[Root, int, memoryview], None]
+    try_both: bool
+    """Whether to compress the chunk itself too, and keep the smaller."""
+    lends: bool
+    """Whether the root is the base's chunk itself, to be borrowed where nothing differs."""
+
+
+class _Roots:
+    """Which chunks of one tensor to take deltas of, by how it went with those before."""
+
+    def __init__(self, lent: Lent, known: LentChunks) -> None:
+        self._fetch = lent.fetch
+        self._known = known
+        self._wins: bool | None = None
+
+    def of(self, number: int) -> _Delta | None:
+        """What to try for a chunk; the first ones and one in `BOTH_EVERY` are tried both ways."""
+        root, both = self._known.roots[number], self._wins is None or number % BOTH_EVERY == 0
+        if root is None or not (self._wins or both):
+            return None
+        return _Delta(root, self._fetch, both, bool(self._known.records[number]))
+
+    def note(self, packed: _Packed) -> None:
+        """How a chunk went."""
+        if packed.tried:
+            self._wins = packed.root is not None
+
+
+def _pack(raw: memoryview, width: int, try_it: bool, delta: _Delta | None) -> _Packed:
+    if delta is not None:
+        root = memoryview(bytearray(len(raw)))
+        delta.fetch(delta.root, width, root)
+        if delta.lends and raw == root:
+            return _Packed(b"", b"", same=True)
+        differ(raw, root, root)
+        frame = compress(root, width)
+        itself = compress(raw, width) if delta.try_both or frame is None else None
+        shorter = frame is not None and (itself is None or len(frame) < len(itself))
+        if frame is not None and shorter:
+            return _Packed(record_of(frame), frame, root=delta.root, tried=delta.try_both)
+        stored: Buffer = raw if itself is None else itself
+        return _Packed(record_of(stored), stored, itself is not None, tried=delta.try_both)
+    frame = compress(raw, width) if try_it else None
+    stored = raw if frame is None else frame
+    return _Packed(record_of(stored), stored, frame is not None if try_it else None)
+
+
+def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
+    """Blanks in the place of a header, at least as long as the final one can be."""
+    chunks = [-(-tensor.nbytes // chunk_bytes_of(codec)) for tensor in tensors]
+    entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in tensors]
+    sizes = ((DELTAS, DELTA.size), (BORROWED, RUN.size), (TABLE, RECORD.size))
+    tail = [(name, sum(chunks) * size) for name, size in sizes]
+    entries += [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
+    longest, _ = build(entries, metadata_of(codec, chunks))
+    # An entry that becomes U8 of one dimension may have a digit or two more than its shape has.
+    length = len(longest) + SPARE_BYTES * len(tensors)
+    return bytes(length + -length % ALIGN)
+
+
+class _Body:
+    """The data of a file in the making, for a header that is made when it is complete."""
+
+    def __init__(self, out: Gather, codec: str) -> None:
+        self.records: list[bytes] = []
+        self.borrowed_bytes = 0
+        self._runs = Runs()
+        self._roots: dict[int, Root] = {}
+        self._out = out
+        self._codec = codec
+        self._known: LentChunks | None = None
+        self._entries: list[tuple[str, str, tuple[int, ...], int]] = []
+        self._counts: list[int] = []
+        self._first = self._stored = 0
+        self._borrows = False
+
+    def begin(self, known: LentChunks | None) -> None:
+        """The chunks that come now are those of one tensor, of which the base has these."""
+        self._known = known
+        self._first, self._stored, self._borrows = len(self.records), 0, False
+
+    def add(self, packed: _Packed) -> None:
+        """One chunk: written, or borrowed where the base has the same in the same place."""
+        chunk, known = len(self.records), self._known
+        at = chunk - self._first
+        if (
+            known is not None
+            and known.records[at]
+            and (packed.same or known.records[at] == packed.record)
+        ):
+            record = known.records[at]
+            _, stored_bytes = RECORD.unpack(record)
+            self._runs.add(chunk, known.places[at], stored_bytes, starts=at == 0)
+            self.borrowed_bytes += stored_bytes
+            self._borrows = True
+            self.records.append(record)
+            return
+        if packed.root is not None:
+            self._roots[chunk] = packed.root
+        self.records.append(packed.record)
+        self._out.add(packed.stored)
+        self._stored += len(packed.stored)
+
+    @property
+    def used(self) -> int:
+        """A bit for the number of every base that something is borrowed from, or a delta from."""
+        bases = {run.place.base for run in self._runs.found}
+        bases |= {root.place.base for root in self._roots.values()}
+        return sum(1 << base for base in bases)
+
+    def end(self, tensor: OutgoingTensor) -> None:
+        """The tensor is complete."""
+        self._counts.append(len(self.records) - self._first)
+        if self._borrows or self._codec != "raw":
+            self._entries.append((tensor.name, "U8", (self._stored,), self._stored))
+        else:
+            shape = tensor.dtype.carrier_shape(tensor.shape)
+            self._entries.append((tensor.name, tensor.dtype.carrier, shape, self._stored))
+
+    def header(self, reserved: int) -> tuple[bytes, bytes]:
+        """The header, as long as what was reserved, and what goes before the chunk table."""
+        before = {DELTAS: pack_deltas(self._roots), BORROWED: self._runs.pack()}
+        before = {name: data for name, data in before.items() if data}
+        entries = [*self._entries]
+        entries += [(name, "U8", (len(data),), len(data)) for name, data in before.items()]
+        entries.append(table_entry(len(self.records)))
+        metadata = metadata_of(self._codec, self._counts if before else ())
+        header, _ = build(entries, metadata, align=ALIGN, reserve_bytes=reserved)
+        return header, b"".join(before.values())

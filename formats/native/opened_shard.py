@@ -1,0 +1,217 @@
+"""One opened shard file: which of its bytes, or of a base's, are which tensor's."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from formats.catalog import Extent
+from formats.errors import CorruptError, FormatError
+from formats.native.borrowed import BORROWED, DELTAS, Place, Root, Run
+from formats.native.chunk_table import ChunkTable, read_root
+from formats.native.manifest import ShardFile
+from formats.native.shard import RECORD, TABLE, ShardIndex
+from formats.safetensors_header import Entry
+from formats.storage import Reader
+
+OWN_ENTRIES = (DELTAS, BORROWED, TABLE)
+"""Entries of a shard file that are no tensors."""
+
+
+class Expected(NamedTuple):
+    """What a rank's file should have of a tensor, as the manifest says it."""
+
+    carrier: str
+    shape: tuple[int, ...]
+    """As the file's header has it."""
+    nbytes: int
+    component_bytes: int
+
+
+class Start(NamedTuple):
+    """Where a tensor's part begins in a file."""
+
+    offset: int
+    first: int
+    """Its first chunk's record in the table."""
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of a rank's part of a tensor that lies in one file."""
+
+    begins: int
+    """Its first byte, decoded, in the rank's part."""
+    extent: Extent
+    first: int
+    """The index of its first chunk in the chunk table of the file that was asked."""
+    table: memoryview
+    """The records of its chunks."""
+
+    def records(self) -> Iterator[bytes]:
+        """The records one by one."""
+        for at in range(0, len(self.table), RECORD.size):
+            yield bytes(self.table[at : at + RECORD.size])
+
+
+class Shard:
+    """One opened shard file: finds tensors and their chunks in it, or where it borrowed them."""
+
+    def __init__(
+        self,
+        file: ShardFile,
+        index: ShardIndex,
+        reader: Reader,
+        base_file: Callable[[Place, str], str],
+        known_first: dict[int, dict[str, int]],
+    ) -> None:
+        self.file = file
+        self.index = index
+        self._where = f"{reader.url}/{file.name}"
+        self._reader = reader
+        self._base_file = base_file
+        self._known_first = known_first
+        self._first: dict[str, int] | None = None
+        self._starts = [run.first for run in index.runs]
+
+    def parts(self, name: str, expected: Expected) -> list[Part]:
+        """Where a tensor's part lies: in one range unless it is borrowed."""
+        entry, first = self._entry(name), self._first_chunk(name)
+        count = -(-expected.nbytes // self.index.chunk_bytes)
+        runs = self._runs(first, count)
+        if not runs:
+            extent = self.extent(name, expected, self.start(name, expected))
+            return [Part(0, extent, first, self._records(first, first + count))]
+        where = f"{self._where}: {name}"
+        if entry.dtype != "U8":
+            raise FormatError(f"{where} is borrowed and yet {entry.dtype}")
+        return list(self._pieced(first, count, runs, entry, expected, where))
+
+    def start(self, name: str, expected: Expected) -> Start:
+        """Where a tensor's part begins that is not borrowed, checked against the manifest.
+
+        The same in all raw files with this header.
+        """
+        _, dtype, shape, begin, end = self._entry(name)
+        compressed = self.index.codec != "raw"
+        if not compressed and (dtype != expected.carrier or shape != expected.shape):
+            raise FormatError(
+                f"{self._where}: {name} is {dtype} {list(shape)} in the file, the manifest says "
+                f"{expected.carrier} {list(expected.shape)}"
+            )
+        if compressed and dtype != "U8":
+            raise FormatError(f"{self._where}: {name} is compressed and yet {dtype}")
+        return Start(self.index.header.data_offset + begin, self._first_chunk(name), end - begin)
+
+    def extent(self, name: str, expected: Expected, start: Start) -> Extent:
+        """Where a tensor's part lies that begins there."""
+        offset, first, stored_bytes = start
+        _, _, nbytes, width = expected
+        chunks = ChunkTable(
+            self.index, first, offset, stored_bytes, nbytes, self._where, name, self._fetch
+        )
+        if chunks.compressed:
+            chunks.check()
+        return Extent(self.file.name, offset, nbytes, chunks, width)
+
+    def _entry(self, name: str) -> Entry:
+        entry = self.index.header.entries.get(name)
+        if entry is None or name in OWN_ENTRIES:
+            raise CorruptError(f"{self._where}: {name} should be in this file and is not")
+        return entry
+
+    def _pieced(
+        self,
+        first: int,
+        count: int,
+        runs: Sequence[Run],
+        entry: Entry,
+        expected: Expected,
+        where: str,
+    ) -> Iterator[Part]:
+        """The parts of a tensor of which some chunks are borrowed, in order, all of it."""
+        chunk_bytes, at, own = self.index.chunk_bytes, first, 0
+        offset, nbytes = self.index.header.data_offset + entry.begin, expected.nbytes
+        for run in (*runs, None):
+            upto = run.first if run is not None else first + count
+            ranges = [(at, upto, self.file.name, offset + own)] if at < upto else []
+            if ranges:
+                own += stored_in(self.index, at, upto)
+            if run is not None:
+                ranges.append(
+                    (run.first, run.end, self._base_file(run.place, where), run.place.offset)
+                )
+                at = run.end
+            for begin, end, file, there in ranges:
+                starts = (begin - first) * chunk_bytes
+                raw = min((end - first) * chunk_bytes, nbytes) - starts
+                stored = stored_in(self.index, begin, end)
+                chunks = ChunkTable(
+                    self.index, begin, there, stored, raw, self._where, entry.name, self._fetch
+                )
+                chunks.check()
+                extent = Extent(file, there, raw, chunks, expected.component_bytes)
+                yield Part(starts, extent, begin, self._records(begin, end))
+        if own != entry.end - entry.begin:
+            raise FormatError(
+                f"{where}: its own chunks take {own} bytes, its entry has {entry.end - entry.begin}"
+            )
+
+    def root_file(self, root: Root) -> str:
+        """The name, as the reader knows it, of the base's file that a root lies in."""
+        return self._base_file(root.place, self._where)
+
+    def _fetch(self, root: Root, width: int, target: memoryview) -> None:
+        read_root(self._reader, self.root_file(root), root, width, target)
+
+    def _records(self, first: int, end: int) -> memoryview:
+        return memoryview(self.index.table)[first * RECORD.size : end * RECORD.size]
+
+    def _runs(self, first: int, count: int) -> Sequence[Run]:
+        """The runs among a tensor's chunks."""
+        if not self._starts:
+            return ()
+        lo, hi = bisect_left(self._starts, first), bisect_left(self._starts, first + count)
+        return self.index.runs[lo:hi]
+
+    def _first_chunk(self, name: str) -> int:
+        """The index of a tensor's first record in the chunk table."""
+        if self._first is None:
+            self._first = self._known_first.get(id(self.index.header))
+        if self._first is None:
+            self._first = first_chunks(self.index, self._where)
+            if self.index.codec == "raw":
+                self._known_first[id(self.index.header)] = self._first
+        return self._first[name]
+
+
+def stored_in(index: ShardIndex, first: int, end: int) -> int:
+    """The stored bytes of chunks `[first, end)`, here or in a base."""
+    lo, hi = first * RECORD.size, end * RECORD.size
+    return sum(stored for _, stored in RECORD.iter_unpack(index.table[lo:hi]))
+
+
+def first_chunks(index: ShardIndex, where: str) -> dict[str, int]:
+    """The number of chunks before each tensor, in a table whose length it must fit."""
+    first, count = {}, 0
+    records = len(index.table) // RECORD.size
+    for number, entry in enumerate(index.header.entries.values()):
+        first[entry.name] = count
+        if entry.name in OWN_ENTRIES:
+            continue
+        if index.counts:
+            count += index.counts[number]
+            continue
+        stored = entry.end - entry.begin
+        if index.codec == "raw":
+            count += -(-stored // index.chunk_bytes)
+        else:
+            while stored > 0 and count < records:
+                stored -= RECORD.unpack_from(index.table, count * RECORD.size)[1]
+                count += 1
+    if count != records:
+        raise FormatError(f"{where}: {count} chunks of data, {records} records in the chunk table")
+    return first

@@ -1,0 +1,87 @@
+"""Writing a shard file whose sizes are all known before: header first, the data behind it.
+
+One that is compressed or borrows is written by `formats.native.late_header`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from formats.native.borrowed import Lent
+from formats.native.shard import (
+    ALIGN,
+    RECORD,
+    Progress,
+    ShardSummary,
+    chunk_bytes_of,
+    metadata_of,
+    stored_order,
+    table_entry,
+)
+from formats.native.streaming import WRITE_BYTES, Gather, chunks_of, finish
+from formats.outgoing import OutgoingTensor
+from formats.safetensors_header import build
+from formats.storage import FileWriter
+
+
+def write_shard(
+    file: FileWriter,
+    tensors: Sequence[OutgoingTensor],
+    compress: bool = False,
+    progress: Progress | None = None,
+    lent: Lent | None = None,
+    deltas: bool = False,
+    overlap: bool = True,
+) -> ShardSummary:
+    """Stream the tensors into a shard file and return what the manifest needs of it.
+
+    With `compress` or `lent` the file must have been created `rewritable`: its header is filled in
+    last. A chunk that is the same in `lent` is borrowed from there; with `deltas`, which go with
+    `compress`, one that is not may be stored by what it differs in. `overlap` is for a writer that
+    has a second core: one thread hashes while another writes.
+    """
+    ordered = stored_order(tensors)
+    codec = "zstd" if compress else "raw"
+    if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
+        lent = None  # cut or encoded otherwise, no chunk of it is one of these
+    if compress or lent is not None:
+        from formats.native.late_header import write_as_it_comes
+
+        return write_as_it_comes(file, ordered, codec, lent, deltas and compress, progress)
+    chunk_bytes = chunk_bytes_of(codec)
+    sizes = [tensor.nbytes for tensor in ordered]
+    entries = [
+        (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
+        for t, nbytes in zip(ordered, sizes, strict=True)
+    ]
+    entries.append(table_entry(sum(-(-nbytes // chunk_bytes) for nbytes in sizes)))
+    header, _ = build(entries, metadata_of("raw"), align=ALIGN)
+    records: list[bytes] = []
+    with Gather(file, overlap) as out:
+        out.add(header)
+        for tensor, nbytes in zip(ordered, sizes, strict=True):
+            for run, ends_block in chunks_of(tensor, nbytes, chunk_bytes, WRITE_BYTES):
+                records += _records(run, chunk_bytes)
+                out.add(run)
+                if ends_block and not tensor.stable:
+                    out.flush()
+            if progress is not None:
+                progress(nbytes)
+        return finish(out, header, b"", records)
+
+
+def _records(run: memoryview, chunk_bytes: int) -> list[bytes]:
+    """The table's records for the chunks of a run, which begins with a chunk and is stored raw."""
+    digest, size = xxhash.xxh3_128_digest, len(run)
+    if size <= chunk_bytes:
+        return [RECORD.pack(digest(run), size)]
+    pack = RECORD.pack
+    whole = size - size % chunk_bytes
+    found = [
+        pack(digest(run[at : at + chunk_bytes]), chunk_bytes) for at in range(0, whole, chunk_bytes)
+    ]
+    if whole < size:
+        found.append(pack(digest(run[whole:]), size - whole))
+    return found
