@@ -31,6 +31,7 @@ import reshard
 import save
 import scale
 import small
+import stages
 
 TMPFS = "/dev/shm"
 
@@ -49,6 +50,7 @@ SCRIPTS = {
     "save": Script(save.tables),
     "load": Script(load.tables),
     "reshard": Script(reshard.tables),
+    "stages": Script(stages.tables, on_disk=False),
     "convert": Script(convert.tables),
     "async_save": Script(async_save.tables, on_disk=False),
     "small": Script(small.tables),
