@@ -29,6 +29,7 @@ import xxhash
 
 from ckpt.bites import Fits, Request, requests_for
 from ckpt.flatten import FlatState, Leaf
+from ckpt.garbage import collected_later
 from ckpt.own_parts import OwnPart, own_parts
 from ckpt.save_plan import Described, merged, stored_layouts
 from ckpt.together import structure_mark, summary
@@ -170,9 +171,10 @@ def plan_load(catalog: Catalog, wanted: Described, rank: int) -> list[Request]:
     """What a rank reads of a checkpoint, and where: every element that it holds."""
     found: list[Request] = []
     fits, nowhere = Fits(), memoryview(b"")
-    for name, tensor in wanted.tensors.items():
-        pieces = fits.pieces(tensor.layout, rank)
-        found += requests_for(catalog.tensors[name], pieces, nowhere, fits)
+    with collected_later():  # as a load does
+        for name, tensor in wanted.tensors.items():
+            pieces = fits.pieces(tensor.layout, rank)
+            found += requests_for(catalog.tensors[name], pieces, nowhere, fits)
     return found
 
 

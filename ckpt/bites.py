@@ -84,12 +84,13 @@ class Fits:
     """The geometry of tensors that was worked out once, for those that are laid out alike.
 
     It is kept by the identity of pieces and layouts: whoever has the same ones at hand again finds
-    it, and others lose nothing.
+    it, and others lose nothing. Layouts that are equal give the same pieces.
     """
 
     def __init__(self) -> None:
         self._fits: dict[tuple[int, int], tuple[Piece, Piece, Fit | None]] = {}
         self._pieces: dict[tuple[int, int], tuple[Layout, tuple[Piece, ...]]] = {}
+        self._alike: dict[tuple[Layout, int], tuple[Piece, ...]] = {}
         self._wholes: dict[Shape, tuple[Piece]] = {}
         self._numels: dict[int, tuple[Piece, int]] = {}
 
@@ -111,10 +112,13 @@ class Fits:
         return known[1]
 
     def pieces(self, layout: Layout, rank: int) -> tuple[Piece, ...]:
-        """The pieces of a rank: the same objects for the same layout."""
+        """The pieces of a rank: the same objects for equal layouts."""
         known = self._pieces.get((id(layout), rank))
         if known is None:
-            known = self._pieces[id(layout), rank] = layout, layout.pieces(rank)
+            pieces = self._alike.get((layout, rank))
+            if pieces is None:
+                pieces = self._alike[layout, rank] = layout.pieces(rank)
+            known = self._pieces[id(layout), rank] = layout, pieces
         return known[1]
 
     def whole(self, shape: Shape) -> tuple[Piece]:

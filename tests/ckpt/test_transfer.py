@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt.bites import Limits, Request, requests_for
+from ckpt.bites import Fits, Limits, Request, requests_for
 from ckpt.local_store import LocalStore
 from ckpt.transfer import SCRATCH_BYTES, transfer
 from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, TensorRecord, TensorRef
@@ -570,6 +570,19 @@ def test_a_hole_and_an_overlap_in_what_is_stored_are_errors_that_name_the_tensor
     doubled = TensorRecord("model.w", (10, 10), BY_NAME["F32"], PieceTable([upper, upper, lower]))
     with pytest.raises(HoleError, match=r"model\.w: 140 of the 100"):
         list(requests_for(doubled, whole, array))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
+def test_equal_layouts_give_the_same_pieces_and_so_share_their_fits(
+    m: int, n: int, rank: int
+) -> None:
+    one, other = (Layout((m, n), Mesh.grid(("dp",), (4,)), (Shard(0),)) for _ in range(2))
+    fits = Fits()
+    assert fits.pieces(one, rank) is fits.pieces(other, rank)
+    assert fits.pieces(one, rank) == one.pieces(rank)
+    whole = Piece.packed(Box.whole((m, n)))
+    for piece, same in zip(fits.pieces(one, rank), fits.pieces(other, rank), strict=True):
+        assert fits.of(whole, piece) is fits.of(whole, same)
 
 
 def test_a_piece_that_reaches_over_the_end_of_its_extent_is_refused(tmp_path: Path) -> None:
