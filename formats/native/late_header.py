@@ -220,10 +220,11 @@ class _Body:
         """One chunk: written, or borrowed where the base has the same in the same place."""
         chunk, known = len(self.records), self._known
         at = chunk - self._first
+        # The delta of a chunk of zeros is the root's content: their frames are the same bytes.
         if (
             known is not None
             and known.records[at]
-            and (packed.same or known.records[at] == packed.record)
+            and (packed.same or (packed.root is None and known.records[at] == packed.record))
         ):
             record = known.records[at]
             _, stored_bytes = RECORD.unpack(record)

@@ -125,6 +125,20 @@ def test_where_nothing_is_alike_a_delta_is_no_larger_than_compression(tmp_path: 
     assert data_bytes(tmp_path / "1") <= data_bytes(tmp_path / "whole")
 
 
+def test_a_chunk_that_became_zeros_is_not_taken_for_the_one_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its delta is what the base's chunk holds, and so is the frame of that chunk."""
+    monkeypatch.setattr(shard, "COMPRESSED_CHUNK_BYTES", 4096)
+    before = torch.randn(40, 2048, generator=torch.Generator().manual_seed(0)).bfloat16()
+    after = before.clone()
+    after[:, ::50] *= 2
+    after[7:10] = 0
+    ckpt.save(tmp_path / "1", {"w": before}, compress=True)
+    ckpt.save(tmp_path / "2", {"w": after}, compress="delta", base=tmp_path / "1")
+    assert torch.equal(ckpt.read(tmp_path / "2")["w"], after)
+
+
 def test_a_delta_needs_a_base(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a base"):
         ckpt.save(tmp_path / "a", state(), compress="delta")
