@@ -6,7 +6,6 @@ the other ranks. It touches no process group.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from ckpt.ranks import attempt
 from ckpt.save_handle import SaveHandle
 from ckpt.save_steps import Plan, packed, write_manifest
 from ckpt.staging import Staging, optimizers, slots
-from ckpt.store import Store, open_store, url_elsewhere
+from ckpt.store import Store, absolute, open_store, url_elsewhere
 from ckpt.store_agreement import Failure, StoreAgreement
 from ckpt.together import summary
 from ckpt.workplace import Workplace, workplace
@@ -41,11 +40,22 @@ def begin(
     staged, error = attempt(lambda: _stage(plan, state))
     if staged:
         handle.staging(staged[0].staging.help)
-    save = _Save(handle, replace(plan, parts=()), agreement, progress)
+    save = _Save(handle, _lasting(plan), agreement, progress)
     # A daemon, because `in_flight` waits for it at exit, while it still can finish.
     thread = threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True)
-    in_flight.begin(handle, thread)
-    thread.start()
+    try:
+        in_flight.begin(handle, thread)
+        thread.start()
+    except RuntimeError:  # no thread can be started, as when the interpreter ends
+        save.run(staged, error)
+
+
+def _lasting(plan: Plan) -> Plan:
+    """What is left of a plan for later, whatever the caller does with its arguments and folder."""
+    settings, base = plan.settings, plan.settings.base
+    base = None if base is None else absolute(base)
+    kept = replace(settings, metadata=dict(settings.metadata), base=base)
+    return replace(plan, parts=(), settings=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +118,6 @@ class _Save:
         if base is None:
             return job
         layouts = summary(plan.described).decode()
-        # The writer may have started in another folder than this process is in now.
-        base = base if "://" in base else os.path.abspath(base)
         return replace(job, base=base, rank=plan.mesh.rank((plan.rank,)), layouts=layouts)
 
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
@@ -127,8 +135,8 @@ class _Save:
                     failure = self._agreement.outcome()
             if failure is None:
                 return
-            if written is not None and failure.stage == "writing":
-                with suppress(OSError):  # no manifest will ever refer to it
+            if failure.stage == "writing":
+                with suppress(OSError):  # if there is one: no manifest will ever refer to it
                     store.delete(plan.file_name)
         raise failure.raised() if error is None else error
 

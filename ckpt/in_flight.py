@@ -89,14 +89,19 @@ def before_loading(place: str) -> None:
 
 
 def _same(one: str, other: str) -> bool:
-    if "://" in one or "://" in other:
-        return one.rstrip("/") == other.rstrip("/")
-    return os.path.abspath(one) == os.path.abspath(other)
+    return _real(one) == _real(other)
+
+
+def _real(place: str) -> str:
+    """A path without links and dots, or a URL without a slash at the end."""
+    path = place.removeprefix("file://")
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 def _finish_at_exit() -> None:
     for thread in _threads:
-        thread.join()
+        if thread.is_alive():
+            thread.join()
     error = None if _last is None else _last.untold()
     if error is not None:
         sys.stderr.write(

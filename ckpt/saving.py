@@ -23,7 +23,7 @@ from ckpt.local_store import LocalStore
 from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
 from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, packed, write_manifest
-from ckpt.store import Store, open_store
+from ckpt.store import Store, absolute, open_store
 from ckpt.store_agreement import StoreAgreement
 from ckpt.transfer import workers_for
 from formats.native.shard import Progress, ShardSummary
@@ -141,7 +141,7 @@ def save(
             if error.error == BusyError.__name__:
                 raise BusyError(str(error)) from error
             raise
-        handle = SaveHandle(os.fspath(url), sum(part.nbytes for part in plan.parts), started)
+        handle = SaveHandle(absolute(url), sum(part.nbytes for part in plan.parts), started)
         if not blocking and (ranks.alone or store_agreement.is_possible()):
             agreement = (
                 None

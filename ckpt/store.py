@@ -80,6 +80,14 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     return FsspecStore(text)
 
 
+def absolute(url: str | os.PathLike[str]) -> str:
+    """The same place, by a path or URL that holds whatever folder the process is in later."""
+    text = os.fspath(url)
+    if text.startswith("file://"):
+        return "file://" + os.path.abspath(text.removeprefix("file://"))
+    return text if "://" in text or "::" in text else os.path.abspath(text)
+
+
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     """The folder and the name of the last part of a path or URL.
 
@@ -111,10 +119,8 @@ def url_elsewhere(url: str | os.PathLike[str]) -> str | None:
     Memory is this process's own, and so are drivers that the program registered itself and options
     that it set.
     """
-    text = os.fspath(url)
-    if "://" not in text and "::" not in text:
-        return os.path.abspath(text)
-    if text.startswith("file://"):
+    text = absolute(url)
+    if text.startswith("file://") or ("://" not in text and "::" not in text):
         return text
     import fsspec
     from fsspec.registry import known_implementations

@@ -53,20 +53,30 @@ class WriterProcess:
         self.process.wait()
 
     def write(self, job: WriteJob, progress: Progress | None) -> ShardSummary:
-        """What it wrote. Raises StoreError where it could not, or has ended."""
+        """What it wrote. Raises StoreError where it could not, or has ended.
+
+        What `progress` raises goes through; the process has ended then, without its file.
+        """
         where = f"{job.url}/{job.name}"
         try:
-            self._connection.send_bytes(job_message(job))
-            _follow(self._connection, self._arena, progress)
-            answer = self._connection.recv_bytes()
+            answer = self._answer(job, progress)
         except (EOFError, OSError) as error:
-            self._connection.close()
             status = self.process.wait()
             raise StoreError(
                 f"{where}: the process that writes it ended with status {status} before it was "
                 "done; the system log says more if the system ended it, for lack of memory say"
             ) from error
         return read_answer(answer, where)
+
+    def _answer(self, job: WriteJob, progress: Progress | None) -> bytes:
+        """Its answer; a process whose answer nobody took would give it to the next job."""
+        try:
+            self._connection.send_bytes(job_message(job))
+            _follow(self._connection, self._arena, progress)
+            return self._connection.recv_bytes()
+        except BaseException:
+            self.close()
+            raise
 
 
 def _follow(connection: Connection, arena: Arena, progress: Progress | None) -> None:

@@ -112,6 +112,18 @@ def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
     assert not ckpt.verify(tmp_path).problems
 
 
+def test_a_progress_that_raises_fails_one_save_and_not_the_next(tmp_path: Path) -> None:
+    def broken(_: int) -> None:
+        raise RuntimeError("no terminal")
+
+    weights = {"w": torch.rand(10_000_000)}
+    first = ckpt.save(tmp_path / "a", weights, blocking=False, progress=broken)
+    assert said(lambda: first.wait(SECONDS)) == "RuntimeError: no terminal"
+    assert not list((tmp_path / "a").iterdir())
+    ckpt.save(tmp_path / "b", {"w": torch.ones(5)}, blocking=False).wait(SECONDS)
+    assert not ckpt.verify(tmp_path / "b").problems
+
+
 def die_in_the_background(folder: str) -> None:
     with late_copies():
         handle = ckpt.save(folder, state(), blocking=False, timeout=2)
@@ -250,6 +262,15 @@ sys.exit(3)
     program = trainer(body, tmp_path)
     assert program.communicate(timeout=SECONDS) == ("", "")
     assert program.returncode == 3
+    assert not ckpt.verify(tmp_path).problems
+
+
+def test_a_save_while_the_interpreter_ends_is_finished_in_the_call(tmp_path: Path) -> None:
+    body = """
+import atexit
+atexit.register(lambda: ckpt.save(folder, {"w": weights}, blocking=False).wait(0))
+"""
+    assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("", "")
     assert not ckpt.verify(tmp_path).problems
 
 

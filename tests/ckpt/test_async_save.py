@@ -133,6 +133,7 @@ def test_a_load_waits_for_the_copies_and_for_the_checkpoint_itself(tmp_path: Pat
     model, optimizer = network()
     weight = model.weight.detach().clone()
     ckpt.save(tmp_path / "other", {"model": nn.Linear(40, 30)})
+    (tmp_path / "link").symlink_to("new")
     with late_copies() as go:
         ckpt.save(tmp_path / "new", {"model": model, "o": optimizer}, blocking=False)
         waiting = threading.Timer(0.01, go.set)
@@ -140,7 +141,7 @@ def test_a_load_waits_for_the_copies_and_for_the_checkpoint_itself(tmp_path: Pat
         ckpt.load(tmp_path / "other", {"model": model})
         waiting.join(SECONDS)
     assert not model.weight.equal(weight)
-    assert ckpt.open(tmp_path / "new")["model.weight"][:].equal(weight)
+    assert ckpt.open(tmp_path / "link")["model.weight"][:].equal(weight)
 
 
 def test_a_handle_says_how_far_the_save_is(tmp_path: Path) -> None:
@@ -184,6 +185,37 @@ def test_a_save_in_the_background_is_the_blocking_one_in_all_else(
     assert not ckpt.verify(place).problems
     with pytest.raises(ckpt.ExistsError):
         ckpt.save(place, state, blocking=False)
+
+
+def wander(folder: str) -> list[dict[str, str]]:
+    """A save from one folder that is written while the process is in another one."""
+    import os
+
+    before = os.getcwd()
+    os.mkdir(f"{folder}/elsewhere")
+    model, optimizer = network()
+    state, said = {"model": model, "optim": optimizer}, {"epoch": "1"}
+    os.chdir(folder)
+    try:
+        ckpt.save("1", state)
+        with late_copies() as go:
+            handle = ckpt.save("2", state, blocking=False, base="1", metadata=said)
+            os.chdir("elsewhere")
+            said["epoch"] = "2"
+            go.set()
+            handle.wait(SECONDS)
+    finally:
+        os.chdir(before)
+    assert not os.listdir(f"{folder}/elsewhere")
+    return [dict(ckpt.open(f"{folder}/2").metadata)]
+
+
+def test_a_save_is_of_the_arguments_and_the_folder_at_the_call(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    [[metadata]] = clusters(1).run(wander, str(tmp_path))
+    assert metadata["epoch"] == "1"
+    assert not ckpt.verify(tmp_path / "2").problems
 
 
 def relative_path(folder: str) -> None:
