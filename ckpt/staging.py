@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -213,6 +214,15 @@ def _hold_steps(staging: Staging, owners: Iterable[Optimizer]) -> None:
 def _before_step(*_: object) -> None:
     if _holding is not None:
         _holding.wait()
+
+
+def _let_go() -> None:
+    """In a forked child: nobody finishes the copies there, and the arena is the parent's."""
+    global _holding
+    _holding = None
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _runs(slot: Slot) -> Iterator[tuple[Slot, int, int]]:

@@ -342,6 +342,28 @@ torch.save(weights, folder + "/weights.pt")
         assert found["w"].equal(expected)
 
 
+def test_a_forked_child_trains_without_the_copies_of_its_parent(tmp_path: Path) -> None:
+    body = """
+from tests.ckpt.late_copies import late_copies
+model = torch.nn.Linear(300, 300)
+optim = torch.optim.SGD(model.parameters(), lr=1.0)
+before = model.weight.detach().clone()
+with late_copies() as go:
+    handle = ckpt.save(folder, {"model": model, "optim": optim}, blocking=False)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        model(torch.ones(300)).sum().backward()
+        optim.step()
+        os._exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    go.set()
+    handle.wait(60)
+print(ckpt.read(folder)["model"]["weight"].equal(before))
+"""
+    assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("5\nTrue\n", "")
+
+
 @pytest.mark.parametrize("method", ["tcp", "file"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_leave_right_after_the_call_leave_a_checkpoint(
