@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
+from ckpt.errors import InUseError
 from ckpt.version import __version__
 from tools import convert, diff, inspect, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
@@ -115,7 +116,7 @@ def _report(error: BaseException) -> int:
         message = "interrupted"
     elif code == ExitCode.INTERNAL:
         message = f"a bug: {type(error).__name__}: {message}; set CKPT_TRACEBACK=1 to see where"
-    elif code == ExitCode.EXISTS:
+    elif code == ExitCode.EXISTS and not isinstance(error, InUseError):
         message += " (here: --overwrite)"
     elif isinstance(error, OSError) and error.strerror and error.filename:
         message = f"{error.filename}: {error.strerror}"
