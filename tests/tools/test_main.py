@@ -191,7 +191,7 @@ def test_json_goes_to_stdout_alone(run, saved):
 def test_what_others_borrow_from_is_not_removed_nor_said_to_be_overwritable(run, tmp_path: Path):
     save(tmp_path / "a", {"w": torch.ones(5)})
     save(tmp_path / "b", {"w": torch.ones(5)}, base=tmp_path / "a")
-    code, _, error = run("rm", tmp_path / "a")
-    assert code == ExitCode.EXISTS
-    assert "b beside it borrow from it" in error
-    assert "--overwrite" not in error
+    ended = run("rm", tmp_path / "a")
+    assert ended.code == ExitCode.EXISTS
+    assert "b beside it borrow from it" in ended.err
+    assert "--overwrite" not in ended.err
