@@ -21,7 +21,7 @@ from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
 from ckpt.ledger import Match
 from ckpt.match import match
-from ckpt.ranks import Ranks
+from ckpt.ranks import Ranks, attempt
 from ckpt.replicas import REPLICAS, Shares, exchanged
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
@@ -96,36 +96,51 @@ def load(
     selection = Selection.of(include, exclude)
     with collected_later(), ExitStack() as stack:
 
-        def matching() -> tuple[Source, Match, int]:
+        def matching() -> _Matched:
             budget = memory_budget()
             source = stack.enter_context(open_source(url))
             saved = Saved(source.catalog, rename)
-            return source, match(saved, state, selection, dtype == "target"), budget
+            found = match(saved, state, selection, dtype == "target")
+            exchanges = exchanged(replicas, source.store) and not ranks.alone
+            planned: list[_Planned] = []
+            if not (exchanges or found.differences or found.unexpected):
+                # An error shows again when all ranks plan, and is told then.
+                planned, _ = attempt(lambda: planning(found, budget, None))
+            return _Matched(source, found, budget, exchanges, planned)
 
-        (source, matched, budget), agreed = ranks.compare(
-            "matching the checkpoint with the target", matching, lambda found: (mark(found[1]),), 1
-        )
-        found = differences(ranks, matched, agreed.same[0])
-        check = partial(check_fits, source.url, found, strict, warns=ranks.rank == 0)
-
-        def planning(shares: Shares | None) -> _Planned:
-            check()
+        def planning(matched: Match, budget: int, shares: Shares | None) -> _Planned:
             alone = Planning(ranks.mesh, ranks.here, budget // 2, Fits())
             together = replace(alone, shares=shares)
             numbers = [fill for want in matched.numbers for fill in alone.fills(want)]
             fills = [fill for want in matched.wants for fill in together.fills(want)]
             return _Planned(numbers, fills, shares)
 
-        exchanges = exchanged(replicas, source.store) and not ranks.alone
-        planned, agreed = ranks.compare(
-            "planning to load",
-            lambda: planning(Shares(ranks.mesh, ranks.here) if exchanges else None),
-            lambda planned: (planned.mark,),
-            1,
-            budget,
+        here, agreed = ranks.compare(
+            "matching the checkpoint with the target",
+            matching,
+            lambda found: (mark(found.match), len(found.planned)),
+            2,
         )
-        if not agreed.same[0]:
-            planned = ranks.attempt("planning to load", lambda: planning(None))
+        source, matched, budget, exchanges, plans = here
+        if plans and agreed.same[1]:  # every rank has planned, and nothing differs anywhere
+            planned = plans[0]
+        else:
+            found = differences(ranks, matched, agreed.same[0])
+            check = partial(check_fits, source.url, found, strict, warns=ranks.rank == 0)
+
+            def checked(shares: Shares | None) -> _Planned:
+                check()
+                return planning(matched, budget, shares)
+
+            planned, agreed = ranks.compare(
+                "planning to load",
+                lambda: checked(Shares(ranks.mesh, ranks.here) if exchanges else None),
+                lambda planned: (planned.mark,),
+                1,
+                budget,
+            )
+            if not agreed.same[0]:
+                planned = ranks.attempt("planning to load", lambda: checked(None))
 
         def reading() -> None:
             how = Reading.within(budget // 2, source.store, ranks.world_size)
@@ -138,6 +153,17 @@ def load(
             shares = planned.shares
             ranks.attempt("exchanging what was read", lambda: shares.exchange(group, agreed.number))
         return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
+
+
+class _Matched(NamedTuple):
+    """What a rank found, and what it would do if all found the same."""
+
+    source: Source
+    match: Match
+    budget: int
+    exchanges: bool
+    planned: list[_Planned]
+    """Alone in a list where nothing differs here and nothing is exchanged; else none."""
 
 
 class _Planned(NamedTuple):
