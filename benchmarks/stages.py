@@ -4,13 +4,14 @@
 
 Functions that stand for a stage are timed where they are called; what a stage calls of another one
 is that one's time. Rank 0's median over the rounds is shown; "everything else" is what no stage
-accounts for. docs/performance.md explains the stages.
+accounts for, and less than nothing where two threads work at once.
 """
 
 from __future__ import annotations
 
 import importlib
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -61,15 +62,18 @@ LOAD: Where = {
 
 
 class Stages:
-    """Exclusive seconds by stage, while the functions are replaced by timed ones."""
+    """Exclusive seconds by stage, while the functions are replaced by timed ones.
+
+    Of every thread, which is why the pieces may come to more than the whole where several work.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._inner: list[float] = [0.0]
+        self._thread = threading.local()
 
     @contextmanager
     def watching(self, where: Where) -> Iterator[None]:
-        """Time these functions within the block. Threads are not told apart: use one."""
+        """Time these functions within the block."""
         undo: list[tuple[Any, str, Any]] = []
         try:
             for stage, functions in where.items():
@@ -84,15 +88,16 @@ class Stages:
 
     def _timed(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            self._inner.append(0.0)
+            inner = self._thread.__dict__.setdefault("inner", [0.0])
+            inner.append(0.0)
             start = time.perf_counter()
             try:
                 result = function(*arguments, **options)
                 return list(result) if isinstance(result, Iterator) else result
             finally:
                 seconds = time.perf_counter() - start
-                self.seconds[stage] += seconds - self._inner.pop()
-                self._inner[-1] += seconds
+                self.seconds[stage] += seconds - inner.pop()
+                inner[-1] += seconds
 
         return timed
 
