@@ -1,7 +1,7 @@
 """Saving: describe, plan, write, commit; or stage, and the rest in the background.
 
 What the ranks exchange in a blocking save, in order: what `agreed_plan` does before anything is
-written, one all-reduce and one record per rank gathered on rank 0 after writing, one all-reduce
+written, one agreement and one record per rank gathered on rank 0 after writing, one agreement
 after the commit. In a save in the background the process group sees the first of these only
 (`ckpt.background`). A failure anywhere before the commit leaves nothing that a reader would take
 for a checkpoint.
