@@ -148,56 +148,93 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) ->
     tree: Tree = summaries[0][1].tree
     for _, described in summaries[1:]:
         tree = merged_trees(tree, described.tree)
-    tensors = {name: _united(name, entries, world) for name, entries in held.items()}
+    uniting = _Uniting(world)
+    tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
     return Described(tensors, aliases, tree)
 
 
-def _united(
-    name: str, entries: Sequence[tuple[Sequence[int], StoredTensor]], world: Mesh
-) -> StoredTensor:
-    """One tensor as all of its holders have it; `entries` are the ranks of each description."""
-    first_ranks, first = entries[0]
-    by_layout: dict[Layout, list[int]] = {}
-    for ranks, tensor in entries:
-        layout, other = tensor.layout, first.layout
-        alike = (layout.mesh.names, layout.mesh.sizes, layout.placements) == (
-            other.mesh.names,
-            other.mesh.sizes,
-            other.placements,
-        )
-        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype) or not alike:
-            raise StateError(
-                f"{name}: rank {first_ranks[0]} has {_shown(first)}, rank {ranks[0]} has "
-                f"{_shown(tensor)}; give what differs between ranks a name of its own"
+class _Uniting:
+    """Makes one tensor of what each of its holders has; goes through lists of ranks once for all.
+
+    Many tensors are held by the same ranks over the same meshes: what follows from those alone is
+    kept, so that a tensor costs what its descriptions do, and not what its ranks do.
+    """
+
+    def __init__(self, world: Mesh) -> None:
+        self._world = world
+        self._others: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
+        self._replicas: dict[tuple[int, ...], Mesh] = {}
+        self._stacked: dict[tuple[Mesh, ...], Mesh] = {}
+
+    def united(
+        self, name: str, entries: Sequence[tuple[Sequence[int], StoredTensor]]
+    ) -> StoredTensor:
+        """One tensor as all of its holders have it; `entries` are the ranks of each description."""
+        first_ranks, first = entries[0]
+        by_layout: dict[Layout, list[Sequence[int]]] = {}
+        for ranks, tensor in entries:
+            layout, other = tensor.layout, first.layout
+            alike = (layout.mesh.names, layout.mesh.sizes, layout.placements) == (
+                other.mesh.names,
+                other.mesh.sizes,
+                other.placements,
             )
-        by_layout.setdefault(layout, []).extend(ranks)
-    # A DTensor's mesh may have all ranks and that name as well: then its placements tell.
-    if first.layout.mesh == world and first.layout.replicas == world.size:
-        mesh = Mesh.of_ranks(world.names, (len(by_layout[first.layout]),), _sorted(by_layout))
-        return _with_layout(first, Layout(first.shape, mesh, first.layout.placements))
-    for layout, ranks in by_layout.items():
-        others = set(layout.mesh.ranks()) - set(ranks)
-        absent = [rank for rank in others if _holds_some(layout, rank)]
-        if absent:
-            raise StateError(
-                f"{name}: rank {ranks[0]} has it sharded over the ranks {_shown_ranks(layout)}, of "
-                f"which {sorted(absent)[:8]} do not have it in their state"
-            )
-    if len(by_layout) == 1:
-        return first
-    layouts = sorted(by_layout, key=lambda layout: layout.mesh.rank((0,) * len(layout.mesh.sizes)))
-    try:
-        mesh = Mesh.of_ranks(
-            ("replica", *first.layout.mesh.names),
-            (len(layouts), *first.layout.mesh.sizes),
-            [rank for layout in layouts for rank in layout.mesh.ranks()],
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype) or not alike:
+                raise StateError(
+                    f"{name}: rank {first_ranks[0]} has {_shown(first)}, rank {ranks[0]} has "
+                    f"{_shown(tensor)}; give what differs between ranks a name of its own"
+                )
+            by_layout.setdefault(layout, []).append(ranks)
+        # A DTensor's mesh may have all ranks and that name as well: then its placements tell.
+        if first.layout.mesh == self._world and first.layout.replicas == self._world.size:
+            mesh = self._of_replicas([ranks for ranks, _ in entries])
+            return _with_layout(first, Layout(first.shape, mesh, first.layout.placements))
+        for layout, groups in by_layout.items():
+            others = self._others_than(layout.mesh, groups)
+            absent = [rank for rank in others if _holds_some(layout, rank)]
+            if absent:
+                raise StateError(
+                    f"{name}: rank {groups[0][0]} has it sharded over the ranks "
+                    f"{_shown_ranks(layout)}, of which {sorted(absent)[:8]} do not have it in "
+                    "their state"
+                )
+        if len(by_layout) == 1:
+            return first
+        layouts = sorted(
+            by_layout, key=lambda layout: layout.mesh.rank((0,) * len(layout.mesh.sizes))
         )
-    except ValueError as error:
-        raise StateError(
-            f"{name}: sharded over the ranks {_shown_ranks(layouts[0])} and over "
-            f"{_shown_ranks(layouts[1])}, which overlap; give it one mesh or two names"
-        ) from error
-    return _with_layout(first, Layout(first.shape, mesh, (Replicate(), *first.layout.placements)))
+        try:
+            mesh = self._stack(tuple(layout.mesh for layout in layouts))
+        except ValueError as error:
+            raise StateError(
+                f"{name}: sharded over the ranks {_shown_ranks(layouts[0])} and over "
+                f"{_shown_ranks(layouts[1])}, which overlap; give it one mesh or two names"
+            ) from error
+        placements = (Replicate(), *first.layout.placements)
+        return _with_layout(first, Layout(first.shape, mesh, placements))
+
+    def _of_replicas(self, groups: Sequence[Sequence[int]]) -> Mesh:
+        """The ranks of these groups, each of which has the whole tensor."""
+        key = tuple(map(id, groups))
+        if key not in self._replicas:
+            ranks = sorted(rank for group in groups for rank in group)
+            self._replicas[key] = Mesh.of_ranks(self._world.names, (len(ranks),), ranks)
+        return self._replicas[key]
+
+    def _others_than(self, mesh: Mesh, groups: Sequence[Sequence[int]]) -> list[int]:
+        """The ranks of a mesh that are in none of these groups."""
+        key = (mesh, tuple(map(id, groups)))
+        if key not in self._others:
+            self._others[key] = list(set(mesh.ranks()).difference(*groups))
+        return self._others[key]
+
+    def _stack(self, meshes: tuple[Mesh, ...]) -> Mesh:
+        """Meshes that are replicas of one another as one, with an axis more."""
+        if meshes not in self._stacked:
+            ranks = [rank for mesh in meshes for rank in mesh.ranks()]
+            names, sizes = ("replica", *meshes[0].names), (len(meshes), *meshes[0].sizes)
+            self._stacked[meshes] = Mesh.of_ranks(names, sizes, ranks)
+        return self._stacked[meshes]
 
 
 def _holds_some(layout: Layout, rank: int) -> bool:
@@ -232,10 +269,6 @@ def _is_within(mesh: Mesh, world: Mesh) -> bool:
     lowest = mesh.offset + sum(step for step in steps if step < 0)
     highest = mesh.offset + sum(step for step in steps if step > 0)
     return world.offset <= lowest and highest < world.offset + world.size
-
-
-def _sorted(by_layout: Mapping[Layout, Sequence[int]]) -> list[int]:
-    return sorted(rank for ranks in by_layout.values() for rank in ranks)
 
 
 def _with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
