@@ -60,6 +60,10 @@ class _Known:
     is_outside: bool
     """Whether the rank is not in the mesh."""
 
+    def fits(self, local: torch.Tensor) -> bool:
+        """Whether a local tensor has the shape that it should have."""
+        return local.shape == self.local_shape or (self.is_outside and local.numel() == 0)
+
 
 def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
@@ -81,8 +85,11 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     if type(local) is not torch.Tensor:
         wait = getattr(local, "wait", None)  # a redistribution that torch has not awaited yet
         local = local if wait is None else wait()
-    said = known.local_shape
-    if local.shape != said and not (known.is_outside and local.numel() == 0):
+    if not known.fits(local):
+        _specs.pop(id(tensor._spec), None)  # perhaps this process is another rank by now
+        known = _of_spec(tensor, name)
+    if not known.fits(local):
+        said = known.local_shape
         raise LocalShapeError(
             f"{name}: rank {known.rank} has a local tensor of shape {tuple(local.shape)}, but "
             f"{tuple(tensor.placements)} over a mesh of {known.layout.mesh.sizes} give it {said} "
