@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -89,6 +90,9 @@ class Gather:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "ckpt-write")
             self._writing = self._thread.submit(self._file.write, self._take_batch())
+            # Hashing small chunks never lets go of the GIL: without a pause the other thread would
+            # begin to write only when this one waits for it.
+            time.sleep(0)
 
     def flush(self) -> None:
         """Everything added is written when this returns."""
