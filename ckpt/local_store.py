@@ -18,16 +18,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import ExistsError
+from ckpt.promises import Promises, Unfinished
 from formats.errors import CorruptError
-from formats.storage import LOCAL_READ_BYTES, Buffer
+from formats.storage import LOCAL_READ_BYTES, Buffer, check_limit
 
 OPEN_FILES = 64
 """How many files a store keeps open for reading."""
@@ -36,6 +38,8 @@ IO_VECTORS = 1024
 EARLY_BYTES = 8 << 20
 """Bytes after which the disk is set to work (rule 4)."""
 PART_SUFFIX = ".part"
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
+"""The name of a file that is being written."""
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What a file system without hard links says: there, absence is checked before the rename."""
 
@@ -46,6 +50,10 @@ class LocalStore:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.url = os.fspath(folder)
         self.read_bytes = LOCAL_READ_BYTES
+        self.options: Mapping[str, object] = {}
+        self.promises = Promises(
+            put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
+        )
         self._folder = Path(folder)
         self._open: OrderedDict[str, int] = OrderedDict()
         self._forgotten = 0
@@ -63,6 +71,19 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files directly in the folder, by name, in one listing."""
+        found = {}
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # gone since it was listed
+                        if entry.is_file():
+                            found[entry.name] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return dict(sorted(found.items()))
+
     def folders(self) -> list[str]:
         """The folders directly in the folder, sorted."""
         try:
@@ -79,6 +100,37 @@ class LocalStore:
         """Bytes in a file."""
         with self._reading(name) as descriptor:
             return os.fstat(descriptor).st_size
+
+    def modified(self, name: str) -> float:
+        """When a file was last written, in seconds since 1970 by the disk's clock."""
+        return (self._folder / name).stat().st_mtime
+
+    def unfinished(self) -> list[Unfinished]:
+        """The `.part` files in the folder, some of which may be being written (rule 1)."""
+        found = []
+        for part in self.names():
+            matched = _PART.fullmatch(part)
+            if matched:
+                with suppress(FileNotFoundError):
+                    status = (self._folder / part).stat()
+                    found.append(Unfinished(matched[1], status.st_mtime, part, status.st_size))
+        return found
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Remove one; whoever still writes it fails. No error when it is gone already."""
+        with suppress(FileNotFoundError):
+            (self._folder / unfinished.mark).unlink()
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All bytes of a file, as they were at one moment."""
+        with self._reading(name) as descriptor:
+            size = os.fstat(descriptor).st_size
+            check_limit(f"{self._folder / name}", size, limit)
+            parts, at = [], 0
+            while at < size and (part := os.pread(descriptor, size - at, at)):
+                parts.append(part)
+                at += len(part)
+            return b"".join(parts)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""

@@ -16,19 +16,33 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ckpt.errors import ExistsError, NotACheckpointError
 from ckpt.local_store import LocalStore
+from ckpt.promises import Promises, Unfinished
 from formats.errors import CorruptError
-from formats.storage import BESIDE, REMOTE_READ_BYTES, Buffer, FileWriter, Reader
+from formats.storage import BESIDE, REMOTE_READ_BYTES, Buffer, FileWriter, Reader, check_limit
+
+Options = Mapping[str, Any] | None
+"""What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
 
 
 class Store(Reader, Protocol):
     """A folder on a disk or in a bucket. Close it, or use it in a `with`."""
+
+    options: Mapping[str, Any]
+    """What it was opened with, for stores beside it. Never to be shown: it may hold secrets."""
+    promises: Promises
+    """What may be relied on here."""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files directly in the folder, by name, in one listing."""
+        ...
 
     def folders(self) -> list[str]:
         """The folders directly in the folder, sorted."""
@@ -47,6 +61,21 @@ class Store(Reader, Protocol):
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
         """Write a small file atomically; raises ExistsError when it exists, unless `replace`."""
+        ...
+
+    def modified(self, name: str) -> float:
+        """When a file was last written: seconds since 1970, by the store's clock.
+
+        Raises FileNotFoundError naming it.
+        """
+        ...
+
+    def unfinished(self) -> list[Unfinished]:
+        """Files whose writing has begun here, and not ended; some may be being written now."""
+        ...
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Let go of one; whoever still writes it fails. No error when it is gone already."""
         ...
 
     def delete(self, name: str) -> None:
@@ -70,14 +99,17 @@ class Store(Reader, Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-def open_store(url: str | os.PathLike[str]) -> Store:
-    """The folder at a path or URL. It need not exist; nothing is created until a file is."""
+def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
+    """The folder at a path or URL. It need not exist; nothing is created until a file is.
+
+    `options` are the fsspec driver's; a local folder has none.
+    """
     text = os.fspath(url)
     if "://" not in text and "::" not in text:
         return LocalStore(text)
     if text.startswith("file://"):
         return LocalStore(text.removeprefix("file://"))
-    return FsspecStore(text)
+    return FsspecStore(text, options)
 
 
 def absolute(url: str | os.PathLike[str]) -> str:
@@ -103,13 +135,13 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     return folder, name
 
 
-def is_file(url: str | os.PathLike[str]) -> bool:
+def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     """True when the path or URL is one file, not a folder."""
     text = os.fspath(url)
     if "://" not in text or text.startswith("file://"):
         return Path(text.removeprefix("file://")).is_file()
     folder, name = split_url(text)
-    with open_store(folder) as store:
+    with open_store(folder, options) as store:
         return store.exists(name)
 
 
@@ -140,13 +172,17 @@ def url_elsewhere(url: str | os.PathLike[str]) -> str | None:
 class FsspecStore:
     """A folder in anything fsspec has a driver for."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: Options = None) -> None:
         import fsspec
 
         self.url = url.rstrip("/")
         self.read_bytes = REMOTE_READ_BYTES
+        self.options: Mapping[str, Any] = dict(options or {})
+        self.promises = Promises(
+            put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
+        )
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, **self.options)
         except ImportError as error:
             protocol = self.url.partition("://")[0]
             raise NotACheckpointError(
@@ -158,11 +194,15 @@ class FsspecStore:
 
     def names(self) -> list[str]:
         """The files directly in the folder, sorted; none when there is no such folder."""
-        return self._listing("file")
+        return list(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files directly in the folder, by name, in one listing."""
+        return {name: int(entry["size"] or 0) for name, entry in self._listing("file").items()}
 
     def folders(self) -> list[str]:
         """The folders directly in the folder, sorted."""
-        return self._listing("directory")
+        return list(self._listing("directory"))
 
     def exists(self, name: str) -> bool:
         """True when the folder has this file."""
@@ -171,6 +211,25 @@ class FsspecStore:
     def size(self, name: str) -> int:
         """Bytes in a file."""
         return int(self._fs.size(self._path(name)))
+
+    def modified(self, name: str) -> float:
+        """When a file was last written; now, where the driver does not say: it is never old."""
+        try:
+            return float(self._fs.modified(self._path(name)).timestamp())
+        except NotImplementedError:
+            return time.time()
+
+    def unfinished(self) -> list[Unfinished]:
+        """None: fsspec has no word for them."""
+        return []
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Nothing to do: `unfinished` lists none."""
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All bytes of a file."""
+        check_limit(f"{self.url}/{name}", self.size(name), limit)
+        return bytes(self._fs.cat_file(self._path(name)))
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
@@ -258,17 +317,18 @@ class FsspecStore:
             raise
         remote.close()
 
-    def _listing(self, kind: str) -> list[str]:
+    def _listing(self, kind: str) -> dict[str, dict[str, Any]]:
         self._fs.invalidate_cache(self._root)  # other processes write here too
         try:
             entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(
-            entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            return {}
+        found = {
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry
             for entry in entries
             if entry["type"] == kind and entry["name"].rstrip("/") != self._root.rstrip("/")
-        )
+        }
+        return dict(sorted(found.items()))
 
     def _path(self, name: str) -> str:
         root = self._root.rstrip("/")

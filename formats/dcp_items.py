@@ -140,6 +140,10 @@ class ReadAhead:
         """Bytes in a file."""
         return self._reader.size(name)
 
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All bytes of a small file, past the block."""
+        return self._reader.read_whole(name, limit)
+
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes, from the block where it has them."""
         file, start, block = self._block

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from formats.errors import HostileError
+
 Buffer = bytes | bytearray | memoryview
 
 LOCAL_READ_BYTES = 256 << 10
@@ -38,6 +40,13 @@ class Reader(Protocol):
 
     def size(self, name: str) -> int:
         """Bytes in a file. Raises FileNotFoundError naming it."""
+        ...
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All bytes of a small file, as they were at one moment, in one request.
+
+        Raises FileNotFoundError naming it, and HostileError where it has more than `limit` bytes.
+        """
         ...
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -69,3 +78,9 @@ class Writer(Protocol):
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
         """A new file: durable when the block ends well, removed when it ends with an exception."""
         ...
+
+
+def check_limit(where: str, nbytes: int, limit: int) -> None:
+    """Raise HostileError for a file that is too large to be read whole."""
+    if nbytes > limit:
+        raise HostileError(f"{where}: it has {nbytes} bytes; what it should be has {limit} at most")

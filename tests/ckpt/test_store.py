@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 from ckpt.errors import ExistsError
 from ckpt.local_store import IO_VECTORS, NO_HARD_LINKS, OPEN_FILES, LocalStore
 from ckpt.store import Store, is_file, open_store, split_url
-from formats.errors import CorruptError
+from formats.errors import CorruptError, HostileError
 
 PLACES: dict[str, Callable[[Path], str]] = {
     "path": lambda folder: f"{folder}/run/step 1",
@@ -121,8 +122,54 @@ def test_a_missing_file_is_an_error_that_names_it(store: Store) -> None:
             read()
 
 
+def test_a_small_file_is_read_whole_and_a_large_one_refused(store: Store) -> None:
+    put(store, "data", CONTENT)
+    put(store, "empty", b"")
+    assert store.read_whole("data", len(CONTENT)) == CONTENT
+    assert store.read_whole("empty", 0) == b""
+    with pytest.raises(HostileError, match="/data: it has 1000 bytes"):
+        store.read_whole("data", len(CONTENT) - 1)
+    with pytest.raises(FileNotFoundError, match="absent"):
+        store.read_whole("absent", 1)
+
+
+def test_a_listing_has_the_sizes_of_the_files_and_their_times(store: Store) -> None:
+    began = time.time() - 60
+    for name, nbytes in (("b", 5), ("a", 0), ("c d", 1000)):
+        put(store, name, CONTENT[:nbytes])
+    assert store.sizes() == {"a": 0, "b": 5, "c d": 1000}
+    assert began < store.modified("b") < time.time() + 60
+    with pytest.raises(FileNotFoundError, match="absent"):
+        store.modified("absent")
+
+
+def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
+    place: Place, store: Store
+) -> None:
+    assert store.unfinished() == []
+    if not place.hides_unfinished_files:
+        pytest.skip("fsspec has no word for unfinished files")
+    began = time.time() - 60
+    with pytest.raises(OSError), store.create("data") as file:  # noqa: PT012
+        file.write([CONTENT])
+        with place.open() as other:
+            [found] = other.unfinished()
+            assert found.name == "data"
+            assert began < found.started < time.time() + 60
+            other.abort(found)
+            other.abort(found)
+            assert other.unfinished() == []
+    assert store.names() == []
+
+
+def test_a_store_says_what_it_promises(place: Place, store: Store) -> None:
+    assert store.promises.put_if_absent == (place.kind in LOCAL)
+    assert store.promises.hides_unfinished == place.hides_unfinished_files
+
+
 def test_nothing_is_listed_where_nothing_is(store: Store) -> None:
     assert store.names() == []
+    assert store.sizes() == {}
     assert store.folders() == []
     assert not store.exists("data")
 
