@@ -1,4 +1,7 @@
-"""Real process groups for tests: one set of processes per world size, started once and reused."""
+"""Real process groups for tests: one set of processes per world size, started once and reused.
+
+Real servers come from `tests/stores/fixtures.py`.
+"""
 
 import os
 import subprocess
@@ -10,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.stores.fixtures import azurite_server, gcs_server, moto, radosgw_server, servers
+
+__all__ = ["azurite_server", "gcs_server", "moto", "radosgw_server", "servers"]
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 START_SECONDS = 120

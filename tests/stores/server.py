@@ -1,0 +1,76 @@
+"""What a test knows of a server: where it is and how the drivers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.stores.child import HOST
+
+BUCKET = "checkpoints"
+REGION = "us-east-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that runs, with an empty bucket."""
+
+    name: str
+    protocol: str
+    """Of URLs: `s3`, `az`, `gs`."""
+    endpoint: str
+    """Where it listens: `http://127.0.0.1:PORT`."""
+    options: Mapping[str, Any]
+    """`storage_options` that reach it."""
+    environment: Mapping[str, str]
+    """Environment variables by which the driver finds it without options."""
+    bucket: str = BUCKET
+
+    def url(self, folder: str) -> str:
+        """The URL of a folder in the bucket."""
+        return f"{self.protocol}://{self.bucket}/{folder}"
+
+
+def s3_server(name: str, port: int, key: str, secret: str) -> Server:
+    """An S3 server on a port of this machine; its bucket is made here."""
+    endpoint = f"http://{HOST}:{port}"
+    server = s3_at(name, endpoint, key, secret)
+    s3_client(server).create_bucket(Bucket=server.bucket)
+    return server
+
+
+def s3_at(name: str, endpoint: str, key: str, secret: str) -> Server:
+    """The same server by another address: that of a proxy in front of it, say."""
+    return Server(
+        name,
+        "s3",
+        endpoint,
+        {
+            "key": key,
+            "secret": secret,
+            "endpoint_url": endpoint,
+            "client_kwargs": {"region_name": REGION},
+        },
+        {
+            "AWS_ACCESS_KEY_ID": key,
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_DEFAULT_REGION": REGION,
+        },
+    )
+
+
+def s3_client(server: Server) -> Any:
+    """A client by another library than the drivers': for making buckets, and for looking."""
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.options["key"],
+        aws_secret_access_key=server.options["secret"],
+        region_name=REGION,
+        config=Config(s3={"addressing_style": "path"}),
+    )
