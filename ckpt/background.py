@@ -7,16 +7,17 @@ the other ranks. It touches no process group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckpt import in_flight
 from ckpt.ranks import attempt
 from ckpt.save_handle import SaveHandle
 from ckpt.save_steps import Plan, packed, write_manifest
 from ckpt.staging import Staging, optimizers, slots
-from ckpt.store import Store, absolute, open_store, url_elsewhere
+from ckpt.store import Store, absolute, open_store, place_elsewhere
 from ckpt.store_agreement import Failure, StoreAgreement
 from ckpt.together import summary
 from ckpt.workplace import Workplace, workplace
@@ -31,6 +32,7 @@ def begin(
     plan: Plan,
     agreement: StoreAgreement | None,
     progress: Progress | None,
+    options: Mapping[str, Any],
 ) -> None:
     """Let a save go on by itself, once what must be copied at once has been.
 
@@ -40,7 +42,7 @@ def begin(
     staged, error = attempt(lambda: _stage(plan, state))
     if staged:
         handle.staging(staged[0].staging.help)
-    save = _Save(handle, _lasting(plan), agreement, progress)
+    save = _Save(handle, _lasting(plan), agreement, progress, options)
     # A daemon, because `in_flight` waits for it at exit, while it still can finish.
     thread = threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True)
     try:
@@ -85,6 +87,7 @@ class _Save:
     _plan: Plan
     _agreement: StoreAgreement | None
     _progress: Progress | None
+    _options: Mapping[str, Any] = field(repr=False)
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copy, write, commit; what goes wrong is the handle's to tell."""
@@ -105,16 +108,21 @@ class _Save:
         self._handle.mark_staged()
         if not staged.tensors:
             return None
-        elsewhere = url_elsewhere(url)
+        elsewhere = place_elsewhere(url, self._options)
         self._handle.follow(place.arena.progress)
-        job = self._job(elsewhere or url, staged.tensors)
+        job = self._job(*(elsewhere or (url, self._options)), staged.tensors)
         if elsewhere is None:
             return write_here(job, staged.data, place.arena, self._progress)
         return place.writer().write(job, self._progress)
 
-    def _job(self, url: str, tensors: Sequence[tuple[str, tuple[int, ...], str]]) -> WriteJob:
+    def _job(
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        tensors: Sequence[tuple[str, tuple[int, ...], str]],
+    ) -> WriteJob:
         plan, base = self._plan, self._plan.settings.base
-        job = WriteJob(url, plan.file_name, plan.settings.compress, tensors)
+        job = WriteJob(url, plan.file_name, plan.settings.compress, tensors, options=options)
         if base is None:
             return job
         layouts = summary(plan.described).decode()
@@ -124,7 +132,7 @@ class _Save:
         """The checkpoint exists, or this raises what stands against it, as on all ranks."""
         plan = self._plan
         failure = None if error is None else Failure.of("writing", plan.rank, error)
-        with open_store(self._handle.url) as store:
+        with open_store(self._handle.url, self._options) as store:
             if self._agreement is None:
                 failure, error = self._commit(store, [packed(written)], failure, error)
             else:

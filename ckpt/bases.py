@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
-from ckpt.store import Store, open_store, split_url
+from ckpt.store import Options, Store, open_store, split_url
 from formats.errors import FormatError
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
@@ -45,13 +45,15 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
 
 
 @contextmanager
-def lender(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> Iterator[Lender]:
+def lender(
+    url: str | os.PathLike[str], base: str | os.PathLike[str], options: Options = None
+) -> Iterator[Lender]:
     """The base of a checkpoint at `url`, opened for the time of the block.
 
     Raises as `folder_beside` does, and NotACheckpointError where there is no base.
     """
     folder = folder_beside(url, base)
-    with open_store(base) as store:
+    with open_store(base, options) as store:
         try:
             yield Lender(store, folder)
         except FileNotFoundError as error:
@@ -61,7 +63,10 @@ def lender(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> Iterato
 
 
 def borrowed_from(
-    url: str | os.PathLike[str], base: str | os.PathLike[str], used: Mapping[str, int]
+    url: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    used: Mapping[str, int],
+    options: Options = None,
 ) -> tuple[Base | None, ...]:
     """The bases for the manifest of a checkpoint at `url`.
 
@@ -70,7 +75,7 @@ def borrowed_from(
     """
     if not used:
         return ()
-    with lender(url, base) as found:
+    with lender(url, base, options) as found:
         if set(used) != {found.mark}:
             raise StoreError(
                 f"{os.fspath(base)}: the base was replaced while it was being borrowed from; "
@@ -79,9 +84,9 @@ def borrowed_from(
         return kept(found.bases, used[found.mark])
 
 
-def check_unused(url: str | os.PathLike[str]) -> None:
+def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
     """Raise InUseError when a checkpoint beside this one borrows from it."""
-    found = borrowers(url)
+    found = borrowers(url, options)
     if found:
         more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
         raise InUseError(
@@ -91,10 +96,10 @@ def check_unused(url: str | os.PathLike[str]) -> None:
         )
 
 
-def borrowers(url: str | os.PathLike[str]) -> list[str]:
+def borrowers(url: str | os.PathLike[str], options: Options = None) -> list[str]:
     """The folders beside a checkpoint whose manifests say that they borrow from it, sorted."""
     parent, name = split_url(_whole(url))
-    with open_store(parent) as store:
+    with open_store(parent, options) as store:
         return [folder for folder in store.folders() if _borrows(store, folder, name)]
 
 

@@ -29,7 +29,7 @@ from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.outgoing import Streams, outgoing
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
-from ckpt.store import Store, is_file, open_store, split_url
+from ckpt.store import Options, Store, is_file, open_store, split_url
 from ckpt.version import __version__
 from formats import huggingface, safetensors_file
 from formats.native.manifest import MANIFEST, Manifest, dump
@@ -90,6 +90,8 @@ def convert(
     kind: str | None = None,
     world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
+    storage_options: Options = None,
+    dst_storage_options: Options = None,
 ) -> ConvertReport:
     """The checkpoint at `src`, or a part of it, written to `dst`; says what was written.
 
@@ -111,6 +113,8 @@ def convert(
             each rank that has something. For `ckpt`; any other format is written `full`, by one.
         world_size: how many ranks; with `full` one if it is not given.
         progress: called with numbers of bytes as they are read.
+        storage_options: what the fsspec drivers of both URLs are told.
+        dst_storage_options: what that of `dst` is told instead.
 
     Raises:
         ValueError: an unknown format, kind or number of ranks, or a kind the format cannot have.
@@ -124,22 +128,23 @@ def convert(
     divided, ranks = checked_kind(kind, world_size)
     _check_can_hold(chosen, target, divided, ranks)
     selection = Selection.of(include, exclude)
-    with open_source(source) as opened:
+    there = storage_options if dst_storage_options is None else dst_storage_options
+    with open_source(source, storage_options) as opened:
         _check_apart(opened, target, chosen)
         with outgoing(opened.store, opened.catalog, select, selection, dtype, progress) as state:
             left_out: tuple[str, ...] = ()
             if chosen.is_file:
-                left_out = _write_file(chosen, target, state, overwrite)
+                left_out = _write_file(chosen, target, there, state, overwrite)
             elif chosen is Format.CKPT:
                 tensors = state.tensors.values()
                 if divided is not None and ranks is not None:
                     division = of_kind(tensors, divided, ranks)
                 else:
                     division = by_size(tensors, max_shard_bytes)
-                with open_store(target) as store:
+                with open_store(target, there) as store:
                     write_native(store, state, division, overwrite, compress)
             else:
-                left_out = _write_folder(chosen, target, state, overwrite, max_shard_bytes)
+                left_out = _write_folder(chosen, target, there, state, overwrite, max_shard_bytes)
         return ConvertReport(
             source,
             target,
@@ -202,12 +207,14 @@ def write_native(
         store.delete(name)
 
 
-def _write_file(chosen: Format, target: str, state: Outgoing, overwrite: bool) -> tuple[str, ...]:
+def _write_file(
+    chosen: Format, target: str, options: Options, state: Outgoing, overwrite: bool
+) -> tuple[str, ...]:
     folder, name = split_url(target)
-    if not overwrite and is_file(target):
+    if not overwrite and is_file(target, options):
         raise ExistsError(f"{target} exists; pass overwrite=True to replace it")
     left_out: tuple[str, ...] = ()
-    with open_store(folder) as store:
+    with open_store(folder, options) as store:
         if chosen is Format.SAFETENSORS:
             left_out = safetensors_file.write(store, name, state)
         else:
@@ -219,10 +226,18 @@ def _write_file(chosen: Format, target: str, state: Outgoing, overwrite: bool) -
 
 
 def _write_folder(
-    chosen: Format, target: str, state: Outgoing, overwrite: bool, max_shard_bytes: int
+    chosen: Format,
+    target: str,
+    options: Options,
+    state: Outgoing,
+    overwrite: bool,
+    max_shard_bytes: int,
 ) -> tuple[str, ...]:
     left_out: tuple[str, ...] = ()
-    with _fresh_folder(target, overwrite) as folder, open_store(folder) as store:
+    with (
+        _fresh_folder(target, options, overwrite) as folder,
+        open_store(folder, options) as store,
+    ):
         if chosen is Format.HUGGINGFACE:
             left_out = huggingface.write(store, state, max_shard_bytes)
         else:
@@ -235,9 +250,9 @@ def _write_folder(
 
 
 @contextmanager
-def _fresh_folder(target: str, overwrite: bool) -> Iterator[str]:
+def _fresh_folder(target: str, options: Options, overwrite: bool) -> Iterator[str]:
     """A folder to write into that becomes `target` when the block ends well (rule 1)."""
-    with open_store(target) as store:
+    with open_store(target, options) as store:
         occupied = bool(store.names() or store.folders())
     local = Path(target.removeprefix("file://"))
     if "://" in target and not target.startswith("file://"):

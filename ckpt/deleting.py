@@ -6,15 +6,16 @@ import os
 
 from ckpt.bases import check_unused
 from ckpt.errors import NotACheckpointError
-from ckpt.store import open_store
+from ckpt.store import Options, open_store
 from formats.native.manifest import MANIFEST, load
 
 
-def delete(url: str | os.PathLike[str]) -> None:
+def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> None:
     """The checkpoint at `url`, of ckpt's own format, is gone when this returns.
 
     To be called by one process. Only files that its manifest names are removed, and the folder if
     nothing else is in it. A checkpoint that is being saved with this one as its base fails.
+    `storage_options` are the fsspec driver's.
 
     Raises:
         InUseError: checkpoints beside it borrow from it; they are named. Nothing was removed.
@@ -28,12 +29,12 @@ def delete(url: str | os.PathLike[str]) -> None:
     ...     os.listdir(folder)
     []
     """
-    with open_store(url) as store:
+    with open_store(url, storage_options) as store:
         if not store.exists(MANIFEST):
             raise NotACheckpointError(f"{store.url}: no checkpoint of ckpt's own format is here")
         data = store.read(MANIFEST, 0, store.size(MANIFEST))
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
-        check_unused(url)
+        check_unused(url, storage_options)
         store.delete(MANIFEST)
         store.flush()
         for name in files:

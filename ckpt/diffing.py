@@ -22,6 +22,7 @@ from typing import TypeVar
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
 from ckpt.saved import join
 from ckpt.sources import Source, open_source
+from ckpt.store import Options
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 
@@ -102,6 +103,8 @@ def diff(
     values: bool = True,
     dtype: bool = True,
     progress: Callable[[int], None] | None = None,
+    storage_options: Options = None,
+    b_storage_options: Options = None,
 ) -> Comparison:
     """The differences of two checkpoints: names, shapes, dtypes, elements and plain values.
 
@@ -113,6 +116,8 @@ def diff(
         values: compare plain values too.
         dtype: a difference of dtypes is one; else elements are compared as numbers.
         progress: called with numbers of bytes of A's tensors as they are compared.
+        storage_options: what the fsspec drivers of both URLs are told.
+        b_storage_options: what that of `b` is told instead.
 
     Raises NotACheckpointError, or FormatError where a checksum is wrong or a tensor is not whole.
 
@@ -125,7 +130,8 @@ def diff(
     (False, (2,), 0.5)
     """
     chosen = _Chosen(_patterns(include) or ("*",), _patterns(exclude))
-    with open_source(a) as left, open_source(b) as right:
+    there = storage_options if b_storage_options is None else b_storage_options
+    with open_source(a, storage_options) as left, open_source(b, there) as right:
         sides = (_Side.of(left, select, chosen), _Side.of(right, select, chosen))
         if select is not None and not any(side.selected for side in sides):
             raise ValueError(f"neither {left.url} nor {right.url} has anything below {select!r}")

@@ -17,6 +17,7 @@ from ckpt.outgoing import selected
 from ckpt.saved import join
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
+from ckpt.store import Options
 from ckpt.transfer import transfer
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
@@ -25,11 +26,14 @@ from sharding.layout import Box, Layout, Piece
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
-def open(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+def open(
+    url: str | os.PathLike[str], *, verify: bool = True, storage_options: Options = None
+) -> Checkpoint:
     """The checkpoint at a path or URL, with nothing read but its description.
 
     Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
     read out to whole chunks of 64 KiB; False reads the exact bytes. No process group is involved.
+    `storage_options` are the fsspec driver's.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +42,7 @@ def open(url: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     ...         list(checkpoint), checkpoint["w"].shape, checkpoint["w"][1:, 0]
     (['w'], (3, 2), tensor([2, 4]))
     """
-    return Checkpoint(url, verify)
+    return Checkpoint(url, verify, storage_options)
 
 
 def read(
@@ -48,13 +52,14 @@ def read(
     exclude: str | list[str] | None = None,
     dtype: torch.dtype | None = None,
     verify: bool = True,
+    storage_options: Options = None,
 ) -> object:
     """The saved state as a plain nest: whole tensors on the CPU, and the values around them.
 
     `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
     dict, and is None in a list. `dtype` casts floating-point tensors. Tied ones come back as one.
     """
-    with Checkpoint(url, verify) as checkpoint:
+    with Checkpoint(url, verify, storage_options) as checkpoint:
         return checkpoint.state(Selection.of(include, exclude), dtype)
 
 
@@ -109,8 +114,10 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     Close it, or use it in a `with`.
     """
 
-    def __init__(self, url: str | os.PathLike[str], verify: bool) -> None:
-        self._context = open_source(url)
+    def __init__(
+        self, url: str | os.PathLike[str], verify: bool, storage_options: Options = None
+    ) -> None:
+        self._context = open_source(url, storage_options)
         self._source: Source | None = self._context.__enter__()
         self._verify = verify
         self.catalog: Catalog = self._source.catalog

@@ -26,6 +26,7 @@ from ckpt.replicas import REPLICAS, Shares, exchanged
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
+from ckpt.store import Options
 from ckpt.transfer import Reading
 from formats.native.shard import Progress
 
@@ -50,6 +51,7 @@ def load(
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     replicas: str = "auto",
+    storage_options: Options = None,
 ) -> S:
     """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
 
@@ -72,6 +74,8 @@ def load(
         replicas: what ranks do that want the same: "read" it each, or read a part each and
             "exchange" it. "auto" reads from local disks, whose pages all ranks of a machine share,
             and exchanges what comes from elsewhere.
+        storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
+            environment variables say needs no options (docs/stores.md).
 
     Raises:
         MismatchError: names are missing or unexpected, shapes or dtypes differ; all are listed.
@@ -98,7 +102,7 @@ def load(
 
         def matching() -> _Matched:
             budget = memory_budget()
-            source = stack.enter_context(open_source(url))
+            source = stack.enter_context(open_source(url, storage_options))
             saved = Saved(source.catalog, rename)
             found = match(saved, state, selection, dtype == "target")
             exchanges = exchanged(replicas, source.store) and not ranks.alone

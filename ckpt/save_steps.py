@@ -106,7 +106,7 @@ def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
     if ranks.rank == 0 and not settings.overwrite and store.exists(MANIFEST):
         raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
     if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
-        check_unused(store.url)
+        check_unused(store.url, store.options)
     if settings.compress not in (False, True, "delta"):
         raise ValueError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
     if settings.compress == "delta" and settings.base is None:
@@ -167,7 +167,8 @@ def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **settings.metadata,
     }
-    bases = borrowed_from(store.url, settings.base, used) if settings.base is not None else ()
+    base, options = settings.base, store.options
+    bases = borrowed_from(store.url, base, used, options) if base is not None else ()
     d = plan.described
     manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
     store.commit(MANIFEST, dump(manifest), replace=settings.overwrite)

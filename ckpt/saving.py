@@ -23,7 +23,7 @@ from ckpt.local_store import LocalStore
 from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
 from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, packed, write_manifest
-from ckpt.store import Store, absolute, open_store
+from ckpt.store import Options, Store, absolute, open_store
 from ckpt.store_agreement import StoreAgreement
 from ckpt.transfer import workers_for
 from formats.native.shard import Progress, ShardSummary
@@ -49,6 +49,7 @@ def save(
     progress: Progress | None = None,
     blocking: Literal[False],
     when_busy: WhenBusy = "wait",
+    storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> SaveHandle: ...
 
@@ -66,6 +67,7 @@ def save(
     progress: Progress | None = None,
     blocking: bool = True,
     when_busy: WhenBusy = "wait",
+    storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> SaveHandle | None: ...
 
@@ -82,6 +84,7 @@ def save(
     progress: Progress | None = None,
     blocking: bool = True,
     when_busy: WhenBusy = "wait",
+    storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> SaveHandle | None:
     """A committed checkpoint of `state` at `url` when this returns, on every rank.
@@ -111,6 +114,8 @@ def save(
         blocking: whether to return only when the checkpoint exists.
         when_busy: what to do while a save of this process is in the background: wait until it is
             over, or refuse this one.
+        storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
+            environment variables say needs no options (docs/stores.md).
         timeout: seconds in which all ranks have to have written, in the background.
 
     Raises:
@@ -134,7 +139,7 @@ def save(
     )
     if when_busy == "wait":
         in_flight.wait()
-    with open_store(url) as store, collected_later():
+    with open_store(url, storage_options) as store, collected_later():
         try:
             plan = agreed_plan(ranks, store, state, settings, lambda: _check_free(when_busy))
         except RankError as error:
@@ -148,7 +153,7 @@ def save(
                 if ranks.alone
                 else StoreAgreement(plan.number, ranks.rank, ranks.world_size, timeout)
             )
-            background.begin(handle, state, plan, agreement, progress)
+            background.begin(handle, state, plan, agreement, progress, store.options)
             return handle
         written, failed = attempt(lambda: _write(store, plan, progress))
         _commit(store, ranks, plan, written[0] if written else None, failed)
@@ -175,7 +180,7 @@ def _write(store: Store, plan: Plan, progress: Progress | None) -> ShardSummary 
     compress, base = plan.settings.compress, plan.settings.base
     lent = None
     if base is not None:
-        with lender(store.url, base) as found:
+        with lender(store.url, base, store.options) as found:
             lent = found.to(plan.mesh.rank((plan.rank,)), plan.described.tensors)
     rewritable = bool(compress) or lent is not None
     with store.create(plan.file_name, rewritable=rewritable) as file:

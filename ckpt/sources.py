@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
-from ckpt.store import Store, is_file, open_store, split_url
+from ckpt.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
 from formats.native.manifest import MANIFEST
 
@@ -28,7 +28,7 @@ class Source:
 
 
 @contextmanager
-def open_source(url: str | os.PathLike[str]) -> Iterator[Source]:
+def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterator[Source]:
     """The checkpoint at a path or URL, whatever its format; closed with the block.
 
     One that this process still saves in the background is waited for. Raises NotACheckpointError,
@@ -36,12 +36,12 @@ def open_source(url: str | os.PathLike[str]) -> Iterator[Source]:
     """
     text = os.fspath(url)
     in_flight.before_loading(text)
-    if is_file(text):
+    if is_file(text, options):
         folder, name = split_url(text)
-        with open_store(folder) as store:
+        with open_store(folder, options) as store:
             yield Source(text, store, _read_file(store, name))
     else:
-        with open_store(text) as store:
+        with open_store(text, options) as store:
             yield Source(text, store, _read_folder(store))
 
 

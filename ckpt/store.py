@@ -12,6 +12,7 @@ slip through.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -127,12 +128,14 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     ('s3://bucket/run', 'model.safetensors')
     >>> split_url("model.safetensors")
     ('.', 'model.safetensors')
+    >>> split_url("memory://model.safetensors")
+    ('memory://', 'model.safetensors')
     """
     text = os.fspath(url).rstrip("/")
     folder, _, name = text.rpartition("/")
     if not folder:
         folder = "/" if text.startswith("/") else "."
-    return folder, name
+    return (f"{folder}/" if folder.endswith(":/") and "://" in text else folder), name
 
 
 def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
@@ -145,15 +148,17 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
         return store.exists(name)
 
 
-def url_elsewhere(url: str | os.PathLike[str]) -> str | None:
-    """The URL by which another process on this machine reaches the same folder; None if none does.
+def place_elsewhere(
+    url: str | os.PathLike[str], options: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The URL and options by which another process on this machine reaches the same folder.
 
-    Memory is this process's own, and so are drivers that the program registered itself and options
-    that it set.
+    None if none does: memory is this process's own, and so are drivers that the program registered
+    itself, and options that are no JSON.
     """
     text = absolute(url)
     if text.startswith("file://") or ("://" not in text and "::" not in text):
-        return text
+        return text, {}
     import fsspec
     from fsspec.registry import known_implementations
 
@@ -164,9 +169,14 @@ def url_elsewhere(url: str | os.PathLike[str]) -> str | None:
         used = fsspec.registry.get(protocol)
         if used is not None and used is not getattr(sys.modules.get(module), name, None):
             return None
-        if protocol == "memory" or not known or fsspec.config.conf.get(protocol):
+        set_here = fsspec.config.conf.get(protocol)
+        if protocol == "memory" or not known or (set_here and "::" in text):
             return None
-    return text
+        options = {**(set_here or {}), **options}  # as fsspec takes them together
+    try:
+        return (text, options) if json.loads(json.dumps(options)) == options else None
+    except (TypeError, ValueError):
+        return None
 
 
 class FsspecStore:
@@ -175,7 +185,7 @@ class FsspecStore:
     def __init__(self, url: str, options: Options = None) -> None:
         import fsspec
 
-        self.url = url.rstrip("/")
+        self.url = url if url.endswith("://") else url.rstrip("/")
         self.read_bytes = REMOTE_READ_BYTES
         self.options: Mapping[str, Any] = dict(options or {})
         self.promises = Promises(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ckpt.report import Findings, Problem, Report
 from ckpt.sources import DCP_METADATA, Source, open_source
-from ckpt.store import Store, is_file, open_store, split_url
+from ckpt.store import Options, Store, is_file, open_store, split_url
 from formats.errors import FormatError, UnsupportedError
 from formats.native.manifest import MANIFEST
 
@@ -25,11 +25,16 @@ __all__ = ["Problem", "Report", "verify"]
 SAFETENSORS = ".safetensors"
 
 
-def verify(url: str | os.PathLike[str], progress: Callable[[int], None] | None = None) -> Report:
+def verify(
+    url: str | os.PathLike[str],
+    progress: Callable[[int], None] | None = None,
+    *,
+    storage_options: Options = None,
+) -> Report:
     """Everything that is wrong with the checkpoint at a path or URL, of whatever format.
 
     A native checkpoint is checked to the last bit. `progress` is called with numbers of bytes as
-    they are checked, from several threads.
+    they are checked, from several threads. `storage_options` are the fsspec driver's.
 
     Raises:
         NotACheckpointError: there is no checkpoint at `url`.
@@ -43,7 +48,7 @@ def verify(url: str | os.PathLike[str], progress: Callable[[int], None] | None =
     """
     text = os.fspath(url)
     try:
-        with open_source(text) as source:
+        with open_source(text, storage_options) as source:
             files = len(source.catalog.files)
             found = _findings(source, progress)
             notes = (*found.notes, *_strays(source))
@@ -59,7 +64,7 @@ def verify(url: str | os.PathLike[str], progress: Callable[[int], None] | None =
     except UnsupportedError:
         raise
     except FormatError as error:
-        return _unreadable(text, error)
+        return _unreadable(text, error, storage_options)
 
 
 def _findings(source: Source, progress: Callable[[int], None] | None) -> Findings:
@@ -92,15 +97,15 @@ def _strays(source: Source) -> tuple[str, ...]:
     return tuple(f"{name} is in the folder and no part of the checkpoint" for name in strays)
 
 
-def _unreadable(url: str, error: FormatError) -> Report:
+def _unreadable(url: str, error: FormatError, options: Options) -> Report:
     """The report for a checkpoint whose description cannot be read."""
     checked = "only its description, which cannot be read"
-    if is_file(url):
+    if is_file(url, options):
         name = split_url(url)[1]
         kind = "safetensors" if name.endswith(SAFETENSORS) else "torch"
         kind = "ckpt" if name == MANIFEST else kind
         return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
-    with open_store(url) as store:
+    with open_store(url, options) as store:
         names = store.names()
         for name, kind in ((MANIFEST, "ckpt"), (DCP_METADATA, "dcp")):
             if name in names:

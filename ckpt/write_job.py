@@ -6,9 +6,9 @@ A job and its answer are JSON: they are names and numbers. Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from ckpt.bases import lender
 from ckpt.errors import StoreError
@@ -41,6 +41,8 @@ class WriteJob:
     """Whose part of the tensors this is, in their layouts."""
     layouts: str = ""
     """All tensors in their stored layouts, as a manifest has them: only for a base."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The driver's: secrets among them, which is why they are never shown."""
 
 
 def write(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> ShardSummary:
@@ -52,7 +54,7 @@ def write(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> Sh
     tensors = list(_outgoing(job, data, advance))
     lent = _lent(job)
     with (
-        open_store(job.url) as store,
+        open_store(job.url, job.options) as store,
         store.create(job.name, rewritable=bool(job.compress) or lent is not None) as file,
     ):
         deltas = job.compress == "delta"
@@ -66,7 +68,7 @@ def _lent(job: WriteJob) -> Lent | None:
     if job.base is None:
         return None
     wanted = load(job.layouts.encode(), "the layouts of a job", stored=False)
-    with lender(job.url, job.base) as found:
+    with lender(job.url, job.base, job.options) as found:
         return found.to(job.rank, wanted.tensors)
 
 

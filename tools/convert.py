@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tools.exit_codes import ExitCode
 from tools.progress import progress, tensor_bytes
+from tools.storage_options import Option, add_storage_options, mapping, storage_option
 from tools.text import count, json_text, printable, size
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
@@ -34,6 +35,8 @@ class Options:
     kind: str | None
     world_size: int | None
     as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+    dst_storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -76,6 +79,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         "sharded and local; any format but ckpt holds full tensors of 1 rank",
     )
     add("--json", dest="as_json", action="store_true", help="the summary as JSON")
+    add_storage_options(parser)
+    add(
+        "--dst-storage-option",
+        dest="dst_storage_options",
+        action="append",
+        metavar="KEY=VALUE",
+        type=storage_option,
+        help="tell only the driver of DST, and that none of the others",
+    )
 
 
 def run(options: Options) -> int:
@@ -83,7 +95,8 @@ def run(options: Options) -> int:
     from ckpt.converting import convert
 
     began = time.monotonic()
-    with progress("convert", lambda: tensor_bytes(options.src)) as advance:
+    told = mapping(options.storage_options)
+    with progress("convert", lambda: tensor_bytes(options.src, told)) as advance:
         report = convert(
             options.src,
             options.dst,
@@ -98,6 +111,8 @@ def run(options: Options) -> int:
             kind=options.kind,
             world_size=options.world_size,
             progress=advance,
+            storage_options=told,
+            dst_storage_options=mapping(options.dst_storage_options),
         )
     seconds = time.monotonic() - began
     left_out = tuple(report.left_out)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from tools.exit_codes import ExitCode
 from tools.progress import progress, tensor_bytes
+from tools.storage_options import Option, add_storage_options, mapping, storage_option
 from tools.text import count, json_text, printable, shortened, size
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Options:
     tensors_only: bool
     ignore_dtype: bool
     as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+    b_storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,13 +52,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--tensors-only", action="store_true", help="do not compare plain values")
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
+    add_storage_options(parser)
+    add(
+        "--b-storage-option",
+        dest="b_storage_options",
+        action="append",
+        metavar="KEY=VALUE",
+        type=storage_option,
+        help="tell only the driver of B, and that none of the others",
+    )
 
 
 def run(options: Options) -> int:
     """Print the differences; DIFFERENT where there is one."""
     from ckpt.diffing import diff
 
-    with progress("diff", lambda: tensor_bytes(options.a)) as advance:
+    told = mapping(options.storage_options)
+    with progress("diff", lambda: tensor_bytes(options.a, told)) as advance:
         found = diff(
             options.a,
             options.b,
@@ -67,6 +80,8 @@ def run(options: Options) -> int:
             values=not options.tensors_only,
             dtype=not options.ignore_dtype,
             progress=advance,
+            storage_options=told,
+            b_storage_options=mapping(options.b_storage_options),
         )
     if options.as_json:
         print(json_text({**asdict(found), "equal": found.equal}))

@@ -15,6 +15,7 @@ from ckpt.saved import join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from tools.exit_codes import ExitCode
+from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, count, json_text, printable, shortened, size
 
 SUMMARY = "show tensors, values and files of a checkpoint"
@@ -33,6 +34,7 @@ class Options:
     values: bool
     files: bool
     as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,6 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--values", action="store_true", help="show plain values too")
     add("--files", action="store_true", help="list the files")
     add("--json", dest="as_json", action="store_true", help="everything, as JSON")
+    add_storage_options(parser)
 
 
 def run(options: Options) -> int:
@@ -57,7 +60,7 @@ def run(options: Options) -> int:
 
     if options.depth is not None and options.depth < 1:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")
-    with open_source(options.url) as source:
+    with open_source(options.url, mapping(options.storage_options)) as source:
         catalog = source.catalog
         chosen = _chosen(options.patterns)
         if options.as_json:

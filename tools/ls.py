@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from ckpt.errors import NotACheckpointError
 from formats.catalog import Catalog
@@ -18,6 +18,7 @@ from formats.native.borrowed import beside
 from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import ExitCode
+from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, printable, size
 
 SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
@@ -33,6 +34,7 @@ class Options:
 
     url: str
     as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("url", metavar="FOLDER", nargs="?", default=".", help="default: here")
     parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
+    add_storage_options(parser)
 
 
 def run(options: Options) -> int:
@@ -62,11 +65,11 @@ def run(options: Options) -> int:
     from ckpt.sources import open_source
 
     try:
-        with open_source(options.url) as source:
+        with open_source(options.url, mapping(options.storage_options)) as source:
             _print_tensors(options, source.catalog)
             return ExitCode.FINE
     except (NotACheckpointError, FormatError):
-        rows = list(_checkpoints(options.url))
+        rows = list(_checkpoints(options.url, mapping(options.storage_options)))
         if not rows:
             raise
     if options.as_json:
@@ -114,13 +117,13 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
         print(line)
 
 
-def _checkpoints(url: str) -> Iterator[Row]:
+def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """The checkpoints directly in a folder, by name, numbers in names by value."""
     from ckpt.store import is_file, open_store
 
-    if is_file(url):
+    if is_file(url, told):
         return
-    with open_store(url) as store:
+    with open_store(url, told) as store:
         files = [
             name
             for name in store.names()
@@ -128,22 +131,22 @@ def _checkpoints(url: str) -> Iterator[Row]:
         ]
         names = sorted([*files, *store.folders()], key=_natural)
     for name in names:
-        row = _row(f"{url.removesuffix('/')}/{name}", name)
+        row = _row(f"{url.removesuffix('/')}/{name}", name, told)
         if row is not None:
             yield row
 
 
-def _row(url: str, name: str) -> Row | None:
+def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     """What is at a place; None where that is no checkpoint and never began to be one."""
     from ckpt.sources import open_source
     from ckpt.store import open_store
 
     try:
-        with open_source(url) as source:
+        with open_source(url, told) as source:
             catalog, missing = source.catalog, _missing(source.store, source.catalog)
             gone = [base for base in catalog.bases if not _is_there(source.store, base)]
     except NotACheckpointError:
-        with open_store(url) as store:
+        with open_store(url, told) as store:
             begun = any(_SHARD.fullmatch(file) for file in store.names())
         return Row(name, "ckpt", 0, 0, "", "", "unfinished") if begun else None
     except FormatError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
 
@@ -37,23 +37,28 @@ def progress(label: str, total: Callable[[], int | None]) -> Iterator[Progress |
         yield advance
 
 
-def file_bytes(url: str | os.PathLike[str]) -> int | None:
-    """The size of a checkpoint's files; None where it cannot be read, which others will report."""
+def file_bytes(url: str | os.PathLike[str], told: Mapping[str, object] | None = None) -> int | None:
+    """The size of a checkpoint's files; None where it cannot be read, which others will report.
+
+    `told` are the driver's options.
+    """
     from ckpt.sources import open_source
 
     try:
-        with open_source(url) as source:
+        with open_source(url, told) as source:
             return sum(file.size for file in source.catalog.files)
     except (CkptError, FormatError, OSError):
         return None
 
 
-def tensor_bytes(url: str | os.PathLike[str]) -> int | None:
+def tensor_bytes(
+    url: str | os.PathLike[str], told: Mapping[str, object] | None = None
+) -> int | None:
     """The size of a checkpoint's tensors; None where it cannot be read."""
     from ckpt.sources import open_source
 
     try:
-        with open_source(url) as source:
+        with open_source(url, told) as source:
             return source.catalog.nbytes
     except (CkptError, FormatError, OSError):
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tools.exit_codes import ExitCode
+from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import printable
 
 SUMMARY = "delete checkpoints of ckpt's own format, unless others borrow from them"
@@ -16,11 +17,13 @@ class Options:
     """What to delete."""
 
     urls: list[str]
+    storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs, in order")
+    add_storage_options(parser)
 
 
 def run(options: Options) -> int:
@@ -28,6 +31,6 @@ def run(options: Options) -> int:
     from ckpt.deleting import delete
 
     for url in options.urls:
-        delete(url)
+        delete(url, storage_options=mapping(options.storage_options))
         print(f"deleted {printable(url)}")
     return ExitCode.FINE

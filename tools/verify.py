@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from ckpt.report import Report
 from tools.exit_codes import ExitCode
 from tools.progress import file_bytes, progress
+from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import count, json_text, printable, size
 
 SUMMARY = "check every checksum, file and size; without the model's code"
@@ -20,20 +21,23 @@ class Options:
 
     url: str
     as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("url", metavar="CHECKPOINT", help="a path or URL")
     parser.add_argument("--json", dest="as_json", action="store_true", help="the report as JSON")
+    add_storage_options(parser)
 
 
 def run(options: Options) -> int:
     """Print the report; DIFFERENT where something is wrong."""
     from ckpt.verifying import verify
 
-    with progress("verify", lambda: file_bytes(options.url)) as advance:
-        report = verify(options.url, advance)
+    told = mapping(options.storage_options)
+    with progress("verify", lambda: file_bytes(options.url, told)) as advance:
+        report = verify(options.url, advance, storage_options=told)
     if options.as_json:
         print(json_text({**asdict(report), "sound": report.sound}))
     else:

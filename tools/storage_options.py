@@ -1,0 +1,45 @@
+"""`-o KEY=VALUE`: what the fsspec driver of a URL is told."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Option: TypeAlias = tuple[str, object]
+"""A name and a value."""
+
+
+def add_storage_options(parser: ArgumentParser) -> None:
+    """Declare `-o`, which every command has whose arguments may be URLs."""
+    parser.add_argument(
+        "-o",
+        "--storage-option",
+        dest="storage_options",
+        action="append",
+        metavar="KEY=VALUE",
+        type=storage_option,
+        help="tell the fsspec driver of a URL, as in storage_options=; VALUE is JSON or else text "
+        "(example: -o anon=true); repeatable",
+    )
+
+
+def storage_option(text: str) -> Option:
+    """The name and the value in an argument, for argparse.
+
+    >>> storage_option("anon=true"), storage_option("key=abc"), storage_option('key="12"')
+    (('anon', True), ('key', 'abc'), ('key', '12'))
+    """
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ArgumentTypeError("a storage option is KEY=VALUE")  # without it: it may be a secret
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def mapping(options: Iterable[Option] | None) -> dict[str, object] | None:
+    """The options as the library takes them; None where there were none."""
+    return None if options is None else dict(options)
