@@ -54,6 +54,9 @@ class Ranks:
         self.mesh = _world(1)
         """The processes by their rank in the default group, which is what layouts speak of."""
         self.is_subgroup = group is not None
+        self.told: tuple[int, str] | None = None
+        """The failure that the ranks agreed on: the rank and the class of its error. The same on
+        all of them, also where several failed."""
         self._group = group
         self._device: torch.device | None = None
         import torch.distributed as dist
@@ -93,6 +96,7 @@ class Ranks:
         """
         if self.alone:
             if error is not None:
+                self.told = (self.rank, type(error).__name__)
                 raise error
             return Agreement(tuple(True for _ in hashes), number)
         # The maximum over ranks of x and of -x are equal and opposite exactly when all x are equal.
@@ -202,6 +206,7 @@ class Ranks:
     def _raise(self, stage: str, failed: int, error: BaseException | None) -> None:
         said = f"{type(error).__name__}\n{error}" if error is not None else ""
         name, _, message = self.broadcast(said.encode(), failed).decode().partition("\n")
+        self.told = (failed, name)
         other = self.rank_error(stage, failed, name, message)
         raise other if error is None else error
 
