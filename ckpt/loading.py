@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpt.bites import Fits
 from ckpt.budget import memory_budget
+from ckpt.errors import StoreError
 from ckpt.fills import Fill, Planning, read_fills
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
@@ -84,6 +85,7 @@ def load(
             DamagedLoadError that names the tensors touched so far.
         PartialLoadError: reading failed half-way for another reason; it names the tensors too.
         NotACheckpointError: there is none at `url`.
+        StoreError: the ranks opened different checkpoints, as when it was replaced meanwhile.
         RankError: another rank failed; its number and error are named.
 
     >>> import ckpt, tempfile, torch
@@ -122,10 +124,15 @@ def load(
         here, agreed = ranks.compare(
             "matching the checkpoint with the target",
             matching,
-            lambda found: (mark(found.match), len(found.planned)),
-            2,
+            lambda found: (mark(found.match), len(found.planned), found.source.mark),
+            3,
         )
         source, matched, budget, exchanges, plans = here
+        if not agreed.same[2]:
+            raise StoreError(
+                f"{source.url}: the ranks opened different checkpoints: it was replaced meanwhile, "
+                "or they were given different ones; nothing was touched: load again"
+            )
         if plans and agreed.same[1]:  # every rank has planned, and nothing differs anywhere
             planned = plans[0]
         else:

@@ -26,6 +26,12 @@ class Source:
     store: Store
     catalog: Catalog
 
+    @property
+    def mark(self) -> int:
+        """Of a native checkpoint, a number that no other one has, nor one that replaced it."""
+        described = self.catalog.files[0] if self.catalog.format == "ckpt" else None
+        return int(described.digest[:15], 16) if described is not None else 0
+
 
 @contextmanager
 def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterator[Source]:

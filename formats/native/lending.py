@@ -15,7 +15,14 @@ from dataclasses import replace
 from formats.errors import HostileError
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.chunk_table import read_root
-from formats.native.manifest import MANIFEST, MAX_BASES, MAX_MANIFEST_BYTES, StoredTensor, load
+from formats.native.manifest import (
+    MANIFEST,
+    MAX_BASES,
+    MAX_MANIFEST_BYTES,
+    StoredTensor,
+    digest_in,
+    load,
+)
 from formats.native.opened_shard import Part, Shard
 from formats.native.reader import Shards
 from formats.native.shard import RECORD
@@ -37,7 +44,7 @@ class Lender:
         self._reader = reader
         self._manifest = load(data, f"{reader.url}/{MANIFEST}")
         self._shards = Shards(reader, self._manifest)
-        self.mark = data[11:43].decode()
+        self.mark = digest_in(data)
         """The digest of its manifest: 32 hex digits."""
         self.bases = bases_of(folder, self._manifest)
         """The bases of a checkpoint that borrows from it, by their numbers."""

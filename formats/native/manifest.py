@@ -167,6 +167,11 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
         raise FormatError(f"{file}: not JSON: {error}") from error
 
 
+def digest_in(data: bytes) -> str:
+    """The digest that a manifest's bytes begin with: no two checkpoints have the same."""
+    return data[len(_PREFIX) : len(_PREFIX) + 32].decode("ascii")
+
+
 def _compact(value: Json) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 

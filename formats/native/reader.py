@@ -19,6 +19,7 @@ from formats.native.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     StoredTensor,
+    digest_in,
     load,
 )
 from formats.native.opened_shard import Expected, Part, Shard
@@ -35,7 +36,8 @@ def read(reader: Reader) -> Catalog:
         raise HostileError(
             f"{reader.url}/{MANIFEST}: {size} bytes; none has more than {MAX_MANIFEST_BYTES}"
         )
-    manifest = load(reader.read(MANIFEST, 0, size), f"{reader.url}/{MANIFEST}")
+    data = reader.read(MANIFEST, 0, size)
+    manifest = load(data, f"{reader.url}/{MANIFEST}")
     shards = Shards(reader, manifest)
     return Catalog(
         format="ckpt",
@@ -47,7 +49,7 @@ def read(reader: Reader) -> Catalog:
         },
         tree=manifest.tree,
         files=(
-            FileRecord(MANIFEST, size),
+            FileRecord(MANIFEST, size, digest_in(data)),
             *(FileRecord(file.name, file.size, file.digest) for file in manifest.files),
         ),
         aliases=manifest.aliases,

@@ -321,3 +321,21 @@ def unavailable(folder: str) -> None:
 def test_all_ranks_are_told_that_there_is_no_checkpoint(clusters: Callable, tmp_path: Path) -> None:
     _, errors = failures(clusters(2), unavailable, str(tmp_path / "nowhere"))
     assert [errors[rank][0] for rank in range(2)] == ["NotACheckpointError"] * 2
+
+
+def load_different(folder: str) -> list[float]:
+    own = "new" if dist.get_rank() else "old"
+    target = {"w": torch.zeros(3)}
+    with pytest.raises(ckpt.CkptError, match="the ranks opened different checkpoints"):
+        ckpt.load(f"{folder}/{own}", target)
+    ckpt.load(f"{folder}/new", target)  # the group is in step
+    return target["w"].tolist()
+
+
+def test_ranks_that_see_different_checkpoints_do_not_load_a_mix(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    """As when one is replaced while a slow rank opens it: their names and shapes are the same."""
+    for value, name in enumerate(("old", "new")):
+        ckpt.save(tmp_path / name, {"w": torch.full((3,), float(value))})
+    assert clusters(2).run(load_different, str(tmp_path)) == [[1.0] * 3] * 2
