@@ -13,13 +13,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.store import Options, Store, open_store, split_url
 from formats.errors import FormatError
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
-from formats.native.manifest import MANIFEST, Base, load
+from formats.native.manifest import MANIFEST, MAX_MANIFEST_BYTES, Base, load
 
 SHOWN_NAMES = 5
 HEAD_BYTES = 128
@@ -84,6 +85,15 @@ def borrowed_from(
         return kept(found.bases, used[found.mark])
 
 
+def is_as_it_was(base: str, mark: str, options: Options = None) -> bool:
+    """Whether the manifest of a base is still the one with this mark."""
+    with open_store(base, options) as store:
+        try:
+            return store.read_whole(MANIFEST, MAX_MANIFEST_BYTES)[11:43] == mark.encode()
+        except FileNotFoundError:
+            return False
+
+
 def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
     """Raise InUseError when a checkpoint beside this one borrows from it."""
     found = borrowers(url, options)
@@ -103,19 +113,67 @@ def borrowers(url: str | os.PathLike[str], options: Options = None) -> list[str]
         return [folder for folder in store.folders() if _borrows(store, folder, name)]
 
 
+@dataclass(frozen=True, slots=True)
+class Loans:
+    """What checkpoints side by side have borrowed from one another."""
+
+    files: frozenset[tuple[str, str]]
+    """Folder and file."""
+    damaged: tuple[bytes, ...]
+    """Manifests that nobody can read: what they seem to name is taken to be borrowed."""
+
+    def cover(self, folder: str, file: str) -> bool:
+        """Whether somebody needs this file."""
+        named = _quoted(folder)
+        return (folder, file) in self.files or any(named in data for data in self.damaged)
+
+
+def loans(parent: Store) -> Loans:
+    """The loans among the checkpoints whose folders lie directly in `parent`."""
+    files: set[tuple[str, str]] = set()
+    damaged = []
+    for folder in parent.folders():
+        found = _bases_of(parent, folder)
+        if isinstance(found, bytes):
+            damaged.append(found)
+        else:
+            files |= {(base.folder, file.name) for base in found for file in base.files}
+    return Loans(frozenset(files), tuple(damaged))
+
+
+def loans_beside(url: str | os.PathLike[str], options: Options = None) -> tuple[Loans, str]:
+    """The loans among a checkpoint and those beside it, and the name of its folder."""
+    parent, name = split_url(_whole(url))
+    with open_store(parent, options) as store:
+        return loans(store), name
+
+
 def _borrows(store: Store, folder: str, name: str) -> bool:
+    found = () if folder == name else _bases_of(store, folder)
+    if isinstance(found, bytes):  # it is taken at its word
+        return _quoted(name) in found
+    return any(base.folder == name for base in found)
+
+
+def _bases_of(store: Store, folder: str) -> tuple[Base, ...] | bytes:
+    """What the checkpoint in a folder borrows from; its whole manifest where that is damaged."""
     manifest = f"{folder}/{MANIFEST}"
-    if folder == name or not store.exists(manifest):
-        return False
-    size = store.size(manifest)
-    if b'"version":1,' in store.read(manifest, 0, min(size, HEAD_BYTES)):
-        return False
-    data = store.read(manifest, 0, size)
     try:
-        bases = load(data, f"{store.url}/{manifest}").bases
-    except FormatError:  # damaged: it is taken at its word
-        return json.dumps(name).encode() in data
-    return any(base is not None and base.folder == name for base in bases)
+        size = store.size(manifest)
+        if b'"version":1,' in store.read(manifest, 0, min(size, HEAD_BYTES)):
+            return ()
+        data = store.read(manifest, 0, size)
+    except FileNotFoundError:
+        return ()
+    try:
+        return tuple(base for base in load(data, f"{store.url}/{manifest}").bases if base)
+    except FormatError:
+        return data
+
+
+def _quoted(folder: str) -> bytes:
+    """The name of a folder as a manifest has it."""
+    return json.dumps(folder).encode()
 
 
 def _whole(url: str | os.PathLike[str]) -> str:

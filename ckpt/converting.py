@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -23,7 +24,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ckpt.commit import committed_files
+from ckpt.bases import check_unused
+from ckpt.commit import commit, now
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.outgoing import Streams, outgoing
@@ -32,7 +34,7 @@ from ckpt.sources import Source, open_source
 from ckpt.store import Options, Store, is_file, open_store, split_url
 from ckpt.version import __version__
 from formats import huggingface, safetensors_file
-from formats.native.manifest import MANIFEST, Manifest, dump
+from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
@@ -177,9 +179,11 @@ def write_native(
     store: Store, state: Streams, division: Division, overwrite: bool, compress: bool
 ) -> None:
     """A committed native checkpoint whose files hold what the division says, rank by rank."""
-    if not overwrite and store.exists(MANIFEST):
-        raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
-    old = committed_files(store) if overwrite else []
+    if store.exists(MANIFEST):
+        if not overwrite:
+            raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+        check_unused(store.url, store.options)
+    began = now()
     attempt = secrets.token_hex(8)
     files = []
     try:
@@ -197,14 +201,12 @@ def write_native(
             "world_size": str(division.world_size),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        manifest = dump(Manifest(division.stored, state.aliases, state.tree, files, writer))
+        manifest = Manifest(division.stored, state.aliases, state.tree, files, writer)
     except BaseException:
         for written in files:
             store.delete(written.name)
         raise
-    store.commit(MANIFEST, manifest, replace=overwrite)
-    for name in old:
-        store.delete(name)
+    commit(store, manifest, began, overwrite)
 
 
 def _write_file(
@@ -254,6 +256,8 @@ def _fresh_folder(target: str, options: Options, overwrite: bool) -> Iterator[st
     """A folder to write into that becomes `target` when the block ends well (rule 1)."""
     with open_store(target, options) as store:
         occupied = bool(store.names() or store.folders())
+        if overwrite and store.exists(MANIFEST):
+            check_unused(target, store.options)
     local = Path(target.removeprefix("file://"))
     if "://" in target and not target.startswith("file://"):
         if occupied:
@@ -271,17 +275,38 @@ def _fresh_folder(target: str, options: Options, overwrite: bool) -> Iterator[st
     try:
         yield str(fresh)
         fresh.mkdir(exist_ok=True)  # nothing to write is an empty folder
-        if local.exists():
+        if local.exists() and not _exchange(fresh, local):
             local.rename(old)
-        fresh.rename(local)
+        if not local.exists():
+            fresh.rename(local)
         with open_store(str(local.parent)) as parent:
             parent.flush()
-        shutil.rmtree(old, ignore_errors=True)
+        for rest in (fresh, old):
+            shutil.rmtree(rest, ignore_errors=True)
     except BaseException:
         if old.exists() and not local.exists():
             old.rename(local)
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """True when two folders have got one another's names, at one moment; Linux can.
+
+    Two renames would leave a moment in which there is nothing under the name.
+    """
+    if _renameat2 is None:
+        return False
+    here, names = -100, (os.fsencode(one), os.fsencode(other))  # AT_FDCWD, <fcntl.h>
+    return bool(_renameat2(here, names[0], here, names[1], 2) == 0)  # RENAME_EXCHANGE, <linux/fs.h>
+
+
+_renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+if _renameat2 is not None:
+    _renameat2.argtypes = (
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p),
+        ctypes.c_uint,
+    )
 
 
 def _check_apart(source: Source, target: str, chosen: Format) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckpt.bases import check_unused
+from ckpt.commit import withdraw
 from ckpt.errors import NotACheckpointError
 from ckpt.store import Options, open_store
 from formats.native.manifest import MANIFEST, load
@@ -34,9 +34,7 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
             raise NotACheckpointError(f"{store.url}: no checkpoint of ckpt's own format is here")
         data = store.read(MANIFEST, 0, store.size(MANIFEST))
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
-        check_unused(url, storage_options)
-        store.delete(MANIFEST)
-        store.flush()
+        withdraw(store, data)
         for name in files:
             store.delete(name)
         store.remove_if_empty()

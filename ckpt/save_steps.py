@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 from warnings import warn
@@ -18,8 +17,8 @@ from warnings import warn
 import torch
 
 from ckpt.bases import borrowed_from, check_unused, folder_beside
-from ckpt.commit import committed_files
-from ckpt.errors import ExistsError, StateError, StoreError
+from ckpt.commit import commit, now
+from ckpt.errors import ExistsError, StateError
 from ckpt.flatten import FlatState, flatten
 from ckpt.own_parts import OwnPart, own_parts
 from ckpt.ranks import HASH_BITS, Ranks
@@ -27,7 +26,7 @@ from ckpt.save_plan import Described, check_members, stored_layouts
 from ckpt.store import Store
 from ckpt.together import described_by, summary, together
 from ckpt.version import __version__
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
+from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
 from sharding.layout import Mesh
 
@@ -60,6 +59,8 @@ class Plan:
     number: int
     """The attempt's, the same on every rank."""
     settings: Settings
+    began: float
+    """When nothing of it had been written yet, by `ckpt.commit.now`."""
 
     @property
     def file_name(self) -> str:
@@ -86,6 +87,7 @@ def agreed_plan(
         check_members(described_by(flat).tensors, ranks.mesh)
         return flat
 
+    began = now()
     mark = repr((settings.compress, settings.base)).encode()
     held = together(ranks, "describing the state", described, mark, secrets.randbits(HASH_BITS))
     whole = held.whole
@@ -99,6 +101,7 @@ def agreed_plan(
         ranks.rank,
         held.number,
         settings,
+        began,
     )
 
 
@@ -158,8 +161,6 @@ def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
             files.append(summary.named(plan.file_of(rank), plan.mesh.rank((rank,))))
             if summary.used:
                 used[summary.base_mark] = used.get(summary.base_mark, 0) | summary.used
-    _check_all_are_seen(store, files)
-    old = committed_files(store) if settings.overwrite else []
     writer = {
         "ckpt": __version__,
         "torch": torch.__version__,
@@ -171,18 +172,5 @@ def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
     bases = borrowed_from(store.url, base, used, options) if base is not None else ()
     d = plan.described
     manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
-    store.commit(MANIFEST, dump(manifest), replace=settings.overwrite)
-    for name in old:
-        with suppress(OSError):  # the new checkpoint is there; left-overs only take space
-            store.delete(name)
-
-
-def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> None:
-    """Raise StoreError when ranks wrote to a place of their own that has the same name."""
-    names = set(store.names()) if files else set()
-    unseen = [file.rank for file in files if file.name not in names]
-    if unseen:
-        raise StoreError(
-            f"{store.url}: rank 0 does not see what ranks {unseen[:8]} wrote, "
-            f"{len(unseen)} of {len(files)} files: save to a disk that all ranks share"
-        )
+    lender = None if base is None or not used else (base, next(iter(used)))
+    commit(store, manifest, plan.began, settings.overwrite, lender)

@@ -1,0 +1,67 @@
+"""Processes to be killed in, one set for each trial, at the cost of a fork."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+import pytest
+
+from tests.faults.steps import Kill
+from tests.faults.zygote import LIMIT_SECONDS, Ended, Job
+
+START = "import sys; sys.path[:] = sys.argv[2:]; from tests.faults.zygote import main; main()"
+
+
+class Jobs:
+    """Runs commands on ranks of their own, and says how each ended and what steps it took."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._count = 0
+        with Listener(f"{folder}/socket", family="AF_UNIX") as listener:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, f"{folder}/socket", *sys.path],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            self._connection: Connection = listener.accept()
+
+    def run(
+        self,
+        name: str,
+        folder: str,
+        world_size: int = 1,
+        kill: Kill | None = None,
+        watched: bool = True,
+        **arguments: object,
+    ) -> tuple[list[Ended], list[str]]:
+        """How each rank ended, and the steps as `rank0 3 fsync NAME`, in order."""
+        self._count += 1
+        scratch = Path(self._folder, str(self._count))
+        scratch.mkdir()
+        self._connection.send(
+            Job(name, arguments, world_size, folder, str(scratch), kill, watched=watched)
+        )
+        if not self._connection.poll(LIMIT_SECONDS + 30):
+            self.close()
+            raise TimeoutError(f"{name}: no answer")
+        ended = self._connection.recv()
+        steps = scratch / "steps"
+        return ended, steps.read_text().splitlines() if steps.exists() else []
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Jobs]:
+    """Where commands are run to be killed."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-jobs-") as folder:
+        found = Jobs(folder)
+        yield found
+        found.close()
