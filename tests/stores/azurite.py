@@ -42,24 +42,20 @@ def started(folder: Path) -> Iterator[Server]:
     assert node is not None
     with running((node, str(PROGRAM), *where, *quiet), log) as process:
         wait_until(lambda: answers(port), process, log)
-        server = at(f"http://{HOST}:{port}")
+        endpoint = f"http://{HOST}:{port}"
+        connection = (
+            f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
+            f"BlobEndpoint={endpoint}/{ACCOUNT};"
+        )
+        server = Server(
+            "azurite",
+            "az",
+            endpoint,
+            {"connection_string": connection},
+            {"AZURE_STORAGE_CONNECTION_STRING": connection},
+        )
         _create_container(server)
         yield server
-
-
-def at(endpoint: str) -> Server:
-    """The emulator at an address: its own, or that of a proxy in front of it."""
-    connection = (
-        f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
-        f"BlobEndpoint={endpoint}/{ACCOUNT};"
-    )
-    return Server(
-        "azurite",
-        "az",
-        endpoint,
-        {"connection_string": connection},
-        {"AZURE_STORAGE_CONNECTION_STRING": connection},
-    )
 
 
 def _create_container(server: Server) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.stores.child import HOST
@@ -31,18 +31,24 @@ class Server:
         """The URL of a folder in the bucket."""
         return f"{self.protocol}://{self.bucket}/{folder}"
 
+    def at(self, endpoint: str) -> Server:
+        """The same server by another address: that of a proxy in front of it."""
+
+        def moved(value: Any) -> Any:
+            return value.replace(self.endpoint, endpoint) if isinstance(value, str) else value
+
+        return replace(
+            self,
+            endpoint=endpoint,
+            options={key: moved(value) for key, value in self.options.items()},
+            environment={key: moved(value) for key, value in self.environment.items()},
+        )
+
 
 def s3_server(name: str, port: int, key: str, secret: str) -> Server:
     """An S3 server on a port of this machine; its bucket is made here."""
     endpoint = f"http://{HOST}:{port}"
-    server = s3_at(name, endpoint, key, secret)
-    s3_client(server).create_bucket(Bucket=server.bucket)
-    return server
-
-
-def s3_at(name: str, endpoint: str, key: str, secret: str) -> Server:
-    """The same server by another address: that of a proxy in front of it, say."""
-    return Server(
+    server = Server(
         name,
         "s3",
         endpoint,
@@ -59,10 +65,12 @@ def s3_at(name: str, endpoint: str, key: str, secret: str) -> Server:
             "AWS_DEFAULT_REGION": REGION,
         },
     )
+    s3_client(server).create_bucket(Bucket=server.bucket)
+    return server
 
 
 def s3_client(server: Server) -> Any:
-    """A client by another library than the drivers': for making buckets, and for looking."""
+    """A client of another library than the drivers', to make buckets and to look; tries once."""
     import boto3
     from botocore.config import Config
 
@@ -72,5 +80,9 @@ def s3_client(server: Server) -> Any:
         aws_access_key_id=server.options["key"],
         aws_secret_access_key=server.options["secret"],
         region_name=REGION,
-        config=Config(s3={"addressing_style": "path"}),
+        config=Config(
+            s3={"addressing_style": "path"},
+            retries={"total_max_attempts": 1},
+            response_checksum_validation="when_required",
+        ),
     )
