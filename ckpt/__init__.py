@@ -23,6 +23,7 @@ check_neighbours()
 
 if TYPE_CHECKING:
     from ckpt import state_dict
+    from ckpt.collecting import LeftOver, gc
     from ckpt.converting import convert
     from ckpt.deleting import delete
     from ckpt.diffing import diff
@@ -58,6 +59,8 @@ _WHERE = {
     "TensorHandle": "ckpt.lazy",
     "convert": "ckpt.converting",
     "delete": "ckpt.deleting",
+    "gc": "ckpt.collecting",
+    "LeftOver": "ckpt.collecting",
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
     "CkptError": "ckpt.errors",
@@ -89,6 +92,7 @@ __all__ = [
     "FormatError",
     "HostileError",
     "InUseError",
+    "LeftOver",
     "MismatchError",
     "NotACheckpointError",
     "PartialLoadError",
@@ -103,6 +107,7 @@ __all__ = [
     "convert",
     "delete",
     "diff",
+    "gc",
     "load",
     "open",
     "read",

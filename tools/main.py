@@ -22,7 +22,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from ckpt.errors import InUseError
 from ckpt.version import __version__
-from tools import convert, diff, inspect, ls, rm, verify
+from tools import convert, diff, gc, inspect, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.text import printable
 
@@ -64,6 +64,7 @@ _COMMANDS = (
     _Command("diff", diff.SUMMARY, diff.Options, diff.add_arguments, diff.run),
     _Command("convert", convert.SUMMARY, convert.Options, convert.add_arguments, convert.run),
     _Command("rm", rm.SUMMARY, rm.Options, rm.add_arguments, rm.run),
+    _Command("gc", gc.SUMMARY, gc.Options, gc.add_arguments, gc.run),
 )
 
 

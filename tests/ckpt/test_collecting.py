@@ -1,0 +1,142 @@
+"""`ckpt.gc` finds what is part of nothing, and nothing else."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.collecting import FOLDER, PART, SHARD
+
+ATTEMPT = "0123456789abcdef"
+SHARD_NAME = f"{ATTEMPT}-00000.safetensors"
+STRANGERS = (
+    "model.safetensors",
+    "0123456789abcdef-0000.safetensors",
+    "0123456789ABCDEF-00000.safetensors",
+    "0123456789abcdef-00000.safetensors.bak",
+    ".notes.txt.01234567.part",
+    ".model.safetensors.part",
+    ".model.safetensors.0123456.part",
+    "model.safetensors.01234567.part",
+    "notes.txt",
+)
+"""What resembles what we write, and is not that."""
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300,), float(step)), "frozen": torch.ones(50_000), "step": step}
+
+
+def names(found: list[ckpt.LeftOver], root: Path) -> set[str]:
+    return {os.path.relpath(os.path.join(one.folder, one.name).rstrip("/"), root) for one in found}
+
+
+def age(path: Path, hours: float) -> None:
+    """Make a file look older than it is."""
+    then = time.time() - hours * 3600
+    os.utime(path, (then, then))
+
+
+def fill(folder: Path, *files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (folder / name).write_bytes(b"xyz")
+
+
+def test_left_overs_are_listed_beside_checkpoints_and_instead_of_them(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", state(1))
+    parts = (f".{SHARD_NAME}.01234567.part", ".manifest.json.89abcdef.part")
+    fill(tmp_path / "a", SHARD_NAME, *parts, *STRANGERS)
+    fill(tmp_path / "b", SHARD_NAME)
+    fill(tmp_path, f".model.safetensors.{'0' * 8}.part")
+    fill(tmp_path / ".hf.01234567.part", "model-00001.safetensors", "model.safetensors.index.json")
+    expected = {f"a/{SHARD_NAME}": SHARD, f"b/{SHARD_NAME}": SHARD, ".hf.01234567.part": FOLDER}
+    expected |= {f"a/{part}": PART for part in parts}
+    expected |= {f".model.safetensors.{'0' * 8}.part": PART}
+    found = ckpt.gc(tmp_path, older_than=0)
+    assert names(found, tmp_path) == set(expected)
+    assert sorted(one.kind for one in found) == sorted(expected.values())
+    assert all(one.is_old and not one.was_removed for one in found)
+    assert names(ckpt.gc(tmp_path / "a"), tmp_path) == {n for n in expected if n.startswith("a/")}
+
+
+def test_only_old_ones_are_removed_and_only_on_request(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", state(1))
+    committed = set((tmp_path / "a").iterdir())
+    fill(tmp_path / "a", SHARD_NAME, "notes.txt")
+    fill(tmp_path / "b", SHARD_NAME)
+    for path in [*committed, tmp_path / "a" / SHARD_NAME]:
+        age(path, 26)
+    age(tmp_path / "b" / SHARD_NAME, 24.5)
+    for delete in (False, True):
+        found = ckpt.gc(tmp_path, delete=delete)
+        told = {one.folder[-1]: (one.is_old, one.was_removed) for one in found}
+        assert told == {"a": (True, delete), "b": (False, False)}
+    assert set((tmp_path / "a").iterdir()) == {*committed, tmp_path / "a" / "notes.txt"}
+    assert ckpt.verify(tmp_path / "a").sound
+    (removed,) = ckpt.gc(tmp_path, delete=True, older_than=24 * 3600)
+    assert removed.was_removed
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_files_of_a_deleted_base_stay_while_somebody_borrows_from_them(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", state(1))
+    ckpt.save(tmp_path / "b", state(2), base=tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
+    for place in (tmp_path, tmp_path / "a"):
+        assert ckpt.gc(place, older_than=0, delete=True) == []
+    assert ckpt.verify(tmp_path / "b").sound
+    manifest = tmp_path / "b" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-1])  # it may still be put right
+    assert ckpt.gc(tmp_path, older_than=0, delete=True) == []
+    manifest.unlink()
+    assert {one.folder[-1] for one in ckpt.gc(tmp_path, older_than=0, delete=True)} == {"a", "b"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_over_beside_a_damaged_manifest(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", state(1))
+    manifest = tmp_path / "a" / "manifest.json"
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:-1])
+    assert ckpt.gc(tmp_path, older_than=0, delete=True) == []
+    manifest.write_bytes(data)
+    assert ckpt.verify(tmp_path / "a").sound
+
+
+def test_a_folder_that_was_moved_away_is_left_over_when_the_new_one_is_there(
+    tmp_path: Path,
+) -> None:
+    fill(tmp_path / ".hf.01234567.old", "model.safetensors")
+    assert ckpt.gc(tmp_path, older_than=0, delete=True) == []
+    fill(tmp_path / "hf", "model.safetensors")
+    (found,) = ckpt.gc(tmp_path, older_than=0, delete=True)
+    assert (found.kind, found.was_removed) == (FOLDER, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+def test_a_folder_with_something_else_in_it_is_no_left_over(tmp_path: Path) -> None:
+    fill(tmp_path / ".hf.01234567.part", "model.safetensors", "thesis.tex")
+    assert ckpt.gc(tmp_path, older_than=0) == []
+
+
+def test_a_live_save_that_loses_its_file_fails_and_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpt import save_steps
+
+    write = save_steps.commit
+
+    def collected_before(*arguments: Any) -> None:
+        (found,) = ckpt.gc(tmp_path, older_than=0, delete=True)
+        assert found.was_removed
+        write(*arguments)
+
+    monkeypatch.setattr(save_steps, "commit", collected_before)
+    with pytest.raises(OSError, match="somebody has removed them"):
+        ckpt.save(tmp_path / "a", state(1))
+    assert not (tmp_path / "a" / "manifest.json").exists()

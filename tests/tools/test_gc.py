@@ -1,0 +1,43 @@
+"""`ckpt gc`."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ckpt
+
+Run = Callable[..., Any]
+SHARD_NAME = "0123456789abcdef-00000.safetensors"
+
+
+def test_the_command_lists_and_deletes(saved: Path, run: Run) -> None:
+    assert run("gc", saved.parent).out == "0 left-overs, 0 B\n"
+    left = saved / SHARD_NAME
+    left.write_bytes(b"xyz")
+    os.utime(left, (time.time() - 3 * 3600,) * 2)
+    shown = run("gc", saved.parent).out.splitlines()
+    assert shown[0].split() == ["NAME", "KIND", "SIZE", "AGE", "STATE"]
+    assert shown[1].split(None, 6)[1:] == [
+        "shard",
+        "3",
+        "B",
+        "3",
+        "h",
+        "young: perhaps being saved",
+    ]
+    assert shown[2] == "0 left-overs, 0 B"
+    ended = run("gc", saved, "--older-than", "2h", "--json")
+    (one,) = json.loads(ended.out)["left_overs"]
+    assert (one["name"], one["is_old"], one["was_removed"]) == (SHARD_NAME, True, False)
+    assert run("gc", saved, "--older-than", "2h").out.endswith("; --delete removes them\n")
+    ended = run("gc", saved, "--older-than", "2h", "--delete")
+    assert ended.code == 0
+    assert ended.out.endswith("1 left-over removed, 3 B\n")
+    assert ckpt.verify(saved).sound
+
+
+def test_an_age_that_is_none_is_a_usage_error(saved: Path, run: Run) -> None:
+    assert run("gc", saved, "--older-than", "soon").code == 2

@@ -1,0 +1,111 @@
+"""`ckpt gc`: what saves and conversions that did not end have left; removed only on request."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from tools.exit_codes import ExitCode
+from tools.storage_options import Option, add_storage_options, mapping
+from tools.text import columns, count, json_text, printable, size
+
+if TYPE_CHECKING:
+    from ckpt.collecting import LeftOver
+
+SUMMARY = "list what unfinished saves have left behind, and remove it with --delete"
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where to look, and what to do about it."""
+
+    url: str
+    delete: bool
+    older_than: float | None
+    as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "url", metavar="FOLDER", help="a checkpoint or a folder of checkpoints, as a path or URL"
+    )
+    parser.add_argument("--delete", action="store_true", help="remove what is old enough")
+    parser.add_argument(
+        "--older-than",
+        metavar="AGE",
+        type=duration,
+        help="what counts as old, as 90m, 2h or 3d; default 25h, when no save can need it any "
+        "more. With less, a save that is under way may fail with an error",
+    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
+    add_storage_options(parser)
+
+
+def duration(text: str) -> float:
+    """Seconds, for argparse.
+
+    >>> duration("90m"), duration("1.5d"), duration("0")
+    (5400.0, 129600.0, 0.0)
+    """
+    matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if not matched:
+        raise ArgumentTypeError(f"{text!r} is no age; say 90m, 2h or 3d")
+    return float(matched[1]) * SECONDS[matched[2] or "s"]
+
+
+def run(options: Options) -> int:
+    """Print the list."""
+    from ckpt.collecting import gc
+
+    found = gc(
+        options.url,
+        delete=options.delete,
+        older_than=options.older_than,
+        storage_options=mapping(options.storage_options),
+    )
+    if options.as_json:
+        print(json_text({"url": options.url, "left_overs": [asdict(one) for one in found]}))
+        return ExitCode.FINE
+    rows = [
+        (printable(_path(one)), one.kind, size(one.nbytes), _age(one.age_seconds), _state(one))
+        for one in found
+    ]
+    for line in columns([("NAME", "KIND", "SIZE", "AGE", "STATE"), *rows], right=[2, 3]):
+        if rows:
+            print(line)
+    print(_sum(found, options.delete))
+    return ExitCode.FINE
+
+
+def _path(one: LeftOver) -> str:
+    return f"{one.folder}/{one.name}".rstrip("/")
+
+
+def _state(one: LeftOver) -> str:
+    if one.was_removed:
+        return "removed"
+    return "left over" if one.is_old else "young: perhaps being saved"
+
+
+def _age(seconds: float) -> str:
+    """An age in its largest unit."""
+    for letter, unit in reversed(SECONDS.items()):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {letter}"
+    return "0 s"
+
+
+def _sum(found: Sequence[LeftOver], delete: bool) -> str:
+    if delete:
+        gone = [one for one in found if one.was_removed]
+        return f"{count(len(gone), 'left-over')} removed, {size(sum(one.nbytes for one in gone))}"
+    old = [one for one in found if one.is_old]
+    hint = "; --delete removes them" if old else ""
+    total = size(sum(one.nbytes for one in old))
+    return f"{count(len(old), 'left-over')}, {total}{hint}"
