@@ -33,16 +33,19 @@ if TYPE_CHECKING:
         CkptError,
         DamagedLoadError,
         ExistsError,
+        FallbackWarning,
         InUseError,
         MismatchError,
         NotACheckpointError,
         PartialLoadError,
         RankError,
+        Skipped,
         StateChangedError,
         StateError,
     )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
+    from ckpt.newest import latest
     from ckpt.save_handle import Saved, SaveHandle
     from ckpt.saving import save
     from ckpt.verifying import verify
@@ -53,6 +56,7 @@ _WHERE = {
     "SaveHandle": "ckpt.save_handle",
     "Saved": "ckpt.save_handle",
     "load": "ckpt.loading",
+    "latest": "ckpt.newest",
     "open": "ckpt.lazy",
     "read": "ckpt.lazy",
     "Checkpoint": "ckpt.lazy",
@@ -70,6 +74,8 @@ _WHERE = {
     "BackgroundError": "ckpt.errors",
     "ExistsError": "ckpt.errors",
     "InUseError": "ckpt.errors",
+    "FallbackWarning": "ckpt.errors",
+    "Skipped": "ckpt.errors",
     "NotACheckpointError": "ckpt.errors",
     "MismatchError": "ckpt.errors",
     "PartialLoadError": "ckpt.errors",
@@ -89,6 +95,7 @@ __all__ = [
     "CorruptError",
     "DamagedLoadError",
     "ExistsError",
+    "FallbackWarning",
     "FormatError",
     "HostileError",
     "InUseError",
@@ -99,6 +106,7 @@ __all__ = [
     "RankError",
     "SaveHandle",
     "Saved",
+    "Skipped",
     "StateChangedError",
     "StateError",
     "TensorHandle",
@@ -108,6 +116,7 @@ __all__ = [
     "delete",
     "diff",
     "gc",
+    "latest",
     "load",
     "open",
     "read",

@@ -110,12 +110,15 @@ class PartialLoadError(CkptError):
 
     def __init__(self, message: str, touched: Sequence[str]) -> None:
         self.touched = tuple(touched)
-        names = ", ".join(self.touched[:SHOWN_DIFFERENCES])
-        more = len(self.touched) - SHOWN_DIFFERENCES
-        super().__init__(
-            f"{message}. The target may hold a mix of old and new bytes in: {names}"
-            + (f" and {more} more" if more > 0 else "")
-        )
+        super().__init__(f"{message}. {_mixed(self.touched)}")
+
+
+def _mixed(touched: Sequence[str]) -> str:
+    names = ", ".join(touched[:SHOWN_DIFFERENCES])
+    more = len(touched) - SHOWN_DIFFERENCES
+    return f"The target may hold a mix of old and new bytes in: {names}" + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 class DamagedLoadError(PartialLoadError, CorruptError):
@@ -128,3 +131,31 @@ class RankError(CkptError, sharding_errors.RankError):
     """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
 
     kind = "rank"
+    touched: tuple[str, ...] = ()
+    """Of a load, the tensors of this rank's own target that were filled before."""
+
+    def __str__(self) -> str:
+        said = super().__str__()
+        return f"{said}. On this rank: {_mixed(self.touched)}" if self.touched else said
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that was passed over for an older one."""
+
+    url: str
+    kind: str
+    """`kind` of the error that loading it raises: `corrupt`, `not_a_checkpoint`, ..."""
+    message: str
+
+
+class FallbackWarning(UserWarning):
+    """A checkpoint was not sound and an older one was taken in its place."""
+
+    def __init__(self, taken: str, skipped: Sequence[Skipped]) -> None:
+        self.taken = taken
+        """The path or URL of the one that was taken."""
+        self.skipped = tuple(skipped)
+        """What was passed over, newest first, and why."""
+        shown = "\n".join(f"  {one.message}" for one in self.skipped)
+        super().__init__(f"{taken} is taken in the place of what is not sound:\n{shown}")

@@ -40,7 +40,7 @@ def check_fits(url: str, found: list[Difference], strict: bool, warns: bool) -> 
         found = [d for d in found if d not in skipped]
         if skipped and warns:
             shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
-            warn(f"{url}: strict=False skips {len(skipped)}: {shown}", stacklevel=6)
+            warn(f"{url}: strict=False skips {len(skipped)}: {shown}", stacklevel=7)
     if found:
         raise MismatchError(url, found)
 

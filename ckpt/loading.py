@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpt.bites import Fits
 from ckpt.budget import memory_budget
-from ckpt.errors import StoreError
+from ckpt.errors import RankError, StoreError
+from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.fills import Fill, Planning, read_fills
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
@@ -40,7 +41,7 @@ Patterns = str | Sequence[str]
 
 
 def load(
-    url: str | os.PathLike[str],
+    url: Url,
     state: S,
     *,
     strict: bool = True,
@@ -52,6 +53,7 @@ def load(
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     replicas: str = "auto",
+    fallback: bool | Url | Sequence[Url] = False,
     storage_options: Options = None,
 ) -> S:
     """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
@@ -75,6 +77,10 @@ def load(
         replicas: what ranks do that want the same: "read" it each, or read a part each and
             "exchange" it. "auto" reads from local disks, whose pages all ranks of a machine share,
             and exchanges what comes from elsewhere.
+        fallback: what to load where the checkpoint is damaged or missing: True for the newest sound
+            one of those beside it that are older, or paths or URLs to try in this order. Rank 0
+            tells with a FallbackWarning what was skipped and why. A target that does not fit, a
+            store that fails or a rank that dies is an error as ever.
         storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
             environment variables say needs no options (docs/stores.md).
 
@@ -99,15 +105,51 @@ def load(
     if replicas not in REPLICAS:
         raise ValueError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
     ranks = Ranks(group)
-    selection = Selection.of(include, exclude)
+    asked = _Asked(
+        strict,
+        rename,
+        Selection.of(include, exclude),
+        dtype == "target",
+        verify,
+        group,
+        progress,
+        replicas,
+        storage_options,
+    )
+    if fallback is False:
+        loaded = _load(ranks, url, state, asked).state
+    else:
+        others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
+        once = partial(_load, ranks, state=state, asked=asked)
+        loaded = load_or_older(ranks, url, others, once, storage_options)
+    return loaded  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a user asked of a load."""
+
+    strict: bool
+    rename: Rename | None
+    selection: Selection
+    casts: bool
+    verify: bool
+    group: ProcessGroup | None
+    progress: Progress | None
+    replicas: str
+    options: Options
+
+
+def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
+    """What a target becomes by one checkpoint. Called by all ranks."""
     with collected_later(), ExitStack() as stack:
 
         def matching() -> _Matched:
             budget = memory_budget()
-            source = stack.enter_context(open_source(url, storage_options))
-            saved = Saved(source.catalog, rename)
-            found = match(saved, state, selection, dtype == "target")
-            exchanges = exchanged(replicas, source.store) and not ranks.alone
+            source = stack.enter_context(open_source(url, asked.options))
+            saved = Saved(source.catalog, asked.rename)
+            found = match(saved, state, asked.selection, asked.casts)
+            exchanges = exchanged(asked.replicas, source.store) and not ranks.alone
             planned: list[_Planned] = []
             if not (exchanges or found.differences or found.unexpected):
                 # An error shows again when all ranks plan, and is told then.
@@ -137,7 +179,7 @@ def load(
             planned = plans[0]
         else:
             found = differences(ranks, matched, agreed.same[0])
-            check = partial(check_fits, source.url, found, strict, warns=ranks.rank == 0)
+            check = partial(check_fits, source.url, found, asked.strict, warns=ranks.rank == 0)
 
             def checked(shares: Shares | None) -> _Planned:
                 check()
@@ -155,15 +197,24 @@ def load(
 
         def reading() -> None:
             how = Reading.within(budget // 2, source.store, ranks.world_size)
-            read_fills(source.store, planned.numbers, verify, progress, how, budget // 2)
+            read = partial(
+                read_fills, source.store, verify=asked.verify, progress=asked.progress, how=how
+            )
+            read(planned.numbers, stage_bytes=budget // 2)
             check_numbers(source.url, matched)
-            read_fills(source.store, planned.fills, verify, progress, how, budget // 2)
+            read(planned.fills, stage_bytes=budget // 2)
 
-        ranks.attempt("loading", reading)
-        if planned.shares is not None:
-            shares = planned.shares
-            ranks.attempt("exchanging what was read", lambda: shares.exchange(group, agreed.number))
-        return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
+        filled = [fill.name for fill in planned.fills]
+        try:
+            ranks.attempt("loading", reading)
+            if planned.shares is not None:
+                exchange = partial(planned.shares.exchange, asked.group, agreed.number)
+                ranks.attempt("exchanging what was read", exchange)
+            loaded = ranks.attempt("installing the loaded state", matched.install)
+        except RankError as error:  # this one has read all
+            error.touched = tuple(dict.fromkeys(filled))
+            raise
+        return Loaded(loaded, frozenset(filled))
 
 
 class _Matched(NamedTuple):

@@ -119,6 +119,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """The checkpoints directly in a folder, by name, numbers in names by value."""
+    from ckpt.newest import natural
     from ckpt.store import is_file, open_store
 
     if is_file(url, told):
@@ -129,7 +130,7 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
             for name in store.names()
             if name.endswith(FILE_SUFFIXES) and not _SHARD.fullmatch(name)
         ]
-        names = sorted([*files, *store.folders()], key=_natural)
+        names = sorted([*files, *store.folders()], key=natural)
     for name in names:
         row = _row(f"{url.removesuffix('/')}/{name}", name, told)
         if row is not None:
@@ -183,8 +184,3 @@ def _missing(reader: Reader, catalog: Catalog) -> int:
     if catalog.format != "ckpt":
         return 0
     return len({file.name for file in catalog.files} - set(reader.names()))
-
-
-def _natural(name: str) -> tuple[tuple[str, int], ...]:
-    """A key that puts step-9 before step-10."""
-    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))

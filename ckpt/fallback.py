@@ -1,0 +1,146 @@
+"""Loading from an older checkpoint where one is damaged or missing: `ckpt.load(..., fallback=)`.
+
+Rules:
+
+1. Damage alone makes a load go back: bytes that are missing or changed, or no checkpoint at all.
+   Where the target does not fit, a store fails or a rank dies, an older one would not help.
+2. All ranks decide alike, by the failure that they agreed on.
+3. A failed try may have filled a part of the target. The one that succeeds has to fill all of that;
+   no call returns a mix of two checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from warnings import warn
+
+from ckpt.errors import (
+    DamagedLoadError,
+    FallbackWarning,
+    NotACheckpointError,
+    PartialLoadError,
+    RankError,
+    Skipped,
+)
+from ckpt.newest import committed, join_url, natural
+from ckpt.ranks import Ranks
+from ckpt.store import Options, absolute, is_file, split_url
+from formats.errors import CorruptError, FormatError, HostileError
+
+Url = str | os.PathLike[str]
+
+DAMAGE = {
+    kind.__name__: kind.kind
+    for kind in (CorruptError, DamagedLoadError, FormatError, HostileError, NotACheckpointError)
+}
+"""The errors after which an older checkpoint is tried: their `kind` by their class."""
+
+
+class Loaded(NamedTuple):
+    """What one try gave."""
+
+    state: object
+    names: frozenset[str]
+    """The tensors of this rank's target that it filled."""
+
+
+def load_or_older(
+    ranks: Ranks,
+    url: Url,
+    fallback: bool | Sequence[Url],
+    load: Callable[[str], Loaded],
+    options: Options,
+) -> object:
+    """The state from `url`, or from the first of its fallbacks that is sound.
+
+    Called by all ranks; `load` is what they do together for one of them. Raises what the last try
+    failed with, or a PartialLoadError where that says nothing of what an earlier one touched.
+    """
+    skipped: list[Skipped] = []
+    touched: dict[str, None] = {}
+    older: list[str] | None = None
+    here = os.fspath(url)
+    while True:
+        ranks.told = None
+        try:
+            loaded = load(here)
+        except Exception as error:
+            if isinstance(error, PartialLoadError | RankError):
+                touched.update(dict.fromkeys(error.touched))
+            kind = _damage(ranks)
+            if kind is None:
+                if not skipped or not touched:
+                    raise
+                raise PartialLoadError(
+                    f"{skipped[0].url} is damaged and was read in part; then {here} failed with "
+                    f"{type(error).__name__}: {error}",
+                    list(touched),
+                ) from error
+            skipped.append(Skipped(here, kind, str(error)))
+            older = _older(ranks, url, fallback, options) if older is None else older
+            if older:
+                here = older.pop(0)
+                continue
+            if len(skipped) == 1:
+                raise
+            raise _none_is_sound(skipped, list(touched)) from error
+        if left := touched.keys() - loaded.names:
+            raise PartialLoadError(
+                f"{here}, loaded in the place of {skipped[0].url}, does not have all that was "
+                "filled from that before it was found to be damaged",
+                sorted(left),
+            )
+        if skipped and ranks.rank == 0:
+            warn(FallbackWarning(here, skipped), stacklevel=3)
+        return loaded.state
+
+
+def _damage(ranks: Ranks) -> str | None:
+    """The `kind` of the failure that all ranks know of, where it is damage."""
+    return None if ranks.told is None else DAMAGE.get(ranks.told[1])
+
+
+def older_beside(url: Url, options: Options) -> list[str]:
+    """The names of the folders beside a checkpoint with older ones, newest first.
+
+    Of one that was not committed, those whose names come before its own.
+    """
+    if is_file(url, options):
+        return []
+    folder, name = _folder_and_name(url)
+    beside = committed(folder, options)
+    for at, one in enumerate(beside):
+        if one.name == name:
+            return [older.name for older in beside[at + 1 :]]
+    return [one.name for one in beside if natural(one.name) < natural(name)]
+
+
+def _older(ranks: Ranks, url: Url, fallback: bool | Sequence[Url], options: Options) -> list[str]:
+    """What to try next, newest first: the same on all ranks."""
+    if not isinstance(fallback, bool):
+        return [os.fspath(other) for other in fallback]
+    found = ranks.attempt(
+        "looking for an older checkpoint",
+        lambda: older_beside(url, options) if ranks.rank == 0 else [],
+    )
+    names: list[str] = json.loads(ranks.broadcast(json.dumps(found).encode()))
+    return [join_url(_folder_and_name(url)[0], name) for name in names]
+
+
+def _folder_and_name(url: Url) -> tuple[str, str]:
+    folder, name = split_url(url)
+    return split_url(absolute(url)) if name in (".", "..") else (folder, name)
+
+
+def _none_is_sound(skipped: Sequence[Skipped], touched: Sequence[str]) -> Exception:
+    """The error where the fallbacks are damaged too."""
+    said = "; ".join(one.message for one in skipped)
+    message = f"{skipped[0].url}: neither it nor one of its fallbacks can be loaded: {said}"
+    if touched:
+        return DamagedLoadError(message, touched)
+    if all(one.kind == NotACheckpointError.kind for one in skipped):
+        return NotACheckpointError(message)
+    return CorruptError(message)

@@ -1,0 +1,211 @@
+"""A load goes back to the newest sound checkpoint, on all ranks, and says so."""
+
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt
+
+ROWS = 40_000
+"""Of 8 bytes: five chunks."""
+
+
+def state(value: float) -> dict[str, Any]:
+    return {
+        "a": torch.full((ROWS, 2), float(value)),
+        "b": torch.full((ROWS, 2), float(value)),
+        "step": int(value),
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints: steps 1, 2 and 3."""
+    for step in (1, 2, 3):
+        ckpt.save(tmp_path / f"step-{step}", state(step))
+    return tmp_path
+
+
+def flip_last(folder: Path, name: str = "b") -> None:
+    """Damage the last chunk of a tensor that a rank stores, so that others have been read."""
+    with ckpt.open(folder) as checkpoint:
+        extent = list(checkpoint[name].record.pieces)[-1].extent
+    path = folder / extent.file
+    data = bytearray(path.read_bytes())
+    data[extent.offset + extent.nbytes - 1] ^= 1
+    path.write_bytes(data)
+
+
+def break_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def remove_file(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+DAMAGES = (flip_last, break_manifest, remove_manifest, remove_file, shutil.rmtree)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, damage: Callable) -> None:
+    damage(run / "step-3")
+    target = state(0)
+    with pytest.warns(ckpt.FallbackWarning) as warned:
+        assert ckpt.load(run / "step-3", target, fallback=True) is target
+    assert (target["a"] == 2).all()
+    assert (target["b"] == 2).all()
+    assert target["step"] == 2
+    (warning,) = (entry.message for entry in warned)
+    assert isinstance(warning, ckpt.FallbackWarning)
+    assert warning.taken == str(run / "step-2")
+    kind = "not_a_checkpoint" if damage in (remove_manifest, shutil.rmtree) else "corrupt"
+    assert [(one.url, one.kind) for one in warning.skipped] == [(str(run / "step-3"), kind)]
+    assert warned[0].filename == __file__
+
+
+def test_a_sound_checkpoint_is_loaded_without_a_word(run: Path) -> None:
+    assert ckpt.load(run / "step-2", state(0), fallback=True)["step"] == 2
+
+
+def test_without_a_fallback_damage_is_an_error(run: Path) -> None:
+    flip_last(run / "step-3")
+    with pytest.raises(ckpt.DamagedLoadError):
+        ckpt.load(run / "step-3", state(0))
+
+
+def test_it_goes_back_as_far_as_it_must_and_never_forward(run: Path) -> None:
+    ckpt.save(run / "step-4", state(4))
+    for step in (2, 3):
+        break_manifest(run / f"step-{step}")
+    with pytest.warns(ckpt.FallbackWarning) as warned:
+        assert ckpt.load(run / "step-3", state(0), fallback=True)["step"] == 1
+    (warning,) = (entry.message for entry in warned)
+    assert isinstance(warning, ckpt.FallbackWarning)
+    assert [one.url for one in warning.skipped] == [str(run / "step-3"), str(run / "step-2")]
+
+
+def test_the_fallbacks_may_be_named(run: Path, tmp_path: Path) -> None:
+    flip_last(run / "step-3")
+    others = [tmp_path / "nowhere", str(run / "step-1")]
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+        assert ckpt.load(run / "step-3", state(0), fallback=others)["step"] == 1
+    with pytest.warns(ckpt.FallbackWarning, match="step-2 is taken"):
+        assert ckpt.load(run / "step-3", state(0), fallback=run / "step-2")["step"] == 2
+
+
+def test_a_target_that_does_not_fit_does_not_fall_back(run: Path) -> None:
+    with pytest.raises(ckpt.MismatchError, match="step-3"):
+        ckpt.load(run / "step-3", {"other": torch.zeros(3)}, fallback=True)
+
+
+def test_where_no_fallback_is_sound_the_error_has_all_of_them(run: Path) -> None:
+    for step, damage in ((1, flip_last), (2, remove_file), (3, break_manifest)):
+        damage(run / f"step-{step}")
+    with pytest.raises(ckpt.DamagedLoadError) as error:
+        ckpt.load(run / "step-3", state(0), fallback=True)
+    assert set(error.value.touched) == {"a", "b"}
+    for step in (1, 2, 3):
+        assert f"step-{step}/" in str(error.value)
+
+
+def test_where_there_is_no_older_one_the_error_is_what_it_would_be(run: Path) -> None:
+    break_manifest(run / "step-1")
+    with pytest.raises(ckpt.CorruptError, match="step-1/manifest"):
+        ckpt.load(run / "step-1", state(0), fallback=True)
+    with pytest.raises(ckpt.NotACheckpointError, match="nowhere"):
+        ckpt.load(run / "nowhere" / "step-1", state(0), fallback=True)
+
+
+def test_what_a_damaged_one_filled_and_its_fallback_has_not_is_an_error(run: Path) -> None:
+    flip_last(run / "step-3")
+    ckpt.save(run / "less", {"a": torch.ones(ROWS, 2), "step": 0})
+    with (
+        pytest.warns(UserWarning, match="strict=False skips 1: b"),
+        pytest.raises(
+            ckpt.PartialLoadError, match=r"less, loaded in the place of .*step-3"
+        ) as error,
+    ):
+        ckpt.load(run / "step-3", state(0), fallback=run / "less", strict=False)
+    assert error.value.touched == ("b",)
+    with pytest.raises(
+        ckpt.PartialLoadError, match=r"then .*less failed with MismatchError"
+    ) as error:
+        ckpt.load(run / "step-3", state(0), fallback=run / "less")
+    assert set(error.value.touched) == {"a", "b"}
+
+
+def sharded(value: float) -> dict[str, Any]:
+    """`a` cut over the ranks, `b` the same on all."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    whole = state(value)
+    cut = distribute_tensor(whole["a"], mesh, [Shard(0)], src_data_rank=None)
+    return {**whole, "a": cut}
+
+
+def save_run(folder: str) -> None:
+    for step in (1, 2, 3):
+        ckpt.save(f"{folder}/step-{step}", sharded(step))
+
+
+def load_on_ranks(folder: str, replicas: str) -> tuple[set[float], int, list[Sequence[str]]]:
+    """The numbers in what was loaded, and what was warned of."""
+    target = sharded(0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ckpt.load(f"{folder}/step-3", target, fallback=True, replicas=replicas)
+    found = set(target["a"].to_local().unique().tolist()) | set(target["b"].unique().tolist())
+    said = [entry.message for entry in warned]
+    skipped = [
+        [one.url.rpartition("/")[2] for one in message.skipped]
+        for message in said
+        if isinstance(message, ckpt.FallbackWarning)
+    ]
+    return found, target["step"], skipped
+
+
+@pytest.mark.parametrize("replicas", ["read", "exchange"])
+@pytest.mark.parametrize("damage", [flip_last, break_manifest, remove_file])
+def test_all_ranks_go_back_to_the_same_checkpoint_whichever_met_the_damage(
+    clusters: Callable, tmp_path: Path, damage: Callable, replicas: str
+) -> None:
+    clusters(2).run(save_run, str(tmp_path))
+    if damage is flip_last:
+        flip_last(tmp_path / "step-3", "a")  # only rank 1 needs those bytes
+    else:
+        damage(tmp_path / "step-3")
+    remove_manifest(tmp_path / "step-2")
+    first, second = clusters(2).run(load_on_ranks, str(tmp_path), replicas)
+    assert first == ({1.0}, 1, [["step-3"]])
+    assert second == ({1.0}, 1, []), "one rank tells"
+
+
+def touched_on_ranks(folder: str) -> tuple[str, tuple[str, ...], set[float]]:
+    target = sharded(0)
+    with pytest.raises((ckpt.RankError, ckpt.DamagedLoadError), match="may hold a mix") as error:
+        ckpt.load(f"{folder}/step-3", target)
+    found = set(target["b"].unique().tolist())
+    return type(error.value).__name__, error.value.touched, found
+
+
+def test_a_rank_that_read_all_says_too_what_it_has_touched(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    clusters(2).run(save_run, str(tmp_path))
+    flip_last(tmp_path / "step-3", "a")
+    first, second = clusters(2).run(touched_on_ranks, str(tmp_path))
+    assert first == ("RankError", ("a", "b"), {3.0})
+    assert second[:2] == ("DamagedLoadError", ("a", "b"))

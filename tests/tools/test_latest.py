@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from tools.exit_codes import ExitCode
+from tools.main import main
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two checkpoints."""
+    for step in (9, 10):
+        ckpt.save(tmp_path / f"step-{step}", {"w": torch.full((9,), float(step))})
+    return tmp_path
+
+
+def test_the_path_stands_alone_on_a_line(run, capsys):
+    assert main(["latest", str(run)]) == ExitCode.FINE
+    assert capsys.readouterr() == (f"{run}/step-10\n", "")
+
+
+def test_what_is_skipped_is_told_on_stderr(run, capsys):
+    (shard,) = (run / "step-10").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-25] ^= 1
+    shard.write_bytes(data)
+    assert main(["latest", str(run)]) == ExitCode.FINE
+    assert capsys.readouterr().out == f"{run}/step-10\n"
+    assert main(["latest", "--verify", str(run)]) == ExitCode.FINE
+    out, err = capsys.readouterr()
+    assert out == f"{run}/step-9\n"
+    assert err.startswith(f"ckpt: skipped: {shard}: w: bytes ")
+
+
+def test_the_exit_code_says_whether_there_is_none_or_none_that_is_sound(run, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert main(["latest", str(tmp_path / "empty")]) == ExitCode.NOT_A_CHECKPOINT
+    for shard in run.glob("*/*.safetensors"):
+        shard.unlink()
+    assert main(["latest", str(run)]) == ExitCode.DAMAGED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "none of the 2 checkpoints in it is sound" in err
