@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckpt.saving import save
     from ckpt.verifying import verify
     from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+    from formats.limits import limits
 
 _WHERE = {
     "save": "ckpt.saving",
@@ -67,6 +68,7 @@ _WHERE = {
     "LeftOver": "ckpt.collecting",
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
+    "limits": "formats.limits",
     "CkptError": "ckpt.errors",
     "StateError": "ckpt.errors",
     "StateChangedError": "ckpt.errors",
@@ -117,6 +119,7 @@ __all__ = [
     "diff",
     "gc",
     "latest",
+    "limits",
     "load",
     "open",
     "read",

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.store import Options, Store, open_store, split_url
 from formats.errors import FormatError
+from formats.limits import current
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
-from formats.native.manifest import MANIFEST, MAX_MANIFEST_BYTES, Base, load
+from formats.native.manifest import MANIFEST, Base, load
 
 SHOWN_NAMES = 5
 HEAD_BYTES = 128
@@ -89,7 +90,7 @@ def is_as_it_was(base: str, mark: str, options: Options = None) -> bool:
     """Whether the manifest of a base is still the one with this mark."""
     with open_store(base, options) as store:
         try:
-            return store.read_whole(MANIFEST, MAX_MANIFEST_BYTES)[11:43] == mark.encode()
+            return store.read_whole(MANIFEST, current().manifest_bytes)[11:43] == mark.encode()
         except FileNotFoundError:
             return False
 

@@ -25,7 +25,8 @@ from ckpt.bases import Loans, loans, loans_beside
 from ckpt.commit import GRACE_SECONDS
 from ckpt.store import Options, Store, open_store, split_url
 from formats.errors import FormatError
-from formats.native.manifest import MANIFEST, MAX_MANIFEST_BYTES, load
+from formats.limits import current
+from formats.native.manifest import MANIFEST, load
 
 CLOCKS_SECONDS = 3600.0
 """By how much the clocks of a store and of the ranks may differ, and a commit be on its way."""
@@ -154,7 +155,7 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
 def _named(store: Store) -> set[str] | None:
     """The files of the checkpoint in a folder; None where its manifest does not tell."""
     try:
-        data = store.read_whole(MANIFEST, MAX_MANIFEST_BYTES)
+        data = store.read_whole(MANIFEST, current().manifest_bytes)
         return {file.name for file in load(data, f"{store.url}/{MANIFEST}").files}
     except FileNotFoundError:
         return set()

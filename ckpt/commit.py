@@ -21,7 +21,8 @@ from ckpt.bases import check_unused, is_as_it_was, loans_beside
 from ckpt.errors import ExistsError, InUseError, StoreError
 from ckpt.store import Store
 from formats.errors import FormatError, HostileError
-from formats.native.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, ShardFile, dump, load
+from formats.limits import current
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load
 
 GRACE_SECONDS = 24 * 3600.0
 """The longest that a save or a conversion may take from its beginning to its commit."""
@@ -95,7 +96,7 @@ def withdraw(store: Store, data: bytes) -> None:
 
 def _committed(store: Store) -> bytes | None:
     try:
-        return store.read_whole(MANIFEST, MAX_MANIFEST_BYTES)
+        return store.read_whole(MANIFEST, current().manifest_bytes)
     except FileNotFoundError:
         return None
     except HostileError:

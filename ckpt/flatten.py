@@ -35,6 +35,7 @@ from ckpt.subclass_state import is_composed
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
 from formats.errors import UnsupportedError
+from formats.limits import current
 from formats.native.shard import TABLE
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
@@ -187,6 +188,11 @@ class _Flattener:
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
         if name in RESERVED or not (name.isascii() or _is_text(name)):
             raise StateError(f"{_shown(path)}: no tensor can have the name {name!r}; rename a key")
+        if len(name) > current().name_chars:
+            raise StateError(
+                f"{_shown(path[:8])}: a name of {len(name)} characters, {current().name_chars} can "
+                "be read back; use shorter keys"
+            )
         other = self._paths.setdefault(name, path)
         if other is not path and other != path:
             raise StateError(

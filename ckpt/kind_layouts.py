@@ -26,8 +26,8 @@ from functools import lru_cache
 from math import prod
 
 from ckpt.save_plan import stored_layouts
+from formats.limits import RANKS
 from formats.native.manifest import StoredTensor
-from formats.native.manifest_loader import MAX_RANKS
 from formats.outgoing import OutgoingTensor
 from sharding.kind import Kind
 from sharding.layout import Box, FlatShard, Layout, Mesh, Piece, Placement, Replicate, Shard
@@ -134,10 +134,10 @@ def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None,
     Of `full` one rank is meant where no number is given. Raises ValueError for what is no kind, no
     number of ranks, or one without the other.
     """
-    is_count = type(world_size) is int and 1 <= world_size <= MAX_RANKS
+    is_count = type(world_size) is int and 1 <= world_size <= RANKS
     if world_size is not None and not is_count:
         raise ValueError(
-            f"a world size of {world_size!r}: it is a whole number of ranks, from 1 to {MAX_RANKS}"
+            f"a world size of {world_size!r}: it is a whole number of ranks, from 1 to {RANKS}"
         )
     if kind is None:
         if world_size is not None:

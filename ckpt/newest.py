@@ -24,7 +24,8 @@ from warnings import warn
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
 from ckpt.store import Options, Store, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.native.manifest import MANIFEST, MAX_MANIFEST_BYTES, load
+from formats.limits import current
+from formats.native.manifest import MANIFEST, load
 
 HEAD_BYTES = 4096
 """Of a manifest: what the writer says of itself, its time with it, stands near the beginning."""
@@ -175,7 +176,7 @@ def _check_whole(url: str, options: Options) -> None:
     """Raise unless the manifest is sound, and all files that it names have their sizes."""
     with open_store(url, options) as store:
         try:
-            data = store.read_whole(MANIFEST, MAX_MANIFEST_BYTES)
+            data = store.read_whole(MANIFEST, current().manifest_bytes)
         except FileNotFoundError as error:
             raise NotACheckpointError(f"{url}: no checkpoint: there is no {MANIFEST}") from error
         manifest = load(data, f"{url}/{MANIFEST}")

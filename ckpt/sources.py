@@ -11,6 +11,7 @@ from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
+from formats.limits import check
 from formats.native.manifest import MANIFEST
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -45,10 +46,21 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
     if is_file(text, options):
         folder, name = split_url(text)
         with open_store(folder, options) as store:
-            yield Source(text, store, _read_file(store, name))
+            yield Source(text, store, _credible(text, _read_file(store, name)))
     else:
         with open_store(text, options) as store:
-            yield Source(text, store, _read_folder(store))
+            yield Source(text, store, _credible(text, _read_folder(store)))
+
+
+def _credible(url: str, catalog: Catalog) -> Catalog:
+    """The catalog, whose tensors are no larger than files of its size may describe."""
+    nbytes, stored_bytes = catalog.nbytes, sum(file.size for file in catalog.files)
+    check(
+        "expansion",
+        nbytes // max(1, stored_bytes),
+        f"{url}: tensors of {nbytes} bytes in files of {stored_bytes}",
+    )
+    return catalog
 
 
 def _read_file(store: Store, name: str) -> Catalog:

@@ -114,7 +114,7 @@ class _Check:
         nbytes = file.size
         for run, chunks in borrowed_chunks(shard, where):
             try:
-                name = self._shards.base_file(run.place, where)
+                name = self._shards.base_file(run.place, chunks[-1].hi - chunks[0].lo, where)
                 problems += self._damaged(name, chunks[-1].hi, chunks, block)
                 nbytes += chunks[-1].hi - chunks[0].lo
             except FormatError as error:
@@ -122,7 +122,7 @@ class _Check:
         for tensor, root in roots(shard, where):
             lo, hi = root.place.offset, root.place.offset + root.stored_bytes
             try:
-                name = self._shards.base_file(root.place, where)
+                name = self._shards.base_file(root.place, root.stored_bytes, where)
                 chunks = [_StoredChunk(tensor, lo, hi, root.digest)]
                 problems += self._damaged(name, hi, chunks, block)
                 nbytes += hi - lo

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from formats.catalog import Extent, PieceTable, StoredPiece, check_inside
 from formats.dcp_nest import METADATA
 from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.limits import applied, current
 from formats.pickle_reader import load
-from formats.pickle_records import MetadataIndex, StorageInfo, StoredTensor
+from formats.pickle_records import MetadataIndex, StorageInfo, StoredTensor, check_index
 from formats.storage import Reader
 from formats.zip_records import PICKLE, Archive
 from sharding.layout import Box, Piece
@@ -38,7 +40,9 @@ class Items:
         for index, info in storage_data.items():
             if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
                 raise FormatError(f"{METADATA}: storage_data is no table of items")
-            self._extents[str(index.fqn), index.offset] = self._extent(str(index.fqn), info)
+            name, offset = check_index(index)  # once more: a pickle may change what is a key
+            self._extents[name, offset] = self._extent(name, info)
+        self._check_apart()
 
     def find(self, name: str, offsets: object) -> Extent:
         """The byte range of an item: a whole small zip."""
@@ -47,6 +51,16 @@ class Items:
             place = "" if offsets is None else f" at {offsets}"
             raise CorruptError(f"{METADATA}: no item is listed for {name}{place}")
         return found
+
+    def _check_apart(self) -> None:
+        """Raise HostileError where two items overlap and are not the same, as tied tensors' are."""
+        before = Extent("", 0, 0)
+        for item in sorted(set(self._extents.values()), key=itemgetter(0, 1, 2)):
+            if item.file == before.file and item.offset < before.offset + before.nbytes:
+                raise HostileError(
+                    f"{METADATA}: two items of {item.file} overlap at byte {item.offset}"
+                )
+            before = item
 
     def _extent(self, name: str, info: StorageInfo) -> Extent:
         file, offset, length = info.relative_path, info.offset, info.length
@@ -58,7 +72,7 @@ class Items:
                 "encryption); load it with torch and save it without extensions"
             )
         parts = file.replace("\\", "/").split("/")
-        if not file.isprintable() or ".." in parts or "" in parts or ":" in file:
+        if not file.isprintable() or ".." in parts or "" in parts or set(":?#%") & set(file):
             raise HostileError(f"{METADATA}: {name} lies in {file!r}, outside of the checkpoint")
         if file not in self.sizes:
             try:
@@ -86,6 +100,7 @@ class ItemPieces:
     def __init__(self, reader: Reader, name: str, dtype: DType, items: PieceTable) -> None:
         self._reader, self._name, self._dtype, self._items = reader, name, dtype, items
         self._opened: dict[Extent, _Opened] = {}
+        self._limits = current()
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """The chunks that hold some of `box`, their items opened."""
@@ -97,7 +112,8 @@ class ItemPieces:
     def _open(self, item: StoredPiece) -> StoredPiece:
         box = item.piece.box
         if item.extent not in self._opened:
-            self._opened[item.extent] = self._read(item.extent, box)
+            with applied(self._limits):
+                self._opened[item.extent] = self._read(item.extent, box)
         opened = self._opened[item.extent]
         return StoredPiece(Piece(box, opened.tensor.at, opened.tensor.strides), opened.extent)
 

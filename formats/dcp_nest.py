@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 
 from formats.catalog import TensorRef, Tree
 from formats.errors import FormatError, UnsupportedError
-from formats.torch_tree import MAX_DEPTH, KeyPath, shown
+from formats.limits import DEPTH, LIST_HOLES
+from formats.torch_tree import KeyPath, chars_of, shown
 
 METADATA = ".metadata"
 """The file that makes a folder a checkpoint of DCP."""
-
-MAX_LIST_HOLES = 1_000_000
-"""Lists whose indices leave out more than this are refused."""
 
 
 def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
@@ -55,14 +53,14 @@ def key_path(name: str, paths: Mapping[str, object]) -> KeyPath:
     if name not in paths:
         return (name,)
     path = paths[name]
-    if not isinstance(path, tuple | list) or not 0 < len(path) <= MAX_DEPTH:
+    if not isinstance(path, tuple | list) or not 0 < len(path) <= DEPTH:
         raise FormatError(f"{METADATA}: planner_data has no key path for {name}")
     for key in path:
         if type(key) is not str and (type(key) is not int or key < 0):
             raise FormatError(
                 f"{METADATA}: the key path of {name} has a {type(key).__name__} in it"
             )
-    if ".".join(map(str, path)) != name:
+    if sum(map(chars_of, path)) + len(path) - 1 != len(name) or ".".join(map(str, path)) != name:
         raise FormatError(f"{METADATA}: the key path of {name} is {shown(tuple(path))}")
     return tuple(path)
 
@@ -98,7 +96,7 @@ def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
         if not indices:
             return items
         holes += max(indices) + 1 - len(items)
-        if len(indices) != len(items) or holes > MAX_LIST_HOLES:
+        if len(indices) != len(items) or holes > LIST_HOLES:
             raise FormatError(f"{METADATA}: the items {list(items)[:5]} make no list")
         return [items.get(index) for index in range(max(indices) + 1)]
 

@@ -13,18 +13,22 @@ a value that is no tensor is an item of its own. Rules:
 
 from __future__ import annotations
 
+from math import prod
+
 from formats.catalog import Catalog, Extent, FileRecord, PieceTable, StoredPiece, TensorRecord, Tree
 from formats.dcp_items import ItemPieces, Items, ReadAhead
 from formats.dcp_nest import METADATA, key_path, nested
 from formats.dtypes import DType
 from formats.errors import FormatError, HostileError, UnsupportedError
-from formats.pickle_reader import MAX_PICKLE_BYTES, load
+from formats.limits import DIMENSIONS, ELEMENTS, check
+from formats.pickle_reader import load
 from formats.pickle_records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
+    is_shape,
 )
 from formats.storage import Reader
 from formats.tiling import check_tiling
@@ -48,7 +52,8 @@ def read(reader: Reader) -> Catalog:
     entries = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
     known_paths = _mapping(metadata.planner_data or {}, "planner_data")
     paths = {name: key_path(name, known_paths) for name in entries}
-    nest = Nest(METADATA)
+    sizes = {METADATA: reader.size(METADATA)}
+    nest = Nest(METADATA, sizes[METADATA])
     leaves: dict[str, Tree] = {}
     values: dict[str, Extent] = {}
     for name, entry in entries.items():
@@ -60,11 +65,15 @@ def read(reader: Reader) -> Catalog:
             values[name] = items.find(name, None)
         else:
             raise FormatError(f"{METADATA}: {name} is a {type(entry).__name__}")
+    if len(set(values.values())) < len(values):
+        raise HostileError(f"{METADATA}: two values lie in the same bytes")
     ahead = ReadAhead(reader)
     for name, item in sorted(values.items(), key=lambda each: (each[1].file, each[1].offset)):
         archive = Archive(ahead, item.file, item.offset, item.nbytes)
-        leaves[name] = nest.tree(load(archive.read(PICKLE), archive.where), paths[name], archive)
-    sizes = {METADATA: reader.size(METADATA), **items.sizes}
+        pickled = archive.read(PICKLE)
+        nest.grow(len(pickled))
+        leaves[name] = nest.tree(load(pickled, archive.where), paths[name], archive)
+    sizes.update(items.sizes)
     return Catalog(
         format="dcp",
         tensors=nest.tensors,
@@ -85,8 +94,7 @@ def _metadata(reader: Reader) -> Metadata:
                 "with a process group or with no_dist=True"
             ) from None
         raise
-    if size > MAX_PICKLE_BYTES:
-        raise HostileError(f"{METADATA}: {size} bytes are refused, the limit is {MAX_PICKLE_BYTES}")
+    check("pickle_bytes", size, METADATA)
     loaded = load(reader.read(METADATA, 0, size), METADATA)
     if not isinstance(loaded, Metadata):
         raise FormatError(
@@ -101,6 +109,8 @@ def _tensor(
     """The record of a tensor, and what is equal only for tensors whose items are the same."""
     properties, shape, chunks = entry.properties, _shape(name, entry.size), entry.chunks
     dtype = properties.dtype if isinstance(properties, TensorProperties) else None
+    if prod(size or 1 for size in shape) >= ELEMENTS:
+        raise HostileError(f"{METADATA}: {name} has more elements than torch can count")
     if not isinstance(dtype, DType) or not isinstance(chunks, list):
         raise FormatError(f"{METADATA}: {name} has no dtype and chunks")
     pieces = []
@@ -120,9 +130,12 @@ def _tensor(
 
 
 def _shape(name: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value):
-        return value
-    raise FormatError(f"{METADATA}: a shape of {name} is no tuple of whole numbers from 0 up")
+    if not is_shape(value):
+        raise FormatError(
+            f"{METADATA}: a shape of {name} is no tuple of whole numbers from 0 up, "
+            f"{DIMENSIONS} at most"
+        )
+    return value
 
 
 def _mapping(value: object, what: str) -> dict[str, object]:

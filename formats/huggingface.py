@@ -21,10 +21,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
 
 from formats.catalog import Catalog, FileRecord, TensorRecord
 from formats.errors import CorruptError, FormatError, HostileError
+from formats.limits import check
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.safetensors_file import FileContents, flat_tree, left_out, read_contents, write_tensors
 from formats.storage import Reader, Writer
@@ -36,43 +36,9 @@ BASES = ("model", "diffusion_pytorch_model", "adapter_model")
 MAX_SHARD_BYTES = 5_000_000_000
 """The data in one shard unless the caller says otherwise; a larger tensor has a shard to itself."""
 
-MAX_INDEX_BYTES = 100_000_000
-"""The longest index that is read: that of a million tensors is no longer."""
-
 _WHOLE = ".safetensors"
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(?P<base>.+)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[KMGT]i?B|B)?")
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-
-
-def parse_size(text: str) -> int:
-    """Bytes in a size such as `5GB` (decimal), `2GiB` (binary) or `4096`.
-
-    Raises:
-        ValueError: it is no such size, or zero.
-
-    >>> parse_size("5GB"), parse_size("1.5KiB"), parse_size("700")
-    (5000000000, 1536, 700)
-    """
-    match = _SIZE.fullmatch(text.strip())
-    size = int(Decimal(match["number"]) * _UNITS[match["unit"] or "B"]) if match else 0
-    if size < 1:
-        raise ValueError(
-            f"{text!r} is no size of a file; write a number of bytes, 500MB or 5GB (decimal), or "
-            f"2GiB (binary)"
-        )
-    return size
 
 
 def find(names: Iterable[str]) -> str | None:
@@ -203,8 +169,7 @@ def split(
 def _read_index(reader: Reader, name: str) -> dict[str, str]:
     """The weight map of an index: file by tensor, every file a plain name."""
     size = reader.size(name)
-    if size > MAX_INDEX_BYTES:
-        raise HostileError(f"{name}: {size} bytes; an index has at most {MAX_INDEX_BYTES}")
+    check("index_bytes", size, name)
     index = decode_object(reader.read(name, 0, size), f"{name}: the index")
     found = index.get("weight_map")
     if not isinstance(found, dict):
@@ -260,7 +225,11 @@ def _merge(
                 )
             tensors[name] = record
         aliases.update(content.aliases)
-    return tensors, {alias: name for alias, name in aliases.items() if alias not in tensors}
+    aliases = {alias: name for alias, name in aliases.items() if alias not in tensors}
+    for alias, name in aliases.items():
+        if name not in tensors:
+            raise FormatError(f"{index}: {alias} is tied to {name}, which lies in no file it says")
+    return tensors, aliases
 
 
 def _some(items: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from formats.dtypes import BY_TORCH_NAME, DType
 from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.keys import KeysApart
 from formats.pickle_records import (
     RECORDS,
     Name,
@@ -41,10 +42,12 @@ def _ordered_dict(arguments: Arguments) -> object:
     if type(pairs) is dict:
         return dict(pairs)
     made: dict[object, object] = {}
+    apart = KeysApart()
     for pair in _list(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise FormatError("an OrderedDict is not made of pairs")
         check_key(pair[0])
+        apart.check(pair[0], made)
         made[pair[0]] = pair[1]
     return made
 
@@ -55,8 +58,10 @@ def _default_dict(arguments: Arguments) -> object:
 
 def _set(arguments: Arguments) -> object:
     members = _list(arguments[0]) if arguments else []
+    apart = KeysApart()
     for member in members:
         check_key(member)
+        apart.check(member, members)
     return set(members)
 
 

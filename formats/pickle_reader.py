@@ -6,10 +6,13 @@ hold. What makes it safe, next to the rules of `formats.pickle_names`:
 1. A class or function in the file is looked up in a table of known names, never imported; REDUCE
    and NEWOBJ accept only a `Name` of that table, BUILD only a record or dict that the file made.
 2. Extension codes, which Python resolves through a registry of the process, are refused.
-3. Nothing is allocated by a number in the file: text and bytes are slices of the file, the memo is
-   a dict, and integers have at most `MAX_INTEGER_BYTES`.
-4. Nothing is hashed or compared before `check_key` has found it harmless.
-5. Whatever else is wrong with the bytes is a FormatError that says at which of them.
+3. Nothing is allocated by a number in the file: text and bytes are slices of the file, the memo
+   grows by one, and integers have at most `INTEGER_BYTES`.
+4. Nothing is hashed or compared before `check_key` has found it harmless, and no dict gets many
+   keys with one hash.
+5. Steps are counted, and so are elements that calls copy: a part that is named a thousand times is
+   not copied a thousand times.
+6. Whatever else is wrong with the bytes is a FormatError that says at which of them.
 
 The result may contain itself or one part many times: whoever walks it sets bounds.
 The opcodes are described in the standard library's pickletools.
@@ -23,14 +26,16 @@ from struct import Struct
 from struct import error as StructError
 
 from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.keys import KeysApart
+from formats.limits import INTEGER_BYTES, check, current, exceeded
 from formats.pickle_names import MAKERS, known, storage
 from formats.pickle_records import FIELDS, RECORDS, Name, Record, check_key, fill
 
-MAX_PICKLE_BYTES = 1 << 30
-"""Longer pickles are refused. The `.metadata` of DCP grows with tensors × ranks: 52 MB at 256."""
+SET_STEPS = 3
+"""What making a set counts for: it takes as much memory as so many other things."""
 
-MAX_INTEGER_BYTES = 1024
-"""Longer integers are refused; the state of a random generator has 312."""
+FREE_COPIES = 1 << 20
+"""Elements that calls may copy beyond one for each byte of the pickle."""
 
 _UNSOUND = (LookupError, TypeError, ValueError, OverflowError, RecursionError, StructError)
 """What the machine runs into when the bytes make no sense."""
@@ -48,10 +53,7 @@ def load(data: bytes, where: str) -> object:
         UnsupportedError: it is of an older protocol, or holds tensors of a kind that is not read.
         FormatError: it is no sound pickle.
     """
-    if len(data) > MAX_PICKLE_BYTES:
-        raise HostileError(
-            f"{where}: a pickle of {len(data)} bytes is refused, the limit is {MAX_PICKLE_BYTES}"
-        )
+    check("pickle_bytes", len(data), where)
     machine = _Machine(data)
     try:
         return machine.run()
@@ -67,20 +69,27 @@ def load(data: bytes, where: str) -> object:
 class _Machine:
     """The stack, the marks on it, the memo, and the place in the bytes."""
 
-    __slots__ = ("at", "data", "marks", "memo", "pop", "push", "stack")
+    __slots__ = ("at", "copied", "data", "keys", "marks", "memo", "pop", "push", "sparse", "stack")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
         self.stack: list[object] = []
         self.marks: list[int] = []
-        self.memo: dict[int, object] = {}
+        self.memo: list[object] = []
+        self.sparse: dict[int, object] = {}
+        """The memo of a pickle that leaves out numbers: no pickler does."""
+        self.copied = 0
+        self.keys = KeysApart()
         self.push: Callable[[object], None] = self.stack.append
         self.pop: Callable[[], object] = self.stack.pop
 
     def run(self) -> object:
         data, steps, end = self.data, _STEPS, len(self.data)
-        while self.at < end:
+        most = current().pickle_steps
+        for _ in range(most):  # which counts for nothing
+            if self.at >= end:
+                raise FormatError("the pickle ends before its end mark: the file was truncated")
             opcode = data[self.at]
             if opcode == _STOP:
                 if len(self.stack) != 1 or self.at + 1 != end:
@@ -94,7 +103,7 @@ class _Machine:
                 )
             self.at += 1
             step(self)
-        raise FormatError("the pickle ends before its end mark: the file was truncated")
+        raise exceeded("pickle_steps", most + 1, "the pickle")
 
     # What the steps are made of.
 
@@ -121,6 +130,27 @@ class _Machine:
         text = self.data[self.at : end].decode("utf-8")
         self.at = end + 1
         return text
+
+    def copy(self, elements: int) -> None:
+        """Count what a step copies. Raises HostileError where that is more than the file has."""
+        self.copied += elements
+        if self.copied > len(self.data) + FREE_COPIES:
+            raise HostileError("the pickle copies parts of itself again and again")
+
+    # The memo.
+
+    def put(self, number: int) -> None:
+        if number == len(self.memo):
+            self.memo.append(self.stack[-1])
+        elif number < len(self.memo):
+            self.memo[number] = self.stack[-1]
+        else:
+            self.copy(1)
+            self.sparse[number] = self.stack[-1]
+
+    def get(self, number: int) -> None:
+        known = self.memo
+        self.push(known[number] if number < len(known) else self.sparse[number])
 
     def pop_marked(self) -> list[object]:
         """Everything above the last mark, which is removed."""
@@ -153,6 +183,7 @@ class _Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
                 check_key(key)
+                self.keys.check(key, target)
             target[key] = value
 
     def add_items(self, items: list[object]) -> None:
@@ -161,13 +192,17 @@ class _Machine:
             raise FormatError(f"members are added to a {type(target).__name__}")
         for item in items:
             check_key(item)
+            self.keys.check(item, target)
         target.update(items)
+
+    def empty_set(self) -> None:
+        self.copy(SET_STEPS)
+        self.push(set())
 
     def frozen_set(self) -> None:
         items = self.pop_marked()
-        for item in items:
-            check_key(item)
-        self.push(set(items))
+        self.empty_set()
+        self.add_items(items)
 
     # Names, and what an ordinary unpickler would do with them.
 
@@ -190,6 +225,9 @@ class _Machine:
         if not isinstance(callee, Name) or type(arguments) is not tuple:
             raise FormatError(f"a {type(callee).__name__} is called, which cannot be")
         if callee.full in MAKERS:
+            for each in arguments:
+                if type(each) in _COPIED:
+                    self.copy(len(each))
             self.push(MAKERS[callee.full](arguments))
         elif callee.full in RECORDS and not arguments:
             self.push(RECORDS[callee.full]())
@@ -219,9 +257,9 @@ class _Machine:
     # The rest.
 
     def integer(self, length: int) -> None:
-        if not 0 <= length <= MAX_INTEGER_BYTES:
+        if not 0 <= length <= INTEGER_BYTES:
             raise HostileError(
-                f"an integer of {length} bytes is refused, the limit is {MAX_INTEGER_BYTES}"
+                f"an integer of {length} bytes is refused, the limit is {INTEGER_BYTES}"
             )
         self.push(int.from_bytes(self.take(length), "little", signed=True))
 
@@ -244,6 +282,8 @@ class _Machine:
 Step = Callable[[_Machine], object]
 
 _STOP = pickle.STOP[0]
+
+_COPIED = frozenset({list, tuple, dict, set, str, bytes})
 
 _BY_OPCODE: dict[bytes, Step] = {
     pickle.PROTO: _Machine.check_protocol,
@@ -283,15 +323,15 @@ _BY_OPCODE: dict[bytes, Step] = {
     pickle.EMPTY_DICT: lambda m: m.push({}),
     pickle.SETITEM: lambda m: m.set_items([m.pop(), m.pop()][::-1]),
     pickle.SETITEMS: lambda m: m.set_items(m.pop_marked()),
-    pickle.EMPTY_SET: lambda m: m.push(set()),
+    pickle.EMPTY_SET: _Machine.empty_set,
     pickle.ADDITEMS: lambda m: m.add_items(m.pop_marked()),
     pickle.FROZENSET: _Machine.frozen_set,
     # The memo.
-    pickle.BINGET: lambda m: m.push(m.memo[m.byte()]),
-    pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(_U32)]),
-    pickle.BINPUT: lambda m: m.memo.__setitem__(m.byte(), m.stack[-1]),
-    pickle.LONG_BINPUT: lambda m: m.memo.__setitem__(m.number(_U32), m.stack[-1]),
-    pickle.MEMOIZE: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+    pickle.BINGET: lambda m: m.get(m.byte()),
+    pickle.LONG_BINGET: lambda m: m.get(m.number(_U32)),
+    pickle.BINPUT: lambda m: m.put(m.byte()),
+    pickle.LONG_BINPUT: lambda m: m.put(m.number(_U32)),
+    pickle.MEMOIZE: lambda m: m.put(len(m.memo) + len(m.sparse)),
     # Names and calls.
     pickle.GLOBAL: _Machine.name_in_lines,
     pickle.STACK_GLOBAL: _Machine.name_in_stack,

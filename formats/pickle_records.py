@@ -12,18 +12,14 @@ The originals are in metadata.py and filesystem.py of torch.distributed.checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import TypeGuard
 
 from formats.dtypes import DType
 from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.limits import DIMENSIONS, ELEMENTS, KEY_DEPTH, KEY_PARTS
 
-MAX_DIMENSIONS = 64
-"""The most dimensions torch gives a tensor."""
-
-MAX_ELEMENTS = 2**63
-"""Shapes with this many elements or more are refused; torch counts in signed 64-bit integers."""
-
-MAX_KEY_DEPTH = 8
-"""Tuples nested deeper than this are refused as dict keys: hashing them takes the C stack."""
+LARGEST_STRIDE = ELEMENTS // 16
+"""Strides from here on, of dimensions of one index say, are refused: in bytes, none is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +180,29 @@ def fill(record: Record, state: object) -> None:
             object.__setattr__(record, name, state[name])
 
 
-def check_key(key: object, depth: int = 0) -> None:
-    """Raise FormatError unless hashing and comparing `key` is safe and cheap."""
-    if isinstance(key, tuple) and depth < MAX_KEY_DEPTH:
+def check_key(key: object, depth: int = 0, parts: int = KEY_PARTS) -> int:
+    """Raise FormatError unless hashing and comparing `key` is safe and cheap.
+
+    Returns how many of the `parts` that it may have are left.
+    """
+    if isinstance(key, tuple) and depth < KEY_DEPTH:
+        if len(key) > parts:
+            raise HostileError(f"a tuple of over {KEY_PARTS} parts is the key of a dict")
         for each in key:
-            check_key(each, depth + 1)
+            parts = check_key(each, depth + 1, parts - 1)
     elif isinstance(key, MetadataIndex):
-        if not isinstance(key.fqn, str) or not (key.offset is None or is_shape(key.offset)):
-            raise FormatError("an item of a DCP checkpoint is indexed by no name and offsets")
+        check_index(key)
     elif not isinstance(key, str | int | float | complex | bytes | DType | None):
         raise FormatError(f"a {type(key).__name__} cannot be a key of a dict or a member of a set")
+    return parts
+
+
+def check_index(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
+    """Name and offsets of an item. Raises FormatError where they are none, as yet or any more."""
+    name, offset = index.fqn, index.offset
+    if type(name) is not str or not (offset is None or is_shape(offset)):
+        raise FormatError("an item of a DCP checkpoint is indexed by no name and offsets")
+    return name, offset
 
 
 def view(
@@ -206,15 +215,18 @@ def view(
             "a tensor is stored as the conjugate or negative of its bytes; save "
             "tensor.resolve_conj().resolve_neg() instead"
         )
-    if len(sizes) != len(steps) or len(sizes) > MAX_DIMENSIONS:
+    if len(sizes) != len(steps):
         raise FormatError(f"a tensor has the shape {sizes} and the strides {steps}")
-    numel = 1
-    for size in sizes:
-        numel *= size
-        if numel >= MAX_ELEMENTS:
-            raise HostileError(f"a tensor of shape {sizes} has more elements than torch can count")
+    numel = least = 1
+    for size, step in zip(sizes, steps, strict=True):
+        numel, least = numel * size, least * (size or 1)
+        if least >= ELEMENTS or step >= LARGEST_STRIDE:
+            raise HostileError(
+                f"a tensor of shape {sizes} and strides {steps} has more elements than torch can "
+                "count"
+            )
     last = start + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-    if start < 0 or (numel and (last + 1) * dtype.itemsize > storage.nbytes):
+    if not 0 <= start < ELEMENTS or (numel and (last + 1) * dtype.itemsize > storage.nbytes):
         raise FormatError(
             f"a tensor of shape {sizes}, strides {steps} and offset {start} reaches beyond its "
             f"storage of {storage.nbytes} bytes"
@@ -229,9 +241,9 @@ def integer_of(value: object) -> int:
     raise FormatError(f"a whole number is expected, not a {type(value).__name__}")
 
 
-def is_shape(value: object) -> bool:
-    """True for a tuple of integers from 0 up."""
-    if type(value) is not tuple:
+def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
+    """True for a tuple of integers from 0 up, of no more than torch's tensors have dimensions."""
+    if type(value) is not tuple or len(value) > DIMENSIONS:
         return False
     for size in value:  # noqa: SIM110  # A generator takes three times as long, a million times.
         if type(size) is not int or size < 0:
@@ -241,6 +253,9 @@ def is_shape(value: object) -> bool:
 
 def shape_of(value: object) -> tuple[int, ...]:
     """The value, which must be a tuple of integers from 0 up."""
-    if isinstance(value, tuple) and is_shape(value):
+    if is_shape(value):
         return value
-    raise FormatError("a shape or the strides of a tensor are no tuple of whole numbers from 0 up")
+    raise FormatError(
+        "a shape or the strides of a tensor are no tuple of whole numbers from 0 up, "
+        f"{DIMENSIONS} at most"
+    )

@@ -4,7 +4,8 @@ A file is `length | header | data`: 8 bytes, little-endian, that say how long th
 object from tensor name to `{"dtype", "shape", "data_offsets": [begin, end]}`; then the data. Rules,
 the format's own (https://huggingface.co/docs/safetensors), each with its reason:
 
-1. The header is at most `MAX_HEADER_BYTES` long: nobody can make a reader allocate without bound.
+1. The header is at most `Limits.header_bytes` long: nobody can make a reader allocate without
+   bound. None is written that is longer than `MAX_HEADER_BYTES`.
 2. A key occurs once: two readers can never see two different files.
 3. `end - begin` is exactly what shape and dtype need: a wrong shape is found before data is read.
 4. The tensors cover the data section: no hole, no overlap, nothing behind. No bytes can hide, and
@@ -25,23 +26,18 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.limits import ELEMENTS, HEADER_DIMENSIONS, check
 from formats.storage import Reader
 from formats.strict_json import decode_object
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header, without its 8-byte length: the limit of the safetensors library."""
+"""The longest header that is written, without its 8-byte length: what the library reads."""
 
 PREFIX_BYTES = 8
 """The length that comes before the header."""
 
 METADATA_KEY = "__metadata__"
 """The one key of the header that is no tensor."""
-
-MAX_ELEMENTS = 2**63
-"""Shapes with this many elements or more are refused; torch counts in signed 64-bit integers."""
-
-MAX_DIMS = 1_000
-"""Shapes with more dimensions are refused: multiplying them could take hours."""
 
 BITS = {
     "F64": 64,
@@ -202,11 +198,7 @@ def _header_length(prefix: bytes, file: str, file_size: int | None) -> int:
             f"{PREFIX_BYTES + 2}: it was truncated, or is of another kind"
         )
     length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
-        raise HostileError(
-            f"{file}: its first 8 bytes ask for a header of {length} bytes, the limit is "
-            f"{MAX_HEADER_BYTES}: this is not a safetensors file"
-        )
+    check("header_bytes", length, f"{file}: not a safetensors file, or hostile")
     if file_size is not None and PREFIX_BYTES + length > file_size:
         raise CorruptError(
             f"{file}: the header ends at byte {PREFIX_BYTES + length}, the file has {file_size}: "
@@ -240,8 +232,10 @@ def _entry(name: str, described: object, file: str) -> Entry:
         )
     if not isinstance(shape, list):
         raise FormatError(f"{file}: {name} has shape {shape!r:.80}, no list")
-    if len(shape) > MAX_DIMS:
-        raise HostileError(f"{file}: {name} has {len(shape)} dimensions, the limit is {MAX_DIMS}")
+    if len(shape) > HEADER_DIMENSIONS:
+        raise HostileError(
+            f"{file}: {name} has {len(shape)} dimensions, the limit is {HEADER_DIMENSIONS}"
+        )
     for size in shape:
         if type(size) is not int or size < 0:
             raise FormatError(f"{file}: {name} has a size of {size!r:.80} in its shape")
@@ -257,14 +251,14 @@ def _entry(name: str, described: object, file: str) -> Entry:
             f"{file}: {name} is {dtype} of shape {shape!r:.80}, {elements * bits / 8:g} bytes; its "
             f"data_offsets {offsets} hold {end - begin}"
         )
-    if elements == 0 or elements >= MAX_ELEMENTS:
+    if elements == 0 or elements >= ELEMENTS:
         _check_elements(name, shape, file)
     return Entry(name, dtype, tuple(shape), begin, end)
 
 
 def _check_elements(name: str, shape: Sequence[int], file: str) -> None:
     """Raise for a shape whose sizes, zeros apart, multiply to what no machine can count."""
-    if prod(size for size in shape if size) >= MAX_ELEMENTS:
+    if prod(size for size in shape if size) >= ELEMENTS:
         raise HostileError(f"{file}: {name} has the absurd shape {shape!r:.80}")
 
 

@@ -1,4 +1,4 @@
-"""JSON that no two readers understand differently: UTF-8, no key twice, no NaN, not too deep."""
+"""JSON that no two readers understand differently: UTF-8, no key twice, no NaN, not too much."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections import Counter
 from typing import NoReturn
 
 from formats.errors import FormatError, HostileError
+from formats.limits import check
 
 
-def decode_object(data: bytes | str, what: str) -> dict[str, object]:
+def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str, object]:
     """The object that `data` holds; `what` says what is read, at the start of every message.
 
+    `lone` allows escapes of half a surrogate pair, as Python has them in names of files.
+
     Raises:
-        HostileError: an object has a key twice, or the values nest too deep to be read.
+        HostileError: an object has a key twice, or there are too many values, or they nest too
+            deep to be read.
         FormatError: it is not JSON in UTF-8, or no object.
 
     >>> decode_object('{"a": {"b": 1, "b": 2}}', "model.safetensors: the header")
@@ -31,10 +35,11 @@ def decode_object(data: bytes | str, what: str) -> dict[str, object]:
     def refuse(constant: str) -> NoReturn:
         raise FormatError(f"{what} is not JSON: {constant} is no JSON number")
 
+    check("json_values", _most_values(data), what)
     try:
         text = data if isinstance(data, str) else data.decode()
         found: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-        if "\\u" in text:
+        if "\\u" in text and not lone:
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except FormatError:
         raise
@@ -45,3 +50,10 @@ def decode_object(data: bytes | str, what: str) -> dict[str, object]:
     if not isinstance(found, dict):
         raise FormatError(f"{what} is JSON, but a {type(found).__name__}, not an object")
     return found
+
+
+def _most_values(data: bytes | str) -> int:
+    """At least as many as there are: each has a comma, a colon or a bracket before it."""
+    if isinstance(data, bytes):
+        return sum(map(data.count, (b",", b":", b"[", b"{")))
+    return sum(map(data.count, ",:[{"))

@@ -11,10 +11,8 @@ from itertools import combinations
 from math import prod
 
 from formats.errors import FormatError, HostileError
+from formats.limits import CUTS, TANGLED
 from sharding.layout import Box
-
-MAX_TANGLED = 4096
-"""More boxes than this that no straight cut takes apart are refused."""
 
 
 def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -43,23 +41,28 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     >>> overlapping([Box((0,), (2,)), Box((4,), (6,)), Box((5,), (7,))])
     (Box(lo=(4,), hi=(6,)), Box(lo=(5,), hi=(7,)))
     """
-    groups = [list(boxes)]
+    groups = [(0, list(boxes))]
     while groups:
-        group = groups.pop()
+        cuts, group = groups.pop()
+        if cuts > CUTS and len(group) > CUTS:
+            raise tangled(len(group))
         for dim in range(len(group[0].lo) if group else 0):
             parts = _cut(group, dim)
             if len(parts) > 1:
-                groups += parts
+                groups += [(cuts + 1, part) for part in parts if len(part) > 1]
                 break
         else:
-            if len(group) > MAX_TANGLED:
-                raise HostileError(
-                    f"{len(group)} pieces of a tensor are entangled, as no sharding is"
-                )
+            if len(group) > TANGLED:
+                raise tangled(len(group))
             for one, other in combinations(group, 2):
                 if one & other:
                     return one, other
     return None
+
+
+def tangled(pieces: int) -> HostileError:
+    """The error for pieces that would take too long to be taken apart."""
+    return HostileError(f"{pieces} pieces of a tensor are entangled, as no sharding is")
 
 
 def _cut(group: list[Box], dim: int) -> list[list[Box]]:

@@ -50,8 +50,9 @@ def read(reader: Reader, name: str) -> Catalog:
                 "torch.load where you trust it, and save it again with torch.save"
             ) from None
         raise
-    nest = Nest(name)
-    tree = nest.tree(load(archive.read(PICKLE), name), (), archive)
+    pickled = archive.read(PICKLE)
+    nest = Nest(name, len(pickled))
+    tree = nest.tree(load(pickled, name), (), archive)
     files = (FileRecord(name, reader.size(name)),)
     return Catalog("torch", nest.tensors, tree, files, nest.aliases)
 

@@ -7,25 +7,22 @@ Rules:
 2. Two places that hold the same view of the same storage are one tensor with two names. Other views
    of one storage are tensors of their own that share its bytes.
 3. What the tree has no type for becomes the nearest it has: a set becomes a sorted list.
-4. A pickle may hold itself, or one part a million times: depth and size of the walk are bounded.
+4. A pickle may hold itself, or one part a million times: depth and size of the walk are bounded,
+   and the length of the names that it gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from reprlib import Repr
 
 from formats.catalog import StoredPiece, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from formats.errors import CorruptError, HostileError, UnsupportedError
+from formats.limits import DEPTH, FREE_VALUES, Names
 from formats.pickle_records import StoredTensor
 from formats.zip_records import Archive
 from sharding.layout import Box, Piece
-
-MAX_DEPTH = 200
-"""Deeper nests are refused, among them those that hold themselves."""
-
-MAX_VALUES = 50_000_000
-"""Larger trees are refused. A part that occurs twice counts twice."""
 
 KeyPath = tuple[object, ...]
 """The keys and indices from the root to a value."""
@@ -34,9 +31,20 @@ BARE_TENSOR = "tensor"
 """The name of a tensor that is the whole checkpoint."""
 
 
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
+
 def shown(path: KeyPath) -> str:
     """A key path for messages: `['model'][0]`."""
-    return "".join(f"[{key!r}]" for key in path) or "the whole file"
+    return "".join(f"[{_SHORT.repr(key)}]" for key in path) or "the whole file"
+
+
+def chars_of(key: object) -> int:
+    """About how many characters a key has as text, without making that of a tuple."""
+    if isinstance(key, tuple):
+        return sum(map(chars_of, key)) + 2 * len(key)
+    return len(key) if isinstance(key, str) else len(str(key))
 
 
 class RecordPieces:
@@ -58,16 +66,23 @@ class RecordPieces:
 class Nest:
     """The tensors met so far, and the bounds of the walk. One for all pickles of a checkpoint."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, pickle_bytes: int) -> None:
         self.tensors: dict[str, TensorRecord] = {}
         self.aliases: dict[str, str] = {}
         self._where = where
         self._paths: dict[str, KeyPath] = {}
         self._views: dict[object, str] = {}
-        self._values = 0
+        self._values_left = FREE_VALUES + pickle_bytes
+        self._names = Names(where, pickle_bytes)
+
+    def grow(self, pickle_bytes: int) -> None:
+        """One more pickle, of so many bytes, describes the checkpoint."""
+        self._values_left += pickle_bytes
+        self._names.grow(pickle_bytes)
 
     def claim(self, path: KeyPath) -> str:
         """The name of the tensor at a key path, which no other may have."""
+        self._names.tensor(sum(map(chars_of, path)) + len(path))
         name = ".".join(map(str, path)) if path else BARE_TENSOR
         if name in self._paths:
             raise UnsupportedError(
@@ -94,25 +109,35 @@ class Nest:
             CorruptError: a tensor's storage is missing from the zip or has another size.
             HostileError: the walk goes too deep or too far.
         """
-        self._values += 1
-        if len(path) > MAX_DEPTH or self._values > MAX_VALUES:
+        return self._tree(value, path, archive, sum(map(chars_of, path)) + len(path))
+
+    def _tree(self, value: object, path: KeyPath, archive: Archive, chars: int) -> Tree:
+        self._values_left -= 1
+        if len(path) > DEPTH or self._values_left < 0:
             raise HostileError(
-                f"{self._where}: {shown(path[:4])} is nested deeper than {MAX_DEPTH} or holds more "
-                f"than {MAX_VALUES} values"
+                f"{self._where}: {shown(path[:4])} is nested deeper than {DEPTH} or holds more "
+                "values than its pickle has bytes"
             )
+        self._names.values(chars)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | DType):
             return value
         if isinstance(value, StoredTensor):
             return self._tensor(value, path, archive)
         if isinstance(value, dict):
             return {
-                self._key(key, path): self.tree(each, (*path, key), archive)
+                self._key(key, path): self._tree(
+                    each, (*path, key), archive, chars + chars_of(key) + 1
+                )
                 for key, each in value.items()
             }
         if isinstance(value, set):
+            for each in value:
+                self._names.values(chars_of(each))
             value = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
         if isinstance(value, list | tuple):
-            items = [self.tree(each, (*path, i), archive) for i, each in enumerate(value)]
+            items = [
+                self._tree(each, (*path, i), archive, chars + 8) for i, each in enumerate(value)
+            ]
             return tuple(items) if isinstance(value, tuple) else items
         raise UnsupportedError(
             f"{self._where}: {shown(path)} is a {type(value).__name__}, which is neither a tensor "
@@ -128,7 +153,8 @@ class Nest:
                 f"pickle, {archive.record(record).nbytes} by the zip"
             )
         pieces = RecordPieces(archive, record, piece)
-        view = (archive.where, tensor)
+        # Texts, for the hashes of numbers can be chosen.
+        view = f"{archive.where}\0{tensor}"
         return self.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
 
     def _key(

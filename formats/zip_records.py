@@ -6,7 +6,7 @@ header, whose length differs from the one in the directory at the end, comes bef
 
 1. Opening reads the directory only, by way of the standard library's zipfile.
 2. A record's local header is read when the record is asked for, once.
-3. A record must be stored as it is and lie inside the zip.
+3. A record must be stored as it is and lie inside the zip, and no two share bytes.
 
 A zip may be the whole of a file or a range of one, as each item of a DCP checkpoint is. A small
 one is found and opened with two reads.
@@ -17,14 +17,16 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
 
 from formats.catalog import Extent
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.limits import check
 from formats.storage import Reader
 
 PICKLE = "data.pkl"
@@ -32,9 +34,6 @@ PICKLE = "data.pkl"
 
 BLOCK_BYTES = 4096
 """What a short read fetches: the directory of a small zip, or its pickle and the headers after."""
-
-MAX_DIRECTORY_BYTES = 1 << 30
-"""A longer directory is refused; ten million storages need no more."""
 
 _LOCAL_HEADER = Struct("<4s22xHH")
 
@@ -69,17 +68,14 @@ class Window:
     def read(self, nbytes: int = -1, /) -> bytes:
         """The next bytes, fewer at the end of the range."""
         rest = max(0, self.length - self._at)
-        data = self.bytes_at(self._at, rest if nbytes < 0 else min(nbytes, rest))
+        nbytes = rest if nbytes < 0 else min(nbytes, rest)
+        check("zip_directory_bytes", nbytes, self.file)
+        data = self.bytes_at(self._at, nbytes)
         self._at += len(data)
         return data
 
     def bytes_at(self, at: int, nbytes: int) -> bytes:
         """These bytes of the range, which must lie inside it."""
-        if nbytes > MAX_DIRECTORY_BYTES:
-            raise HostileError(
-                f"{self.file}: {nbytes} bytes of structure are refused, the limit is "
-                f"{MAX_DIRECTORY_BYTES}"
-            )
         for start, block in self._blocks:
             if start <= at and at + nbytes <= start + len(block):
                 return block[at - start : at - start + nbytes]
@@ -154,8 +150,9 @@ class Archive:
         return self._extents[name]
 
     def read(self, name: str) -> bytes:
-        """The data of a small record, checked against its checksum."""
+        """The data of a record that is no tensor's, checked against its checksum."""
         record = self.record(name)
+        check("pickle_bytes", record.nbytes, f"{self.where}: the record {record.name}")
         data = self._window.bytes_at(self._data(record), record.nbytes)
         if record.checksum not in (0, zlib.crc32(data)):
             raise CorruptError(
@@ -199,7 +196,18 @@ class Archive:
                 records[info.filename] = Record(
                     info.filename, info.header_offset, info.file_size, info.CRC, stored
                 )
+        self._check_apart(records)
         return records
+
+    def _check_apart(self, records: Mapping[str, Record]) -> None:
+        """Raise HostileError where two records share bytes, as in a bomb that says all n times."""
+        end, before = 0, "the beginning"
+        stored = [record for record in records.values() if record.stored]
+        for record in sorted(stored, key=attrgetter("header")):
+            if record.header < end:
+                raise HostileError(f"{self.where}: {before} and {record.name} overlap")
+            end = record.header + _LOCAL_HEADER.size + len(record.name) + record.nbytes
+            before = record.name
 
     @contextmanager
     def _reading_directory(self) -> Iterator[None]:

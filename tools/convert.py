@@ -151,7 +151,7 @@ def run(options: Options) -> int:
 
 def _size(text: str) -> int:
     """Bytes in a size such as `5GB`, for argparse."""
-    from formats.huggingface import parse_size
+    from formats.sizes import parse_size
 
     try:
         return parse_size(text)

@@ -135,7 +135,7 @@ def _tree(
     root = _Branch()
     for name, record in tensors.items():
         shape = "[" + ", ".join(map(str, record.shape)) + "]"
-        placement = str(record.layout) if record.layout is not None else ""
+        placement = printable(str(record.layout)) if record.layout is not None else ""
         cells = (str(record.dtype), shape, size(record.nbytes), placement)
         _place(root, name, cells, record.nbytes)
     for alias, name in aliases.items():

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from formats.errors import FormatError
-from formats.native.manifest import MAX_BASES, Base, BaseFile, Manifest
+from formats.limits import BASES
+from formats.native.manifest import Base, BaseFile, Manifest
 from formats.storage import BESIDE
 
 BORROWED = "__borrowed__"
@@ -175,7 +176,7 @@ def bases_of(folder: str, manifest: Manifest) -> tuple[Base, ...]:
     """The checkpoints a save with this base may borrow from: the base first, then its own."""
     files = tuple(BaseFile(file.name, file.rank, file.size) for file in manifest.files)
     own = [base for base in manifest.bases if base is not None]
-    return (Base(folder, files), *own)[:MAX_BASES]
+    return (Base(folder, files), *own)[:BASES]
 
 
 def kept(bases: Sequence[Base], used: int) -> tuple[Base | None, ...]:

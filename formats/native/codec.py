@@ -89,7 +89,9 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
             raise CorruptError(
                 f"{where}: a zstd frame of {claimed} bytes stands where {len(target)} belong"
             )
-        data = _thread.decompressor.decompress(frame, max_output_size=len(target))
+        data = _thread.decompressor.decompress(
+            frame, max_output_size=len(target), allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise CorruptError(f"{where}: zstd: {error}") from error
     _unshuffle(data, width, target)

@@ -12,17 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from formats.errors import HostileError
+from formats.limits import BASES, check
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.chunk_table import read_root
-from formats.native.manifest import (
-    MANIFEST,
-    MAX_BASES,
-    MAX_MANIFEST_BYTES,
-    StoredTensor,
-    digest_in,
-    load,
-)
+from formats.native.manifest import MANIFEST, StoredTensor, digest_in, load
 from formats.native.opened_shard import Part, Shard
 from formats.native.reader import Shards
 from formats.native.shard import RECORD
@@ -38,8 +31,7 @@ class Lender:
         Raises FileNotFoundError where there is none, and the errors of a damaged manifest.
         """
         size = reader.size(MANIFEST)
-        if size > MAX_MANIFEST_BYTES:
-            raise HostileError(f"{reader.url}/{MANIFEST}: {size} bytes are too many")
+        check("manifest_bytes", size, f"{reader.url}/{MANIFEST}")
         data = reader.read(MANIFEST, 0, size)
         self._reader = reader
         self._manifest = load(data, f"{reader.url}/{MANIFEST}")
@@ -85,7 +77,7 @@ def _chunks(
     records: list[bytes] = []
     places: list[Place] = []
     roots: list[Root | None] = []
-    nobody = (MAX_BASES, 0)
+    nobody = (BASES, 0)
     for part in parts:
         offset = part.extent.offset
         owner = owners.get(part.extent.file, nobody)
@@ -97,7 +89,7 @@ def _chunks(
             if delta is not None:
                 there = Place(*owners.get(shard.root_file(delta), nobody), delta.place.offset)
                 root = replace(delta, place=there)
-            if root is not None and root.place.base >= MAX_BASES:
+            if root is not None and root.place.base >= BASES:
                 root = None
             records.append(record if delta is None and root is not None else b"")
             places.append(place)

@@ -17,27 +17,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import xxhash
 
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import DType
-from formats.errors import CorruptError, FormatError, HostileError
+from formats.errors import CorruptError, HostileError
 from formats.native.tree import Json, encode
+from formats.strict_json import decode_object
 from sharding.layout import Layout, Mesh, Placement
 
 MANIFEST = "manifest.json"
 VERSION = 1
 BORROWING_VERSION = 2
 """The version of a checkpoint with bases; the same but for them."""
-MAX_MANIFEST_BYTES = 1 << 30
-"""A manifest larger than this is refused unread."""
-MAX_BASES = 32
-"""No checkpoint borrows from more others."""
 _PREFIX = b'{"digest":"'
 _HEX = re.compile(rb"[0-9a-f]{32}")
 
@@ -157,14 +153,10 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
             "it was changed after it was written; restore it from another copy"
         )
     try:
-        content = json.loads(body, object_pairs_hook=_no_duplicates)
-        return Loader(file, content, stored).manifest()
+        content = cast("dict[str, Json]", decode_object(body, file, lone=True))
+        return Loader(file, content, len(data), stored).manifest()
     except RecursionError as error:
         raise HostileError(f"{file}: nests too deep") from error
-    except ValueError as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"{file}: not JSON: {error}") from error
 
 
 def digest_in(data: bytes) -> str:
@@ -190,11 +182,3 @@ def _mesh_json(mesh: Mesh) -> Json:
 
 def _base_json(base: Base) -> Json:
     return [base.folder, [[file.name, file.rank, file.size] for file in base.files]]
-
-
-def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise HostileError(f"manifest: the key {twice[:80]!r} stands twice in one object")
-    return found

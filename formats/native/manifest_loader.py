@@ -1,6 +1,6 @@
 """Every part of a manifest's JSON checked on the way in: docs/format.md, section 11.
 
-Limits are named here; what exceeds one is a HostileError, what is no manifest a FormatError.
+What exceeds one of `formats.limits` is a HostileError, what is no manifest a FormatError.
 """
 
 from __future__ import annotations
@@ -12,10 +12,20 @@ from operator import add, gt
 from formats.catalog import TensorRef
 from formats.dtypes import dtype_named
 from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.limits import (
+    ALL_SPLITS,
+    AXES,
+    BASES,
+    DIMENSIONS,
+    FEW_SPLITS,
+    RANKS,
+    SIZE,
+    SPLITS,
+    Names,
+)
 from formats.native.manifest import (
     BORROWING_VERSION,
     MANIFEST,
-    MAX_BASES,
     VERSION,
     Base,
     BaseFile,
@@ -36,16 +46,6 @@ from sharding.layout import (
     StridedShard,
 )
 
-MAX_DIMENSIONS = 64
-MAX_AXES = 16
-MAX_RANKS = 1 << 24
-"""No mesh has more ranks."""
-MAX_SPLITS = 1 << 16
-"""No layout cuts its dimensions into more chunks before it cuts them over ranks."""
-MAX_SIZE = 1 << 62
-"""No dimension, rank, offset or byte count in a manifest is larger."""
-
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _NO_FOLDER_NAME = re.compile(r"[/\\\x00-\x1f\x7f]|.{256}")
 _PLACEMENT = re.compile(r"(R|split)|(S|SS|F|only)\((\d{1,19})(?:,(\d{1,19}))?\)")
@@ -65,13 +65,21 @@ def check_folder_name(name: object, file: str) -> str:
     return name
 
 
+def _splits(placements: tuple[Placement, ...]) -> int:
+    """Chunks into which dimensions are cut before they are cut over ranks."""
+    return prod(p.split for p in placements if isinstance(p, StridedShard))
+
+
 class Loader:
     """Checks every part of a manifest's JSON on the way in."""
 
-    def __init__(self, file: str, content: Json, stored: bool) -> None:
+    def __init__(self, file: str, content: dict[str, Json], nbytes: int, stored: bool) -> None:
+        """`nbytes` is the length of the manifest that the content was read from."""
         self._file = file
+        self._names = Names(file, nbytes)
+        self._splits_left = ALL_SPLITS
         self._stored = stored
-        self._content = self._dict(content, "the manifest")
+        self._content = content
 
     def manifest(self) -> Manifest:
         """All of it. Raises as `formats.native.manifest.load` does."""
@@ -112,7 +120,7 @@ class Loader:
             tensors[name] = stored
             return TensorRef(name)
 
-        tree = decode(self._content.get("state"), found)
+        tree = decode(self._content.get("state"), found, self._names)
         for name, target in aliases.items():
             if target not in tensors:
                 raise FormatError(
@@ -124,8 +132,8 @@ class Loader:
 
     def _bases(self) -> tuple[Base | None, ...]:
         given = self._list(self._content.get("bases"), "bases")
-        if len(given) > MAX_BASES:
-            raise HostileError(f"{self._file}: {len(given)} bases; none has more than {MAX_BASES}")
+        if len(given) > BASES:
+            raise HostileError(f"{self._file}: {len(given)} bases; none has more than {BASES}")
         return tuple(None if value is None else self._base(value) for value in given)
 
     def _base(self, value: Json) -> Base:
@@ -152,15 +160,17 @@ class Loader:
             raise FormatError(f"{self._file}: {name}: a $tensor is [dtype, shape, layout]")
         dtype = dtype_named(str(entry[0]), f"{self._file}: {name}")
         shape = self._integers(entry[1], f"the shape of {name}")
-        if (
-            len(shape) > MAX_DIMENSIONS
-            or dtype.nbytes(tuple(size for size in shape if size)) > MAX_SIZE
-        ):
+        if len(shape) > DIMENSIONS or dtype.nbytes(tuple(size for size in shape if size)) > SIZE:
             raise HostileError(f"{self._file}: {name}: no tensor has the shape {shape[:8]}...")
         index = self._integer(entry[2], f"the layout of {name}")
         if index >= len(layouts):
             raise FormatError(f"{self._file}: {name}: there is no layout {index}")
         mesh, placements = layouts[index]
+        splits = _splits(placements)
+        if splits > FEW_SPLITS:
+            self._splits_left -= splits
+            if self._splits_left < 0:
+                raise HostileError(f"{self._file}: {name}: so many tensors are not cut so finely")
         try:
             layout = Layout(shape, mesh, placements)
         except ValueError as error:
@@ -192,8 +202,8 @@ class Loader:
         offset = self._integer(entry.get("offset"), "a mesh's offset")
         strides = self._strides(entry.get("strides"))
         table = self._integers(entry.get("table", []), "a mesh's table")
-        if len(sizes) > MAX_AXES or prod(sizes) > MAX_RANKS:
-            raise HostileError(f"{self._file}: no mesh has the sizes {sizes[:MAX_AXES]}")
+        if len(sizes) > AXES or prod(sizes) > RANKS:
+            raise HostileError(f"{self._file}: no mesh has the sizes {sizes[:AXES]}")
         try:
             return Mesh(names, sizes, offset, strides, table)
         except ValueError as error:
@@ -208,7 +218,7 @@ class Loader:
             raise FormatError(f"{self._file}: there is no mesh {index}")
         mesh = meshes[index]
         placements = tuple(self._placement(p) for p in self._list(entry[1], "placements"))
-        if prod(p.split for p in placements if isinstance(p, StridedShard)) > MAX_SPLITS:
+        if _splits(placements) > SPLITS:
             raise HostileError(f"{self._file}: no tensor is cut as {[str(p) for p in placements]}")
         for placement, size in zip(placements, mesh.sizes, strict=False):
             if self._stored and isinstance(placement, Replicate) and size > 1:
@@ -255,7 +265,7 @@ class Loader:
             return False
         _, sizes, headers, tables = numbers
         return (
-            max(map(max, numbers)) <= MAX_SIZE
+            max(map(max, numbers)) <= SIZE
             and not any(map(gt, map(add, headers, tables), sizes))
             and all(map(_FILE_NAME.fullmatch, names))
             and MANIFEST not in names
@@ -283,7 +293,7 @@ class Loader:
         return value
 
     def _integer(self, value: Json, what: str) -> int:
-        if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        if type(value) is not int or not 0 <= value <= SIZE:
             raise FormatError(f"{self._file}: {what} is {str(value)[:80]!r}, not a size")
         return value
 

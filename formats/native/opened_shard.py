@@ -65,7 +65,7 @@ class Shard:
         file: ShardFile,
         index: ShardIndex,
         reader: Reader,
-        base_file: Callable[[Place, str], str],
+        base_file: Callable[[Place, int, str], str],
         known_first: dict[int, dict[str, int]],
     ) -> None:
         self.file = file
@@ -137,18 +137,19 @@ class Shard:
         offset, nbytes = self.index.header.data_offset + entry.begin, expected.nbytes
         for run in (*runs, None):
             upto = run.first if run is not None else first + count
-            ranges = [(at, upto, self.file.name, offset + own)] if at < upto else []
-            if ranges:
-                own += stored_in(self.index, at, upto)
+            ranges = []
+            if at < upto:
+                stored = stored_in(self.index, at, upto)
+                ranges.append((at, upto, self.file.name, offset + own, stored))
+                own += stored
             if run is not None:
-                ranges.append(
-                    (run.first, run.end, self._base_file(run.place, where), run.place.offset)
-                )
+                stored = stored_in(self.index, run.first, run.end)
+                file = self._base_file(run.place, stored, where)
+                ranges.append((run.first, run.end, file, run.place.offset, stored))
                 at = run.end
-            for begin, end, file, there in ranges:
+            for begin, end, file, there, stored in ranges:
                 starts = (begin - first) * chunk_bytes
                 raw = min((end - first) * chunk_bytes, nbytes) - starts
-                stored = stored_in(self.index, begin, end)
                 chunks = ChunkTable(
                     self.index, begin, there, stored, raw, self._where, entry.name, self._fetch
                 )
@@ -162,7 +163,7 @@ class Shard:
 
     def root_file(self, root: Root) -> str:
         """The name, as the reader knows it, of the base's file that a root lies in."""
-        return self._base_file(root.place, self._where)
+        return self._base_file(root.place, root.stored_bytes, self._where)
 
     def _fetch(self, root: Root, width: int, target: memoryview) -> None:
         read_root(self._reader, self.root_file(root), root, width, target)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from math import prod
 
 from formats.catalog import Catalog, FileRecord, StoredPiece, TensorRecord
-from formats.errors import CorruptError, FormatError, HostileError
+from formats.errors import CorruptError, FormatError
+from formats.limits import applied, check, current
 from formats.native.borrowed import Place, beside
 from formats.native.manifest import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     Manifest,
     StoredTensor,
     digest_in,
@@ -32,10 +32,7 @@ from sharding.layout import Box, Piece
 def read(reader: Reader) -> Catalog:
     """The catalog of the checkpoint in a folder that has a `manifest.json`."""
     size = reader.size(MANIFEST)
-    if size > MAX_MANIFEST_BYTES:
-        raise HostileError(
-            f"{reader.url}/{MANIFEST}: {size} bytes; none has more than {MAX_MANIFEST_BYTES}"
-        )
+    check("manifest_bytes", size, f"{reader.url}/{MANIFEST}")
     data = reader.read(MANIFEST, 0, size)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     shards = Shards(reader, manifest)
@@ -76,6 +73,7 @@ class Shards:
         """By the identity of a header: ranks with the same one have their chunks alike."""
         self._places: dict[int, Places] = {}
         self._lock = threading.Lock()
+        self._limits = current()
 
     def shard(self, rank: int, name: str) -> Shard:
         """The opened file of a rank; `name` is the tensor that asks, for the error."""
@@ -90,15 +88,17 @@ class Shards:
             with self._lock:
                 shard = self._opened.get(rank)
                 if shard is None:
-                    index = open_shard(self._reader, file, self._headers)
+                    with applied(self._limits):
+                        index = open_shard(self._reader, file, self._headers)
                     shard = Shard(file, index, self._reader, self.base_file, self._first)
                     self._opened[rank] = shard
         return shard
 
-    def base_file(self, place: Place, where: str) -> str:
+    def base_file(self, place: Place, nbytes: int, where: str) -> str:
         """The name, as this checkpoint's reader knows it, of the base's file a place is in.
 
-        Raises CorruptError where the file is gone or has another size.
+        Raises CorruptError where the file is gone or has another size, FormatError where it does
+        not have so many bytes there.
         """
         base = self._bases[place.base] if place.base < len(self._bases) else None
         file = base[1].get(place.rank) if base is not None else None
@@ -106,6 +106,11 @@ class Shards:
             raise FormatError(
                 f"{where}: some of its chunks lie in the file of rank {place.rank} of base "
                 f"{place.base}, which the manifest does not list"
+            )
+        if place.offset + nbytes > file.size:
+            raise FormatError(
+                f"{where}: it borrows bytes {place.offset}:{place.offset + nbytes} of "
+                f"{base[0]}/{file.name}, which has {file.size}"
             )
         name = beside(base[0], file.name)
         if name not in self._sound:

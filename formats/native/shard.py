@@ -24,6 +24,7 @@ from itertools import pairwise
 import xxhash
 
 from formats.errors import CorruptError, FormatError
+from formats.limits import check
 from formats.native.borrowed import (
     BORROWED,
     COUNTS_KEY,
@@ -35,7 +36,7 @@ from formats.native.borrowed import (
 )
 from formats.native.manifest import ShardFile
 from formats.outgoing import OutgoingTensor
-from formats.safetensors_header import Header, parse
+from formats.safetensors_header import PREFIX_BYTES, Header, parse
 from formats.storage import Reader
 
 CHUNK_BYTES = 64 << 10
@@ -133,6 +134,8 @@ def open_shard(
             f"{where}: the file has {size} bytes, {file.size} were written: it was "
             f"{'truncated' if size < file.size else 'appended to'}; restore it from another copy"
         )
+    check("header_bytes", file.header_bytes - PREFIX_BYTES, where)
+    check("table_bytes", file.table_bytes, where)
     head = reader.read(file.name, 0, file.header_bytes)
     table = reader.read(file.name, size - file.table_bytes, file.table_bytes)
     hasher = xxhash.xxh3_128(head)
@@ -159,10 +162,10 @@ def open_shard(
         or any(one.end != other.begin for one, other in pairwise(tail))
         or (entry.end - entry.begin) % RECORD.size
         or not re.fullmatch("[1-9][0-9]{0,9}", chunk_bytes)
-        or int(chunk_bytes) >= 1 << 31
         or int(chunk_bytes) % 16
     ):
         raise FormatError(f"{where}: not a ckpt shard: its chunk table is not where it belongs")
+    check("chunk_bytes", int(chunk_bytes), where)
     codec = header.metadata.get("ckpt.codec", "")
     if codec not in ("raw", "zstd"):
         raise FormatError(f"{where}: unknown codec {codec[:80]!r}")

@@ -16,19 +16,19 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from formats.catalog import Key, TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.errors import FormatError, HostileError
+from formats.keys import KeysApart
+from formats.limits import DEPTH, Names
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
 ROOT = "tensor"
 """The name of a tensor with no key on the way to it."""
-MAX_DEPTH = 200
-"""How deep a state may nest."""
-
 
 Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
 """What stands in the tree for a tensor: of its name, the tag of its node and what the node says."""
@@ -81,81 +81,91 @@ def _no_tensor(name: str, ref: TensorRef) -> Json:
     raise FormatError(f"{ref.name}: a tensor cannot be a key")
 
 
-def decode(node: Json, tensor: Found, path: str = "") -> Tree:
-    """The tree of a JSON node; `tensor` is called for every tensor and alias, in order."""
-    return _decode(node, tensor, path, 0)
+def decode(node: Json, tensor: Found, names: Names) -> Tree:
+    """The tree of a JSON node; `tensor` is called for every tensor and alias, in order.
+
+    `names` bounds the names of all that is in it. Raises HostileError where they, or the nest, are
+    absurd, FormatError where a node is none that is known.
+    """
+    return _Decoder(tensor, names, KeysApart()).tree(node, "", 0)
 
 
-def _decode(node: Json, tensor: Found, path: str, depth: int) -> Tree:
-    if isinstance(node, dict):
-        if len(node) == 1:
-            ((tag, value),) = node.items()
-            if tag in ("$tensor", "$alias"):
-                return tensor(path or ROOT, tag, value)
-            if tag.startswith("$"):
-                return _decode_tagged(tag, value, tensor, path, depth)
-        _check_depth(node, path, depth)
-        prefix = f"{path}." if path else ""
-        return {
-            key: _decode(item, tensor, prefix + key, depth + 1)
-            if isinstance(item, dict | list)
-            else item
-            for key, item in node.items()
-        }
-    return _decode_items(node, tensor, path, depth) if isinstance(node, list) else node
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """What decoding a tree carries along."""
 
+    tensor: Found
+    names: Names
+    keys: KeysApart
 
-def _decode_items(nodes: list[Json], tensor: Found, path: str, depth: int) -> list[Tree]:
-    _check_depth(nodes, path, depth)
-    return [_decode(item, tensor, join(path, i), depth + 1) for i, item in enumerate(nodes)]
+    def tree(self, node: Json, path: str, depth: int) -> Tree:
+        if isinstance(node, dict):
+            if len(node) == 1:
+                ((tag, value),) = node.items()
+                if tag in ("$tensor", "$alias"):
+                    self.names.tensor(len(path))
+                    return self.tensor(path or ROOT, tag, value)
+                if tag.startswith("$"):
+                    return self._tagged(tag, value, path, depth)
+            self._check_size(node, path, depth)
+            prefix = f"{path}." if path else ""
+            return {
+                key: self.tree(item, prefix + key, depth + 1)
+                if isinstance(item, dict | list)
+                else item
+                for key, item in node.items()
+            }
+        return self._items(node, path, depth) if isinstance(node, list) else node
 
+    def _items(self, nodes: list[Json], path: str, depth: int) -> list[Tree]:
+        self._check_size(nodes, path, depth)
+        return [self.tree(item, join(path, i), depth + 1) for i, item in enumerate(nodes)]
 
-def _check_depth(node: Sized, path: str, depth: int) -> None:
-    """Raise HostileError where what is in a container lies deeper than MAX_DEPTH."""
-    if depth >= MAX_DEPTH and len(node):
-        raise HostileError(f"manifest: {path[:80]}... nests deeper than {MAX_DEPTH}")
+    def _check_size(self, node: Sized, path: str, depth: int) -> None:
+        """Raise HostileError where what is in a container lies too deep or has absurd names."""
+        if depth >= DEPTH and len(node):
+            raise HostileError(f"manifest: {path[:80]}... nests deeper than {DEPTH}")
+        self.names.values(len(path), len(node))
 
+    def _tagged(self, tag: str, value: Json, path: str, depth: int) -> Tree:
+        if tag == "$tuple" and isinstance(value, list):
+            return tuple(self._items(value, path, depth))
+        if tag == "$dict" and isinstance(value, list):
+            return dict(self._pairs(value, path, depth))
+        if tag == "$float" and value in ("nan", "inf", "-inf"):
+            return float(str(value))
+        if tag == "$bytes" and isinstance(value, str):
+            try:
+                return base64.b64decode(value, validate=True)
+            except ValueError as error:
+                raise FormatError(f"manifest: {path}: $bytes is not base64: {error}") from error
+        if tag == "$complex" and isinstance(value, list) and len(value) == 2:
+            real, imag = (self.tree(part, path, depth) for part in value)
+            if isinstance(real, float) and isinstance(imag, float):
+                return complex(real, imag)
+        if tag == "$dtype" and isinstance(value, str) and value in BY_NAME:
+            return BY_NAME[value]
+        raise FormatError(f"manifest: {path}: {tag} with {str(value)[:80]!r} is not a known node")
 
-def _decode_tagged(tag: str, value: Json, tensor: Found, path: str, depth: int) -> Tree:
-    if tag == "$tuple" and isinstance(value, list):
-        return tuple(_decode_items(value, tensor, path, depth))
-    if tag == "$dict" and isinstance(value, list):
-        return dict(_decode_pairs(value, tensor, path, depth))
-    if tag == "$float" and value in ("nan", "inf", "-inf"):
-        return float(str(value))
-    if tag == "$bytes" and isinstance(value, str):
-        try:
-            return base64.b64decode(value, validate=True)
-        except ValueError as error:
-            raise FormatError(f"manifest: {path}: $bytes is not base64: {error}") from error
-    if tag == "$complex" and isinstance(value, list) and len(value) == 2:
-        real, imag = (_decode(part, tensor, path, depth) for part in value)
-        if isinstance(real, float) and isinstance(imag, float):
-            return complex(real, imag)
-    if tag == "$dtype" and isinstance(value, str) and value in BY_NAME:
-        return BY_NAME[value]
-    raise FormatError(f"manifest: {path}: {tag} with {str(value)[:80]!r} is not a known node")
-
-
-def _decode_pairs(
-    pairs: list[Json], tensor: Found, path: str, depth: int
-) -> Iterator[tuple[Key, Tree]]:
-    _check_depth(pairs, path, depth)
-    seen: set[Key] = set()
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise FormatError(f"manifest: {path}: a $dict is a list of [key, value] pairs")
-        key = _decode(pair[0], _no_tensor_node, path, depth + 1)
-        if not isinstance(key, str | int | float | bool | tuple) and key is not None:
-            raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key")
-        try:
-            duplicate = key in seen
-        except TypeError as error:  # a list inside a tuple
-            raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key") from error
-        if duplicate:
-            raise HostileError(f"manifest: {path}: the key {key!r} stands twice")
-        seen.add(key)
-        yield key, _decode(pair[1], tensor, join(path, key), depth + 1)
+    def _pairs(self, pairs: list[Json], path: str, depth: int) -> Iterator[tuple[Key, Tree]]:
+        self._check_size(pairs, path, depth)
+        keys = _Decoder(_no_tensor_node, self.names, self.keys)
+        seen: set[Key] = set()
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise FormatError(f"manifest: {path}: a $dict is a list of [key, value] pairs")
+            key = keys.tree(pair[0], path, depth + 1)
+            if not isinstance(key, str | int | float | bool | tuple) and key is not None:
+                raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key")
+            try:
+                self.keys.check(key, seen)
+                duplicate = key in seen
+            except TypeError as error:  # a list inside a tuple
+                raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key") from error
+            if duplicate:
+                raise HostileError(f"manifest: {path}: the key {key!r:.80} stands twice")
+            seen.add(key)
+            yield key, self.tree(pair[1], join(path, key), depth + 1)
 
 
 def _no_tensor_node(name: str, tag: str, value: Json) -> TensorRef:

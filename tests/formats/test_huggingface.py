@@ -18,8 +18,9 @@ from ckpt.store import open_store
 from formats.catalog import Catalog, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.huggingface import find, parse_size, read, split, write
+from formats.huggingface import find, read, split, write
 from formats.outgoing import Outgoing, OutgoingTensor
+from formats.sizes import parse_size
 
 INDEX = "model.safetensors.index.json"
 

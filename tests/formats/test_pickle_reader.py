@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from formats.dtypes import BY_TORCH_NAME
 from formats.errors import FormatError, HostileError, UnsupportedError
-from formats.pickle_reader import MAX_INTEGER_BYTES, load
+from formats.limits import INTEGER_BYTES
+from formats.pickle_reader import load
 from formats.pickle_records import RECORDS, Metadata, MetadataIndex, Storage, StoredTensor
 from formats.pickle_writer import Call, dump
 
@@ -293,7 +294,7 @@ def test_an_absurd_view_is_an_error(
     "data",
     [
         pickled(b"\x8b\xff\xff\xff\x7f"),  # an integer of 2 GiB
-        pickled(b"\x8b" + pack("<i", MAX_INTEGER_BYTES + 1) + bytes(MAX_INTEGER_BYTES + 1)),
+        pickled(b"\x8b" + pack("<i", INTEGER_BYTES + 1) + bytes(INTEGER_BYTES + 1)),
         pickled(b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"),  # bytes without end
         pickled(b"X\xff\xff\xff\xff"),
         pickled(b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R"),  # bytearray(2 GiB)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from formats.errors import FormatError, HostileError
-from formats.tiling import MAX_TANGLED, check_tiling, overlapping
+from formats.limits import TANGLED
+from formats.tiling import check_tiling, overlapping
 from sharding.layout import Box
 
 spans = st.tuples(st.integers(0, 4), st.integers(1, 3)).map(lambda span: (span[0], sum(span)))
@@ -51,6 +52,6 @@ def test_boxes_of_a_tensor_without_dimensions() -> None:
 
 
 def test_a_tangle_that_no_sharding_makes_is_refused() -> None:
-    tangle = [Box((i,), (i + 2,)) for i in range(MAX_TANGLED + 1)]
+    tangle = [Box((i,), (i + 2,)) for i in range(TANGLED + 1)]
     with pytest.raises(HostileError, match="entangled"):
         overlapping(tangle)

@@ -23,10 +23,10 @@ from ckpt.store import open_store
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.limits import DEPTH
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from formats.torch_save import read, write
-from formats.torch_tree import MAX_DEPTH
 from formats.zip_writer import ZIP64_BYTES
 from sharding.layout import Box
 
@@ -286,7 +286,7 @@ def with_records(path: Path, target: Path, **changed: bytes | None) -> None:
 def test_a_nest_that_holds_itself_is_refused(tmp_path: Path) -> None:
     value: list[object] = []
     value.append(value)
-    with pytest.raises(HostileError, match=f"deeper than {MAX_DEPTH}"):
+    with pytest.raises(HostileError, match=f"deeper than {DEPTH}"):
         saved(tmp_path, value)
 
 
