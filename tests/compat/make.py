@@ -1,6 +1,7 @@
 """Writes the checkpoints of a format version that are kept here, and opened by every later ckpt.
 
-    torchrun --nproc-per-node 2 tests/compat/make.py tests/compat/v1
+    torchrun --nproc-per-node 2 tests/compat/make.py v1 tests/compat/v1
+    torchrun --nproc-per-node 2 tests/compat/make.py v2 tests/compat/v2
 
 Run it once per version of the format, commit what it wrote, and never again: what is kept is what
 that version's code wrote, also where it was wrong. tests/formats/test_compat.py has the values.
@@ -9,6 +10,7 @@ that version's code wrote, also where it was wrong. tests/formats/test_compat.py
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,12 +84,46 @@ def typed() -> Iterator[tuple[str, torch.Tensor]]:
     yield "empty", torch.zeros(0, 3)
 
 
-def main() -> None:
-    """Write a raw and a compressed checkpoint into the folder on the command line."""
-    folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+def at_step(step: int) -> dict[str, object]:
+    """What both ranks save at step 1, 2 or 3 of a run: most of it never changes."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    long = ramp(400, 100)  # two chunks on each rank
+    long[-1] = step
+    near = ramp(900).bfloat16()
+    near[:50] += step
+    return {
+        "frozen": distribute_tensor(ramp(40, 9), mesh, [Shard(0)]),
+        "long": distribute_tensor(long, mesh, [Shard(0)]),
+        "near": near,
+        "step": step,
+    }
+
+
+def version_1(folder: Path) -> None:
+    """A raw and a compressed checkpoint."""
     for name, compress in (("raw", False), ("zstd", True)):
         ckpt.save(folder / name, state(), compress=compress, metadata={"run": "compat"})
+
+
+def version_2(folder: Path) -> None:
+    """Chains of three, each borrowing from the one before: raw, compressed, with deltas."""
+    chains: tuple[tuple[str, Any, Any], ...] = (
+        ("raw", False, False),
+        ("zstd", True, True),
+        ("delta", True, "delta"),
+    )
+    for name, first, later in chains:
+        ckpt.save(folder / f"{name}-1", at_step(1), compress=first)
+        for step in (2, 3):
+            base = folder / f"{name}-{step - 1}"
+            ckpt.save(folder / f"{name}-{step}", at_step(step), base=base, compress=later)
+
+
+def main() -> None:
+    """Write what the command line says."""
+    version, folder = sys.argv[1:]
+    dist.init_process_group("gloo")
+    {"v1": version_1, "v2": version_2}[version](Path(folder))
     dist.destroy_process_group()
 
 

@@ -10,7 +10,9 @@ from torch import nn
 
 import ckpt
 
-VERSION_1 = Path(__file__).parents[1] / "compat" / "v1"
+KEPT = Path(__file__).parents[1] / "compat"
+VERSION_1, VERSION_2 = KEPT / "v1", KEPT / "v2"
+EVERY = [f"{path.parent.name}/{path.name}" for path in sorted(KEPT.glob("v*/*"))]
 
 
 def ramp(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -96,3 +98,65 @@ def test_training_goes_on_from_a_checkpoint_of_version_1(codec: str) -> None:
     assert (model.wide == 1.5).all()
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert (optimizer.state[model.wide]["exp_avg"] == 1.25).all()
+
+
+@pytest.mark.parametrize("kept", EVERY)
+def test_every_kept_checkpoint_is_sound_and_can_be_converted(kept: str, tmp_path: Path) -> None:
+    report = ckpt.verify(KEPT / kept)
+    assert report.sound
+    assert report.notes == ()
+    ckpt.convert(KEPT / kept, tmp_path / "now")
+    assert ckpt.diff(KEPT / kept, tmp_path / "now").equal
+
+
+def test_there_is_a_checkpoint_of_every_version() -> None:
+    versions = {name: b'"version":' + name[1:].encode() + b"," for name in ("v1", "v2")}
+    for name, text in versions.items():
+        heads = [path.read_bytes()[:80] for path in KEPT.glob(f"{name}/*/manifest.json")]
+        assert any(text in head for head in heads), name
+    assert {path.name for path in KEPT.glob("v*")} == set(versions)
+
+
+CHAINS = ("raw", "zstd", "delta")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_checkpoint_of_version_2_has_the_values_it_was_saved_with(chain: str, step: int) -> None:
+    state: Any = ckpt.read(VERSION_2 / f"{chain}-{step}")
+    assert list(state) == ["frozen", "long", "near", "step"]
+    assert torch.equal(state["frozen"], ramp(40, 9))
+    assert torch.equal(state["long"][:-1], ramp(400, 100)[:-1])
+    assert (state["long"][-1] == step).all()
+    near = ramp(900).bfloat16()
+    near[:50] += step
+    assert torch.equal(state["near"], near)
+    assert state["step"] == step
+    with ckpt.open(VERSION_2 / f"{chain}-{step}") as checkpoint:
+        assert str(checkpoint["long"].layout) == "dp:2=S(0)"
+        assert checkpoint["long"][399, 98:].tolist() == [step, step]
+        assert checkpoint["long"][398, 99:].tolist() == [39899 / 8]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_checkpoint_of_version_2_refers_to_where_the_bytes_lie(chain: str) -> None:
+    first, second, third = ([], [f"{chain}-1"], [f"{chain}-1"])
+    for step, bases in ((1, first), (2, second), (3, third)):
+        with ckpt.open(VERSION_2 / f"{chain}-{step}") as checkpoint:
+            assert list(checkpoint.catalog.bases) == bases
+    text = b"".join(path.read_bytes() for path in (VERSION_2 / f"{chain}-3").glob("*.safetensors"))
+    assert b"__borrowed__" in text
+    assert (b"__deltas__" in text) == (chain == "delta")
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_training_goes_on_from_a_checkpoint_of_version_2(chain: str) -> None:
+    target = {
+        "frozen": torch.zeros(40, 9),
+        "long": torch.zeros(400, 100),
+        "near": torch.zeros(900, dtype=torch.bfloat16),
+        "step": 0,
+    }
+    ckpt.load(VERSION_2 / f"{chain}-3", target)
+    assert torch.equal(target["frozen"], ramp(40, 9))  # type: ignore[arg-type]
+    assert target["step"] == 3
