@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint style types contracts check format bench clean
+.PHONY: help demo test test-slow test-stores lint style types contracts check format bench clean
 
 help:
 	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert'
@@ -27,6 +27,7 @@ help:
 	@echo 'make lint       make check without the tests'
 	@echo 'make format     put imports, layout and fixable findings right'
 	@echo 'make test-slow  the tests that make test leaves out'
+	@echo 'make test-stores  the tests of stores on Ceph, Azurite and others, which it installs'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make clean      remove the environment and every cache'
 
@@ -44,6 +45,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+test-stores: $(STAMP)
+	tests/stores/install.sh $(BIN)/python
+	CKPT_STORES_REQUIRED=1 $(BIN)/python -m pytest -m '' tests/stores
 
 lint: style types contracts
 

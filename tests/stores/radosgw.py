@@ -77,7 +77,7 @@ osd class default list = *
 osd class load list = *
 [client.rgw]
 rgw data = {folder}/rgw
-rgw frontends = beast endpoint={host}:{port}
+rgw frontends = beast endpoint={host}:{port} tcp_nodelay=1
 rgw thread pool size = 64
 rgw crypt require ssl = false
 """
