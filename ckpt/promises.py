@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class Promises:
     """What may be relied on at one place; docs/stores.md has a table of them."""
 
-    put_if_absent: bool
+    put_if_absent: bool | None
     """Of several commits without `replace` at once exactly one succeeds. Else absence is looked
-    for just before the write, and two at the same instant may both succeed."""
+    for just before the write, and two at the same instant may both succeed. None is not known
+    yet: servers differ, and the first commit of a process finds out."""
     atomic_replace: bool
     """Whoever reads while a commit replaces a file sees the old content or the new."""
     hides_unfinished: bool

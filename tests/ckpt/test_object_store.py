@@ -1,0 +1,290 @@
+"""What a store does with the requests that it is made of, at an S3 server over HTTP."""
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt import object_store
+from ckpt.errors import ExistsError, StoreError
+from ckpt.store import Store, open_store
+from ckpt.uploads import PART_BYTES
+from formats.errors import CorruptError
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
+from tests.stores.server import Server
+
+PART = 5 << 20
+"""The parts of a file where memory is short."""
+CONTENT = random.Random(0).randbytes(3 * PART + 1234)
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_BUDGET", "20MiB")
+
+
+@pytest.fixture
+def proxy(moto: Server) -> Iterator[FaultProxy]:
+    with FaultProxy(moto, delay_seconds=0.01) as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(proxy: FaultProxy, tmp_path: Path) -> Iterator[Store]:
+    place = proxy.server.url(f"{tmp_path.name}/step 1")
+    with open_store(place, proxy.server.options) as opened:
+        opened.sizes()  # connects
+        proxy.clear()
+        yield opened
+
+
+@pytest.fixture
+def hurried(proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store that gives up soon."""
+    monkeypatch.setenv("CKPT_STORE_DEADLINE", "1")
+    return open_store(proxy.server.url(f"{tmp_path.name}/step 1"), proxy.server.options)
+
+
+def put(store: Store, name: str, content: bytes = CONTENT) -> None:
+    with store.create(name) as file:
+        for at in range(0, len(content), 1 << 20):
+            file.write([content[at : at + (1 << 20)]])
+
+
+def put_and_fill_in(store: Store, name: str, start: bytes, content: bytes = CONTENT) -> None:
+    with store.create(name, rewritable=True) as file:
+        file.write([bytes(len(start)), content[len(start) :]])
+        file.rewrite_start(start)
+
+
+def content_of(store: Store, name: str) -> bytes:
+    return store.read(name, 0, store.size(name))
+
+
+def asks(method: str, *texts: str) -> Callable[[Request], bool]:
+    """Requests of a method whose target has these texts in it."""
+    return lambda request: request.method == method and all(t in request.target for t in texts)
+
+
+def test_a_small_file_is_one_request(store: Store, proxy: FaultProxy) -> None:
+    put(store, "small", b"x" * 1000)
+    assert [one.request.method for one in proxy.seen] == ["PUT"]
+    proxy.clear()
+    put_and_fill_in(store, "rewritten", b"head", b"y" * 1000)
+    assert [one.request.method for one in proxy.seen] == ["PUT"]
+    assert content_of(store, "rewritten") == b"head" + b"y" * 996
+
+
+def test_a_large_file_goes_in_parts(store: Store, proxy: FaultProxy) -> None:
+    put(store, "large")
+    assert proxy.count("PUT") == 4
+    assert proxy.count("POST") == 2
+    assert proxy.received_bytes < len(CONTENT) + 2000
+    assert content_of(store, "large") == CONTENT
+    assert store.unfinished() == []
+
+
+@pytest.mark.parametrize("nbytes", [4, PART, PART + 3, 2 * PART])
+def test_the_start_of_a_large_file_is_sent_last(
+    store: Store, proxy: FaultProxy, nbytes: int
+) -> None:
+    start = random.Random(nbytes).randbytes(nbytes)
+    put_and_fill_in(store, "large", start)
+    parts = [one.request.target.partition("partNumber=")[2] for one in proxy.seen]
+    assert parts.index("1") > parts.index("2")
+    assert content_of(store, "large") == start + CONTENT[nbytes:]
+
+
+@pytest.mark.parametrize("rewritable", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_upload_that_an_exception_ends_leaves_nothing(
+    store: Store, rewritable: bool, error: type[BaseException]
+) -> None:
+    with pytest.raises(error), store.create("large", rewritable) as file:  # noqa: PT012
+        file.write([b"header", CONTENT])
+        assert len(store.unfinished()) == 1
+        raise error
+    assert store.unfinished() == []
+    assert store.sizes() == {}
+
+
+def test_an_upload_of_which_a_part_fails_for_good_leaves_nothing(
+    store: Store, proxy: FaultProxy
+) -> None:
+    proxy.schedule = once(Fault.DENIED, asks("PUT", "partNumber=2"))
+    with pytest.raises(StoreError, match=r"part 2 of it was denied.*storage_options"):
+        put(store, "large")
+    assert store.unfinished() == []
+    assert store.sizes() == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_passes_is_tried_again(store: Store, proxy: FaultProxy, seed: int) -> None:
+    faults = [Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.BROKEN, Fault.SLOW_DOWN]
+    proxy.schedule = seeded(seed, 0.3, faults)
+    put(store, "large")
+    put_and_fill_in(store, "filled in", b"start")
+    faults += [Fault.CUT_ANSWER, Fault.SHORT_ANSWER, Fault.UNAVAILABLE]
+    proxy.schedule = seeded(seed, 0.3, faults)
+    for at in range(0, len(CONTENT), PART):
+        part = CONTENT[at : at + PART]
+        assert store.read("large", at, len(part)) == part
+    assert content_of(store, "filled in")[:10] == b"start" + CONTENT[5:10]
+    assert proxy.faults()
+
+
+def test_an_answer_that_is_short_each_time_is_an_error(hurried: Store, proxy: FaultProxy) -> None:
+    put(hurried, "data", b"abc" * 1000)
+    proxy.schedule = times(100, Fault.SHORT_ANSWER, asks("GET"))
+    with pytest.raises(CorruptError, match=r"/data: reading it failed each time"):
+        hurried.read("data", 0, 3000)
+
+
+def test_a_server_that_stays_away_is_an_error_in_time(hurried: Store, proxy: FaultProxy) -> None:
+    put(hurried, "data", b"abc")
+    with proxy.outage(), pytest.raises(StoreError, match="CKPT_STORE_DEADLINE") as caught:
+        hurried.read("data", 0, 3)
+    assert "/data: reading it failed each time for 1 s" in str(caught.value)
+    assert hurried.read("data", 0, 3) == b"abc"
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(store: Store, proxy: FaultProxy) -> None:
+    proxy.schedule = dead_between(2, 6)
+    put(store, "large")
+    assert content_of(store, "large") == CONTENT
+
+
+def test_what_will_not_pass_is_an_error_at_once(store: Store, proxy: FaultProxy) -> None:
+    proxy.schedule = times(100, Fault.DENIED)
+    for request in (store.names, lambda: store.size("a"), lambda: store.commit("m", b"", True)):
+        proxy.clear()
+        with pytest.raises(StoreError, match="denied"):
+            request()
+        assert proxy.count() == 1
+
+
+def test_a_bucket_that_is_missing_is_named_at_once(moto: Server) -> None:
+    store = open_store("s3://no-such-bucket/run", moto.options)
+    for request in (store.names, lambda: store.commit("m", b"", True)):
+        with pytest.raises(StoreError, match=r"s3://no-such-bucket/run.*no such bucket"):
+            request()
+
+
+def test_no_credentials_is_an_error_that_says_where_they_go(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    store = open_store("s3://bucket/run", {"endpoint_url": moto.endpoint})
+    with pytest.raises(StoreError, match=r"denied.*storage_options"):
+        store.names()
+
+
+def test_secrets_are_in_no_error(moto: Server) -> None:
+    options = {**moto.options, "secret": "hunter2", "endpoint_url": "http://127.0.0.1:9"}
+    store = open_store("s3://bucket/run", options)
+    store._patience = object_store.Patience(0.1)  # type: ignore[attr-defined]
+    with pytest.raises(StoreError) as caught:
+        store.names()
+    assert "hunter2" not in f"{caught.value} {store} {store!r}"
+
+
+def test_the_first_commit_finds_out_that_conditions_are_honoured(
+    store: Store, proxy: FaultProxy
+) -> None:
+    assert store.promises.put_if_absent is None
+    store.commit("manifest", b"first", replace=False)
+    assert store.promises.put_if_absent is True
+    assert [one.request.method for one in proxy.seen] == ["HEAD", "PUT", "PUT"]
+    proxy.clear()
+    store.commit("another", b"second", replace=False)
+    assert [one.request.method for one in proxy.seen] == ["PUT"]
+    with pytest.raises(ExistsError, match="manifest exists already"):
+        store.commit("manifest", b"third", replace=False)
+    assert content_of(store, "manifest") == b"first"
+
+
+def test_a_commit_whose_answer_is_lost_is_known_to_have_gone_well(
+    store: Store, proxy: FaultProxy
+) -> None:
+    store.commit("other", b"x", replace=False)
+    proxy.schedule = once(Fault.DROP_ANSWER, asks("PUT"))
+    store.commit("manifest", b"ours", replace=False)
+    assert Fault.DROP_ANSWER in proxy.faults()
+    assert content_of(store, "manifest") == b"ours"
+
+
+def test_a_commit_that_another_has_won_meanwhile_is_refused(
+    store: Store, proxy: FaultProxy
+) -> None:
+    store.commit("other", b"x", replace=False)
+    store.commit("manifest", b"theirs", replace=False)
+    proxy.schedule = once(Fault.BROKEN, asks("PUT"))
+    with pytest.raises(ExistsError):
+        store.commit("manifest", b"ours", replace=False)
+    assert content_of(store, "manifest") == b"theirs"
+
+
+def test_an_upload_whose_completion_is_acknowledged_to_nobody_is_complete(
+    store: Store, proxy: FaultProxy
+) -> None:
+    proxy.schedule = once(Fault.DROP_ANSWER, asks("POST", "uploadId="))
+    put(store, "large")
+    assert Fault.DROP_ANSWER in proxy.faults()
+    assert content_of(store, "large") == CONTENT
+
+
+def test_a_server_that_ignores_conditions_is_found_out(
+    store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = store._driver  # type: ignore[attr-defined]
+    put_always = driver.put
+    monkeypatch.setattr(driver, "put", lambda path, data, absent: put_always(path, data, False))
+    with pytest.warns(UserWarning, match="ignores the condition"):
+        store.commit("manifest", b"first", replace=False)
+    assert store.promises.put_if_absent is False
+    with pytest.raises(ExistsError), warnings.catch_warnings():
+        store.commit("manifest", b"second", replace=False)  # it is looked for before
+    assert content_of(store, "manifest") == b"first"
+
+
+def test_a_range_is_read_with_one_request_and_no_byte_more(store: Store, proxy: FaultProxy) -> None:
+    put(store, "large")
+    proxy.clear()
+    target = bytearray(1000)
+    store.read_into("large", 77, memoryview(target)[:300], memoryview(target)[300:])
+    assert target == CONTENT[77:1077]
+    assert store.read_whole("large", len(CONTENT)) == CONTENT
+    assert [one.sent_bytes for one in proxy.seen] == [1000, len(CONTENT)]
+
+
+def test_names_of_any_letters_are_kept(store: Store) -> None:
+    names = sorted(["a b", "a+b", "100%", "ü", "a&b=c", "a?b", "a#b", "~", "(1)", "x=y"])
+    for name in names:
+        put(store, name, name.encode())
+    assert store.names() == names
+    for name in names:
+        assert content_of(store, name) == name.encode()
+        store.delete(name)
+    assert store.names() == []
+
+
+@pytest.mark.slow
+def test_more_files_than_one_answer_lists_are_all_listed(store: Store) -> None:
+    for number in range(1100):
+        put(store, f"f{number:04}", b"")
+    assert len(store.names()) == 1100
+
+
+def test_parts_later_in_a_file_are_larger_so_that_none_is_too_large() -> None:
+    from ckpt.drivers import Parts
+    from ckpt.uploads import Division
+
+    division = Division.within(64 << 20, Parts(5 << 20, 10_000))
+    assert division.part(1) == PART_BYTES
+    assert sum(division.part(number) for number in range(1, 10_001)) > 700 << 30
