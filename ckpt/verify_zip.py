@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from ckpt.report import Findings, Problem
@@ -47,6 +47,7 @@ def check_dcp(reader: Reader, catalog: Catalog, progress: Progress | None = None
     items = _items(reader)
     for item in sorted(items, key=lambda item: (item.file, item.offset)):
         check.archive(item.file, item.offset, item.nbytes, partial(_name_of, items[item]))
+    check.ends(items)
     damaged = {problem.tensor for problem in check.problems}
     for name, record in catalog.tensors.items():
         if name in damaged:
@@ -107,6 +108,20 @@ class _Check:
         for info in infos:
             if info.filename.startswith(folder):
                 self._record(archive, info, info.filename.removeprefix(folder), owner, whole)
+
+    def ends(self, items: Iterable[Extent]) -> None:
+        """Check that each file ends with its last item."""
+        ends: dict[str, int] = {}
+        for item in items:
+            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
+        for file, end in ends.items():
+            size = self._reader.size(file)
+            if size > end:
+                message = (
+                    f"{self._reader.url}/{file}: its last item ends at byte {end}, the file has "
+                    f"{size} bytes: something was appended to it"
+                )
+                self.problems.append(Problem(file, message, None, end, size))
 
     def findings(self, checked: str) -> Findings:
         """What was found, in the form that all formats share."""

@@ -6,7 +6,8 @@ header, whose length differs from the one in the directory at the end, comes bef
 
 1. Opening reads the directory only, by way of the standard library's zipfile.
 2. A record's local header is read when the record is asked for, once.
-3. A record must be stored as it is and lie inside the zip, and no two share bytes.
+3. A record must be stored as it is and lie inside the zip, and no two share bytes. Nothing follows
+   the directory.
 
 A zip may be the whole of a file or a range of one, as each item of a DCP checkpoint is. A small
 one is found and opened with two reads.
@@ -36,6 +37,8 @@ BLOCK_BYTES = 4096
 """What a short read fetches: the directory of a small zip, or its pickle and the headers after."""
 
 _LOCAL_HEADER = Struct("<4s22xHH")
+_END_BYTES = 22
+"""Of the record that ends a zip without a comment."""
 
 
 class Window:
@@ -196,8 +199,19 @@ class Archive:
                 records[info.filename] = Record(
                     info.filename, info.header_offset, info.file_size, info.CRC, stored
                 )
+        self._check_end()
         self._check_apart(records)
         return records
+
+    def _check_end(self) -> None:
+        """Raise CorruptError where something follows the directory, which zipfile overlooks."""
+        length = self._window.length
+        end = self._window.bytes_at(length - _END_BYTES, _END_BYTES)
+        if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":  # torch writes no comment
+            raise CorruptError(
+                f"{self.where}: the zip does not end with its directory: something was appended to "
+                "it; restore the file from another copy"
+            )
 
     def _check_apart(self, records: Mapping[str, Record]) -> None:
         """Raise HostileError where two records share bytes, as in a bomb that says all n times."""
