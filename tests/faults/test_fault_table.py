@@ -28,6 +28,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from tests.conftest import RankDied
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import Fault, Request, Schedule, dead_between, no_faults
+from tests.stores.server import Server
 from tools.exit_codes import ExitCode
 from tools.main import main
 
@@ -80,14 +83,16 @@ End = tuple[str, str, set[str], set[str]]
 WELL: End = ("", "", set(), set())
 
 
-def attempt(folder: str, replicas: str = "auto", **options: Any) -> End:
+def attempt(
+    folder: str, replicas: str = "auto", storage: dict[str, Any] | None = None, **options: Any
+) -> End:
     """How a load ends here: the error, its message, what it says it touched, what it did touch.
 
     No error where it loaded exactly what was saved.
     """
     target = empty()
     try:
-        ckpt.load(folder, target, replicas=replicas, **options)
+        ckpt.load(folder, target, replicas=replicas, storage_options=storage, **options)
     except Exception as error:
         said = set(getattr(error, "touched", ()))
         return type(error).__name__, str(error), said, touched(target)
@@ -522,3 +527,68 @@ def test_a_file_that_may_not_be_read_any_more_is_named_before_the_target_is_touc
     assert (said, did) == (set(), set())
     closed.chmod(0o644)
     assert attempt(str(folder)) == WELL
+
+
+# A store that is down for a while.
+
+
+@pytest.fixture
+def proxy(moto: Server) -> Iterator[FaultProxy]:
+    with FaultProxy(moto) as proxy:
+        yield proxy
+
+
+def save_at(url: str, options: dict[str, Any], value: float, deadline: str) -> tuple[str, str]:
+    """How a save over what is there ends, when a request is tried for so many seconds."""
+    os.environ["CKPT_STORE_DEADLINE"] = deadline
+    try:
+        ckpt.save(url, state(value), overwrite=True, storage_options=options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        del os.environ["CKPT_STORE_DEADLINE"]
+    return "", ""
+
+
+def down_for(requests: int) -> Schedule:
+    """A store that goes away when the first data come, for so many requests."""
+    left = [requests]
+
+    def schedule(request: Request) -> Fault | None:
+        if (request.writes_data or left[0] < requests) and left[0]:
+            left[0] -= 1
+            return Fault.DROP_REQUEST
+        return None
+
+    return schedule
+
+
+def test_a_store_that_is_down_for_a_while_is_waited_for(
+    clusters: Callable, proxy: FaultProxy
+) -> None:
+    url, options = proxy.server.url("while"), dict(proxy.server.options)
+    for value in (1, 2):
+        proxy.schedule = down_for(6)
+        assert clusters(2).run(save_at, url, options, value, "60") == [("", "")] * 2
+        assert proxy.faults() == {Fault.DROP_REQUEST}
+        proxy.clear()
+    proxy.schedule = dead_between(2, 6)
+    target = ckpt.load(url, empty(), storage_options=options)
+    assert is_state(target, 2)
+    assert proxy.faults() == {Fault.DROP_REQUEST}
+
+
+def test_a_store_that_stays_away_is_an_error_on_every_rank_and_the_earlier_checkpoint_stays(
+    clusters: Callable, proxy: FaultProxy
+) -> None:
+    url, options = proxy.server.url("away"), dict(proxy.server.options)
+    assert clusters(2).run(save_at, url, options, 1, "60") == [("", "")] * 2
+    proxy.schedule = down_for(1 << 30)
+    for error, message in clusters(2).run(save_at, url, options, 2, "1"):
+        assert error in ("StoreError", "RankError")
+        assert url in message
+    proxy.schedule = no_faults
+    assert ckpt.verify(url, storage_options=options).sound
+    assert clusters(2).run(attempt, url, "auto", options) == [WELL] * 2
+    assert clusters(2).run(save_at, url, options, 2, "60") == [("", "")] * 2
+    assert is_state(ckpt.load(url, empty(), storage_options=options), 2)
