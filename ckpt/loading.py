@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpt.bites import Fits
 from ckpt.budget import memory_budget
-from ckpt.errors import RankError, StoreError
+from ckpt.errors import PartialLoadError, RankError, StoreError
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.fills import Fill, Planning, read_fills
 from ckpt.fitting import check_fits, check_numbers, differences, mark
@@ -89,7 +89,8 @@ def load(
             The target was not touched.
         CorruptError: bytes are missing or changed. Found before anything was touched, or a
             DamagedLoadError that names the tensors touched so far.
-        PartialLoadError: reading failed half-way for another reason; it names the tensors too.
+        PartialLoadError: reading, or an object's own `load_state_dict`, failed for another reason;
+            it names the tensors too.
         NotACheckpointError: there is none at `url`.
         StoreError: the ranks opened different checkpoints, as when it was replaced meanwhile.
         RankError: another rank failed; its number and error are named.
@@ -204,15 +205,22 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             check_numbers(source.url, matched)
             read(planned.fills, stage_bytes=budget // 2)
 
-        filled = [fill.name for fill in planned.fills]
+        filled = list(dict.fromkeys(fill.name for fill in planned.fills))
+
+        def installing() -> object:
+            try:
+                return matched.install()
+            except Exception as error:
+                raise PartialLoadError(f"{type(error).__name__}: {error}", filled) from error
+
         try:
             ranks.attempt("loading", reading)
             if planned.shares is not None:
                 exchange = partial(planned.shares.exchange, asked.group, agreed.number)
                 ranks.attempt("exchanging what was read", exchange)
-            loaded = ranks.attempt("installing the loaded state", matched.install)
+            loaded = ranks.attempt("installing the loaded state", installing)
         except RankError as error:  # this one has read all
-            error.touched = tuple(dict.fromkeys(filled))
+            error.touched = tuple(filled)
             raise
         return Loaded(loaded, frozenset(filled))
 

@@ -424,6 +424,39 @@ def test_a_load_that_fails_in_reading_lists_on_each_rank_what_was_touched(
         assert all(name in message for name in said)
 
 
+class Fussy:
+    """An object whose own state is refused on one rank."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("not today")
+
+
+def save_fussy(folder: str) -> None:
+    ckpt.save(folder, {**state(), "object": Fussy()})
+
+
+def load_fussy(folder: str) -> tuple[str, set[str], set[str]]:
+    target = {**empty(), "object": Fussy()}
+    with pytest.raises((ckpt.PartialLoadError, ckpt.RankError), match="not today") as error:
+        ckpt.load(folder, target)
+    return type(error.value).__name__, set(error.value.touched), touched(target)
+
+
+def test_an_object_that_refuses_its_state_leaves_a_list_of_what_was_touched_on_each_rank(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    clusters(2).run(save_fussy, str(tmp_path))
+    tensors = {"cut", "whole"}
+    assert clusters(2).run(load_fussy, str(tmp_path)) == [
+        ("RankError", tensors, tensors),
+        ("PartialLoadError", tensors, tensors),
+    ]
+
+
 # Disk full, permission lost.
 
 
