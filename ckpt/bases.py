@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
 from ckpt.store import Options, Store, open_store, split_url
-from formats.errors import FormatError
+from formats.errors import CorruptError, FormatError
 from formats.limits import current
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
@@ -56,8 +56,18 @@ def lender(
     """
     folder = folder_beside(url, base)
     with open_store(base, options) as store:
+        mark = None
         try:
-            yield Lender(store, folder)
+            found = Lender(store, folder)
+            mark = found.mark
+            yield found
+        except CorruptError as error:
+            if mark is None or is_as_it_was(os.fspath(base), mark, options):
+                raise
+            raise StoreError(
+                f"{store.url}: the base was deleted or replaced while it was being borrowed from; "
+                "nothing was committed: save again"
+            ) from error
         except FileNotFoundError as error:
             raise NotACheckpointError(
                 f"{store.url}: cannot be the base: no checkpoint of ckpt's own format is there"

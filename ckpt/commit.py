@@ -20,7 +20,7 @@ from contextlib import suppress
 from ckpt.bases import check_unused, is_as_it_was, loans_beside
 from ckpt.errors import ExistsError, InUseError, StoreError
 from ckpt.store import Store
-from formats.errors import FormatError, HostileError
+from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load
 
@@ -62,7 +62,14 @@ def commit(
             f"{GRACE_SECONDS / 3600:g} until its files count as left-overs; nothing was committed: "
             "save again"
         )
-    store.commit(MANIFEST, dump(manifest), replace=overwrite)
+    data = dump(manifest)
+    store.commit(MANIFEST, data, replace=overwrite)
+    if old is not None and not _can_be_read(store, data):
+        _take_back(store, old)
+        raise StoreError(
+            f"{store.url}/{MANIFEST}: what the store holds is not what was written; what was there "
+            "before is there again: save again, to another disk or bucket"
+        )
     if base is not None and not is_as_it_was(*base, store.options):
         _take_back(store, old)
         raise StoreError(
@@ -99,8 +106,15 @@ def _committed(store: Store) -> bytes | None:
         return store.read_whole(MANIFEST, current().manifest_bytes)
     except FileNotFoundError:
         return None
-    except HostileError:
-        return b""  # names nothing that is safe to delete, as any that is damaged
+
+
+def _can_be_read(store: Store, data: bytes) -> bool:
+    """Whether the manifest is what was written, or a whole one of somebody else, come since."""
+    found = _committed(store)
+    try:
+        return found is None or found == data or bool(load(found))
+    except FormatError:
+        return False
 
 
 def _take_back(store: Store, old: bytes | None) -> None:

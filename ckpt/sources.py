@@ -83,6 +83,17 @@ def _read_file(store: Store, name: str) -> Catalog:
 
 
 def _read_folder(store: Store) -> Catalog:
+    try:
+        return _catalog_of(store)
+    except NotACheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise NotACheckpointError(
+            f"{store.url}: the checkpoint was deleted or replaced while it was opened: {error}"
+        ) from error
+
+
+def _catalog_of(store: Store) -> Catalog:
     names = store.names()
     if MANIFEST in names:
         from formats.native import reader

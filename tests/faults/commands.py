@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import ckpt
+from formats.errors import FormatError
 
 SECONDS = 10.0
 """In which a rank gives up on another."""
@@ -19,6 +23,26 @@ def state(step: int) -> dict[str, Any]:
     return {"model": {**names, "wide": wide, "frozen": torch.arange(50_000.0)}, "step": step}
 
 
+def found_step(url: str, options: Any) -> int | None:
+    """The step of the checkpoint that is there, sound and right to the bit; None for none."""
+    try:
+        found: Any = ckpt.read(url, storage_options=options)
+    except ckpt.NotACheckpointError:
+        return None
+    assert ckpt.verify(url, storage_options=options).sound
+    # Formats without a tree have the names of its leaves, and no plain values.
+    model = found.get("model") or {n.removeprefix("model."): t for n, t in found.items()}
+    step = int(model["w0"][0, 0] / 10)
+    assert found.get("step", step) == step
+    _check(model, step)
+    return step
+
+
+def _check(model: Any, step: int) -> None:
+    for name, value in state(step)["model"].items():
+        assert torch.equal(model[name], value), f"{name} has wrong bits"
+
+
 def save(
     url: str,
     step: int,
@@ -26,6 +50,7 @@ def save(
     base: str | None = None,
     compress: Any = False,
     blocking: bool = True,
+    options: Any = None,
 ) -> None:
     """Save the state of a step, and return when it is there."""
     handle = ckpt.save(
@@ -36,16 +61,70 @@ def save(
         compress=compress,
         blocking=blocking,
         timeout=SECONDS,
+        storage_options=options,
     )
     if handle is not None:
         handle.wait()
 
 
-def convert(source: str, target: str, to: str, overwrite: bool = False) -> None:
+def convert(
+    source: str, target: str, to: str, overwrite: bool = False, options: Any = None
+) -> None:
     """Write another form of a checkpoint."""
-    ckpt.convert(source, target, to=to, overwrite=overwrite)
+    ckpt.convert(source, target, to=to, overwrite=overwrite, storage_options=options)
 
 
-def delete(url: str) -> None:
+def load(url: str, step: int, options: Any = None) -> None:
+    """Load a checkpoint and look at every bit."""
+    found: Any = ckpt.load(url, state(0), storage_options=options)
+    assert found["step"] == step, f"it is of step {found['step']}"
+    _check(found["model"], step)
+
+
+def verify(url: str, options: Any = None) -> None:
+    """Check a checkpoint."""
+    ckpt.verify(url, storage_options=options)
+
+
+def gc(url: str, options: Any = None) -> None:
+    """Remove what is left over."""
+    ckpt.gc(url, older_than=0, delete=True, storage_options=options)
+
+
+def delete(url: str, options: Any = None) -> None:
     """Remove a checkpoint."""
-    ckpt.delete(url)
+    ckpt.delete(url, storage_options=options)
+
+
+def race(what: Sequence[tuple[str, dict[str, Any]]], at: float) -> object:
+    """This rank's of several commands, at a time by the clock that all processes share."""
+    name, arguments = what[int(os.environ["RANK"])]
+    while time.monotonic() < at:
+        pass
+    return globals()[name](**arguments)
+
+
+def save_often(url: str, steps: Sequence[int], options: Any = None) -> None:
+    """Overwrite again and again."""
+    for step in steps:
+        save(url, step, overwrite=True, options=options)
+
+
+def come_and_go(url: str, steps: Sequence[int], options: Any = None) -> None:
+    """Save and delete again and again."""
+    for step in steps:
+        save(url, step, options=options)
+        delete(url, options)
+
+
+def read_often(url: str, times: int, options: Any = None) -> list[str]:
+    """What comes of reading again and again: `whole`, or the name of the error."""
+    met = []
+    for _ in range(times):
+        try:
+            found: Any = ckpt.read(url, storage_options=options)
+            _check(found["model"], found["step"])
+            met.append("whole")
+        except (ckpt.NotACheckpointError, FormatError) as error:
+            met.append(f"{type(error).__name__}: {error}")
+    return met

@@ -1,12 +1,15 @@
 """Processes to be killed in, one set for each trial, at the cost of a fork."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,21 +39,38 @@ class Jobs:
         world_size: int = 1,
         kill: Kill | None = None,
         watched: bool = True,
+        faults: tuple[int, float, bool] | None = None,
         **arguments: object,
     ) -> tuple[list[Ended], list[str]]:
         """How each rank ended, and the steps as `rank0 3 fsync NAME`, in order."""
+        kind = {"kill": kill, "watched": watched, "faults": faults}
+        return self._run(name, arguments, world_size, folder, **kind)
+
+    def race(self, *what: tuple[str, dict[str, object]]) -> list[Ended]:
+        """How each of several commands ended, each in a job of its own, begun at one moment."""
+        arguments = {"what": what, "at": time.monotonic() + 0.03}
+        return self._run("race", arguments, len(what), "/", watched=False, together=False)[0]
+
+    def _run(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        world_size: int,
+        folder: str,
+        **kind: Any,
+    ) -> tuple[list[Ended], list[str]]:
         self._count += 1
         scratch = Path(self._folder, str(self._count))
         scratch.mkdir()
-        self._connection.send(
-            Job(name, arguments, world_size, folder, str(scratch), kill, watched=watched)
-        )
+        self._connection.send(Job(name, arguments, world_size, folder, str(scratch), **kind))
         if not self._connection.poll(LIMIT_SECONDS + 30):
             self.close()
             raise TimeoutError(f"{name}: no answer")
         ended = self._connection.recv()
-        steps = scratch / "steps"
-        return ended, steps.read_text().splitlines() if steps.exists() else []
+        log = scratch / "steps"
+        steps = log.read_text().splitlines() if log.exists() else []
+        shutil.rmtree(scratch)
+        return ended, steps
 
     def close(self) -> None:
         self._connection.close()

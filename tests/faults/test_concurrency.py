@@ -11,7 +11,9 @@ import torch
 import ckpt
 from ckpt import commit
 from ckpt.local_store import LocalStore
-from tests.faults.commands import state
+from tests.faults.commands import found_step, save, state
+from tests.faults.conftest import Jobs
+from tests.faults.places import Bucket, Disk, Place, belonging
 
 
 def holds(place: Path | str, step: int) -> bool:
@@ -140,6 +142,83 @@ def test_a_borrower_that_commits_just_before_its_base_is_replaced_keeps_the_file
     assert holds(run / "new", 2)
     assert holds(run / "base", 7)
     assert set(borrowed) < {path.name for path in (run / "base").glob("*.safetensors")}
+
+
+# Jobs of several processes, at one moment.
+
+
+@pytest.fixture(params=["disk", "moto"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "disk":
+        return Disk(str(tmp_path))
+    return Bucket(request.getfixturevalue("moto"), f"race-{tmp_path.name}")
+
+
+def rounds(place: Place) -> int:
+    return 4 if isinstance(place, Disk) else 1
+
+
+def test_of_jobs_that_save_to_one_place_one_wins_and_the_others_are_told(
+    jobs: Jobs, place: Place
+) -> None:
+    for number in range(rounds(place)):
+        url = f"{place.url}/{number}"
+        told = [
+            ("save", {"url": url, "step": step, "options": place.options}) for step in (1, 2, 3)
+        ]
+        ended = jobs.race(*told)
+        assert sorted(one.error for one in ended) == ["", "ExistsError", "ExistsError"], ended
+        (winner,) = [step for step, one in enumerate(ended, 1) if not one.error]
+        assert found_step(url, place.options) == winner
+    ckpt.gc(place.url, older_than=0, delete=True, storage_options=place.options)
+    assert place.files() == belonging(place)
+
+
+def test_of_jobs_that_overwrite_one_place_one_is_there_whole(jobs: Jobs, place: Place) -> None:
+    for _ in range(rounds(place)):
+        told = {"url": f"{place.url}/a", "overwrite": True, "options": place.options}
+        ended = jobs.race(*(("save", {**told, "step": step}) for step in (1, 2)))
+        assert [one.error for one in ended] == ["", ""], ended
+        assert found_step(f"{place.url}/a", place.options) in (1, 2)
+    ckpt.gc(place.url, older_than=0, delete=True, storage_options=place.options)
+    assert place.files() == belonging(place)
+
+
+@pytest.mark.parametrize("command", ["save_often", "come_and_go"])
+def test_a_reader_gets_one_checkpoint_whole_or_a_clear_error(
+    jobs: Jobs, place: Place, command: str
+) -> None:
+    url, count = f"{place.url}/a", 5 * rounds(place)
+    told = {"url": url, "options": place.options}
+    _, reader = jobs.race(
+        (command, {**told, "steps": range(1, count)}), ("read_often", {**told, "times": count})
+    )
+    assert not reader.error, reader
+    for met in reader.result:
+        assert met == "whole" or url in met, met
+
+
+@pytest.mark.parametrize("command", ["delete", "save"])
+def test_a_borrower_and_one_who_removes_its_base_never_both_win(
+    jobs: Jobs, place: Place, command: str
+) -> None:
+    for number in range(2 * rounds(place)):
+        run = f"{place.url}/{number}"
+        told = {"options": place.options}
+        save(f"{run}/base", 1, **told)
+        borrowing = {"url": f"{run}/new", "step": 2, "base": f"{run}/base", **told}
+        removing: dict[str, Any] = {"url": f"{run}/base", **told}
+        if command == "save":
+            removing |= {"step": 3, "overwrite": True}
+        borrower, remover = jobs.race(("save", borrowing), (command, removing))
+        assert borrower.error in ("", "StoreError", "NotACheckpointError"), borrower
+        assert remover.error in ("", "InUseError"), remover
+        found = found_step(f"{run}/new", place.options)
+        assert found == (None if borrower.error else 2)
+        base = found_step(f"{run}/base", place.options)
+        assert base == (1 if remover.error else 3 if command == "save" else None)
+        ckpt.gc(run, older_than=0, delete=True, storage_options=place.options)
+        assert found_step(f"{run}/new", place.options) == found
 
 
 # The commit point.

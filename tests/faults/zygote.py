@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client
@@ -39,6 +39,10 @@ class Job:
     kill: Any = None
     group_seconds: float = 20.0
     watched: bool = True
+    together: bool = True
+    """Whether the ranks are a process group; else each is a job of its own."""
+    faults: tuple[int, float, bool] | None = None
+    """A seed and a probability for `faulty_store`, and whether stores may lie as well."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,19 @@ class Ended:
     """The class of what it raised, or nothing."""
     message: str
     seconds: float
+    faults: int = 0
+    """How many its stores have met."""
+    result: Any = None
+    """What the command returned."""
+    lied: bool = False
+    """Whether a store has written something else than it was told to, and not said so."""
 
 
 def main() -> None:
     """Serve jobs until the connection ends."""
-    import ckpt.background
-    import ckpt.writer_process
-    from tests.faults import commands, steps
+    from tests.faults import commands, faulty_store, steps
 
-    for name in ckpt.__all__:
-        getattr(ckpt, name)
+    faulty_store.import_all()
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         while True:
@@ -119,14 +126,16 @@ def _be_rank(job: Job, rank: int, commands: Any, steps: Any) -> None:
     import torch.distributed as dist
 
     from ckpt import writers
+    from tests.faults.faulty_store import HONEST, Fault, Faults, failing, seeded
 
     try:
+        os.environ["RANK"] = str(rank)
         log = os.open(f"{job.scratch}/stderr{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 2)
         watching = steps.Watching(
             f"rank{rank}", job.folder, f"{job.scratch}/steps", job.kill, os.getpgrp()
         )
-        if job.world_size > 1:
+        if job.world_size > 1 and job.together:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{job.scratch}/meeting",
@@ -142,12 +151,18 @@ def _be_rank(job: Job, rank: int, commands: Any, steps: Any) -> None:
             writers._START = "; ".join(head) + "; " + hook + tail
             steps.watch(watching)
         started = time.monotonic()
-        found = {"error": "", "message": ""}
-        try:
-            getattr(commands, job.name)(**job.arguments)
-        except BaseException as error:
-            traceback.print_exc()
-            found = {"error": type(error).__name__, "message": str(error)}
+        found: dict[str, Any] = {"error": "", "message": ""}
+        seed, probability, lies = job.faults or (0, 0.0, False)
+        kinds = [*HONEST, Fault.FLIP, Fault.CUT] if lies else HONEST
+        schedule = seeded(seed + rank, probability, kinds)
+        with ExitStack() as stack:
+            faults = stack.enter_context(failing(schedule)) if job.faults else Faults(schedule)
+            try:
+                found["result"] = getattr(commands, job.name)(**job.arguments)
+            except BaseException as error:
+                traceback.print_exc()
+                found |= {"error": type(error).__name__, "message": str(error)}
+        found |= {"faults": len(faults.met), "lied": faults.lied}
         with open(f"{job.scratch}/outcome{rank}", "w") as file:
             json.dump({**found, "seconds": time.monotonic() - started}, file)
     except BaseException:
