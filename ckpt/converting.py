@@ -97,7 +97,8 @@ def convert(
 ) -> ConvertReport:
     """The checkpoint at `src`, or a part of it, written to `dst`; says what was written.
 
-    Every byte read is verified where the source has checksums.
+    Every byte that is read of a native source is verified; the CRC-32 that torch's own formats have
+    of whole records is checked by `verify` alone.
 
     Args:
         to: `ckpt`, `safetensors`, `hf`, `torch` or `dcp`; by default what the end of `dst` says

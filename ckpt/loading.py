@@ -72,7 +72,8 @@ def load(
         include: patterns (`*`, `?`) of the target's names to load; the others stay as they are.
         exclude: patterns of the target's names not to load.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
-        verify: check every chunk that is read against its checksum.
+        verify: check every chunk that is read against its checksum. Only the native format has
+            chunks: what torch's own formats have, `ckpt.verify` checks.
         progress: called with numbers of bytes as this rank has read them.
         replicas: what ranks do that want the same: "read" it each, or read a part each and
             "exchange" it. "auto" reads from local disks, whose pages all ranks of a machine share,
