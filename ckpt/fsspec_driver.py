@@ -143,7 +143,7 @@ class FsspecDriver:
             return Trouble.MISSING
         if isinstance(error, PermissionError):
             return Trouble.DENIED
-        status = getattr(error, "status", None)  # aiohttp's
+        status = getattr(error, "status", getattr(error, "status_code", None))  # aiohttp's, Azure's
         if status in (401, 403):
             return Trouble.DENIED
         if status == 416:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.stores.fixtures import azurite_server, gcs_server, moto, radosgw_server, servers
+from tests.stores.fixtures import azurite_server, gcs_server, moto, racers, radosgw_server, servers
 
-__all__ = ["azurite_server", "gcs_server", "moto", "radosgw_server", "servers"]
+__all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "servers"]
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 START_SECONDS = 120

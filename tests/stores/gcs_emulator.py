@@ -6,6 +6,7 @@ driver is found and bytes go there and back.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from pathlib import Path
 
 from tests.stores.child import HOST, NotInstalled, answers, free_ports, running, wait_until
 from tests.stores.server import BUCKET, Server
+
+# Read when gcsfs is imported. Without it gcsfs asks, by another protocol than the emulator speaks,
+# whether the bucket has real folders, and asks for ever.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
 def missing() -> str | None:

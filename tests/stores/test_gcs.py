@@ -1,0 +1,25 @@
+"""A smoke test of `gs://`, no more: the emulator knows no conditions, so commits are not tried."""
+
+from pathlib import Path
+
+import torch
+
+import ckpt
+from ckpt.store import open_store
+from tests.stores.server import Server
+
+
+def test_a_checkpoint_goes_there_and_back(gcs_server: Server, tmp_path: Path) -> None:
+    url, options = gcs_server.url(f"{tmp_path.name}/step 1"), gcs_server.options
+    state = {"weight": torch.arange(500_000.0).reshape(1000, 500), "step": 3}
+    ckpt.save(url, state, storage_options=options)
+    assert ckpt.verify(url, storage_options=options).sound
+    target = {"weight": torch.zeros(1000, 500), "step": 0}
+    ckpt.load(url, target, storage_options=options)
+    assert torch.equal(target["weight"], state["weight"])
+    assert target["step"] == 3
+    with ckpt.open(url, storage_options=options) as checkpoint:
+        assert torch.equal(checkpoint["weight"][10:20], state["weight"][10:20])
+    ckpt.delete(url, storage_options=options)
+    with open_store(url, options) as store:
+        assert store.names() == []
