@@ -93,7 +93,9 @@ def gc(
         return loans_beside(place, storage_options)[0]
 
     with open_store(place, storage_options) as store:
-        inside = [f"{place.rstrip('/')}/{name}" for name in store.folders()]
+        # A bucket does not list a folder in which nothing is but an upload that has not ended.
+        begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
+        inside = [f"{place.rstrip('/')}/{name}" for name in sorted({*store.folders(), *begun})]
         found = _collected([place], look_up, age, delete, storage_options)
         return found + _collected(inside, lambda: loans(store), age, delete, storage_options)
 
@@ -138,7 +140,7 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
         yield from _converted(store, place, sizes, converted, places, age)
         return
     for begun in unfinished:
-        if _WRITTEN.fullmatch(begun.name):
+        if "/" not in begun.name and _WRITTEN.fullmatch(begun.name):
             is_file = begun.mark in sizes
             name, kind = (begun.mark, PART) if is_file else (begun.name, UPLOAD)
             old = now - begun.started

@@ -26,7 +26,7 @@ class Unfinished:
     """A file whose writing began and neither ended nor was taken back, or that is being written."""
 
     name: str
-    """What it would be called."""
+    """What it would be called; in a bucket perhaps `<folder>/<name>`, of a folder below."""
     started: float
     """When it was begun or, where only that is known, last written: seconds since 1970 by the
     store's clock."""

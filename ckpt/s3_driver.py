@@ -170,15 +170,13 @@ class S3Driver:
         self._do("abort_multipart_upload", path, UploadId=mark)
 
     def pending(self, folder: str) -> list[Unfinished]:
-        """The multipart uploads directly below a prefix."""
+        """The multipart uploads anywhere below a prefix."""
         bucket, prefix = self._folder(folder)
         found = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         told: dict[str, Any] = {}
         while True:
-            page = self._call(
-                "list_multipart_uploads", Bucket=bucket, Prefix=prefix, Delimiter="/", **told
-            )
+            page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **told)
             for entry in page.get("Uploads", ()):
                 name = entry["Key"][len(prefix) :]
                 found.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.collecting import FOLDER, PART, SHARD
+from ckpt import commit, save_steps
+from ckpt.collecting import FOLDER, PART, SHARD, UPLOAD
+from tests.stores.server import Server, s3_client
 
 ATTEMPT = "0123456789abcdef"
 SHARD_NAME = f"{ATTEMPT}-00000.safetensors"
@@ -127,7 +129,6 @@ def test_a_folder_with_something_else_in_it_is_no_left_over(tmp_path: Path) -> N
 def test_a_live_save_that_loses_its_file_fails_and_commits_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpt import save_steps
 
     write = save_steps.commit
 
@@ -137,6 +138,23 @@ def test_a_live_save_that_loses_its_file_fails_and_commits_nothing(
         write(*arguments)
 
     monkeypatch.setattr(save_steps, "commit", collected_before)
+    monkeypatch.setattr(commit, "SEEN_PAUSES_SECONDS", ())
     with pytest.raises(OSError, match="somebody has removed them"):
         ckpt.save(tmp_path / "a", state(1))
     assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_an_upload_to_a_folder_that_does_not_exist_yet_is_found(moto: Server) -> None:
+    url, options = moto.url("uploads"), dict(moto.options)
+    key = f"uploads/step-1/{SHARD_NAME}"
+    client = s3_client(moto)
+    for other in (key, "uploads/step-1/thesis.tex", f"uploads/notes/of/{SHARD_NAME}"):
+        client.create_multipart_upload(Bucket=moto.bucket, Key=other)
+    for place in (url, f"{url}/step-1"):
+        (found,) = ckpt.gc(place, older_than=0, storage_options=options)
+        assert (found.folder, found.name, found.kind) == (f"{url}/step-1", SHARD_NAME, UPLOAD)
+    assert ckpt.gc(url, delete=True, storage_options=options)[0].was_removed is False
+    assert ckpt.gc(url, delete=True, older_than=0, storage_options=options)[0].was_removed
+    left = client.list_multipart_uploads(Bucket=moto.bucket, Prefix="uploads/")["Uploads"]
+    assert key not in [one["Key"] for one in left]
+    assert len(left) == 2

@@ -16,11 +16,11 @@ SECONDS = 10.0
 """In which a rank gives up on another."""
 
 
-def state(step: int) -> dict[str, Any]:
+def state(step: int, wide: int = 70_000) -> dict[str, Any]:
     """Tensors small and large, so that each of several ranks writes some; told by their step."""
     names = {f"w{i}": torch.full((40, i + 3), float(step * 10 + i)) for i in range(4)}
-    wide = torch.arange(70_000.0).mul_(step)
-    return {"model": {**names, "wide": wide, "frozen": torch.arange(50_000.0)}, "step": step}
+    row = torch.arange(float(wide)).mul_(step)
+    return {"model": {**names, "wide": row, "frozen": torch.arange(50_000.0)}, "step": step}
 
 
 def found_step(url: str, options: Any) -> int | None:
@@ -39,7 +39,7 @@ def found_step(url: str, options: Any) -> int | None:
 
 
 def _check(model: Any, step: int) -> None:
-    for name, value in state(step)["model"].items():
+    for name, value in state(step, len(model["wide"]))["model"].items():
         assert torch.equal(model[name], value), f"{name} has wrong bits"
 
 
@@ -50,12 +50,13 @@ def save(
     base: str | None = None,
     compress: Any = False,
     blocking: bool = True,
+    wide: int = 70_000,
     options: Any = None,
 ) -> None:
     """Save the state of a step, and return when it is there."""
     handle = ckpt.save(
         url,
-        state(step),
+        state(step, wide),
         overwrite=overwrite,
         base=base,
         compress=compress,
@@ -74,9 +75,9 @@ def convert(
     ckpt.convert(source, target, to=to, overwrite=overwrite, storage_options=options)
 
 
-def load(url: str, step: int, options: Any = None) -> None:
+def load(url: str, step: int, wide: int, options: Any = None) -> None:
     """Load a checkpoint and look at every bit."""
-    found: Any = ckpt.load(url, state(0), storage_options=options)
+    found: Any = ckpt.load(url, state(0, wide), storage_options=options)
     assert found["step"] == step, f"it is of step {found['step']}"
     _check(found["model"], step)
 

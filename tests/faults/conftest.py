@@ -18,6 +18,12 @@ from tests.faults.zygote import LIMIT_SECONDS, Ended, Job
 
 START = "import sys; sys.path[:] = sys.argv[2:]; from tests.faults.zygote import main; main()"
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CKPT_MEMORY_BUDGET": "20000000",  # uploads go in small parts
+}
+
 
 class Jobs:
     """Runs commands on ranks of their own, and says how each ended and what steps it took."""
@@ -28,7 +34,7 @@ class Jobs:
         with Listener(f"{folder}/socket", family="AF_UNIX") as listener:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, f"{folder}/socket", *sys.path],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={**os.environ, **ENVIRONMENT},
             )
             self._connection: Connection = listener.accept()
 

@@ -32,6 +32,8 @@ from tests.faults.zygote import Ended
 from tests.stores.server import Server
 
 OLD, NEW = 1, 2
+WIDE = 3_000_000
+"""Elements that a bucket takes in parts."""
 SAMPLE = 1
 """Kills of a scenario that the default run tries."""
 
@@ -80,6 +82,8 @@ SCENARIOS = {
     "save compressed": saving(compress=True),
     "save with a base, by two": saving(base="/earlier", world_size=2),
     "overwrite with a base and deltas": saving(OLD, base="/earlier", compress="delta"),
+    "save in parts": saving(wide=WIDE),
+    "save in parts, overwriting": saving(OLD, wide=WIDE, compress=True),
     "save in the background": saving(blocking=False),
     "save in the background by two": saving(blocking=False, world_size=2),
     "overwrite in the background with a base": saving(OLD, blocking=False, base="/earlier"),
@@ -93,6 +97,7 @@ SCENARIOS = {
     "delete": Scenario("delete", {"url": "/new"}, "/new", before=OLD, after=None),
 }
 IN_BUCKETS = (
+    *("save in parts", "save in parts, overwriting"),
     *("save", "overwrite by two", "save with a base, by two", "save compressed"),
     *("overwrite in the background with a base", "convert to ckpt, overwriting", "delete"),
 )
@@ -263,7 +268,7 @@ def test_killed_at_some_steps_on_disk(jobs: Jobs, disk: Disk, name: str) -> None
     check_all(table, random.Random(name).sample(list(table.kills()), SAMPLE))
 
 
-@pytest.mark.parametrize("name", ["save"])
+@pytest.mark.parametrize("name", ["save in parts"])
 def test_killed_at_some_steps_in_a_bucket(jobs: Jobs, bucket: Bucket, name: str) -> None:
     table = Table(jobs, SCENARIOS[name], bucket)
     check_all(table, random.Random(name).sample(list(table.kills()), SAMPLE))
