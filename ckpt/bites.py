@@ -39,7 +39,8 @@ class Limits:
     """How large bites and reads may be."""
 
     read_bytes: int
-    """One read, unless a bite that cannot be cut is longer."""
+    """One read, unless a bite that cannot be cut is longer. What of it does not go straight is no
+    more than `scratch_bytes`, unless it is one bite."""
     straight_bytes: int
     """A bite that goes straight into its target."""
     scratch_bytes: int
@@ -345,19 +346,24 @@ def groups_of(bites: Iterable[Bite], limits: Limits) -> Iterator[list[Bite]]:
     """Bites that one read serves: neighbours in a file."""
     group: list[Bite] = []
     file, begin, end, straight_end = "", 0, 0, 0
+    is_tight, through = limits.read_bytes > limits.scratch_bytes, 0
     for bite in bites:
         lo, hi, straight = bite[1], bite[2], bite[4]
+        if is_tight and group:
+            through += max(0, (lo if straight else hi) - end)
         if group and (
             lo - end > limits.gap_bytes
             or max(end, hi) - begin > limits.read_bytes
             or lo < (end if straight else straight_end)
             or len(group) == MAX_GROUP
             or bite[0] != file
+            or through > limits.scratch_bytes
         ):
             yield group
             group = []
         if not group:
             file, begin, end, straight_end = bite[0], lo, hi, 0
+            through = 0 if straight else hi - lo
         group.append(bite)
         end = max(end, hi)
         if straight:

@@ -7,7 +7,7 @@ import os
 from ckpt.commit import withdraw
 from ckpt.errors import NotACheckpointError
 from ckpt.store import Options, open_store
-from formats.native.manifest import MANIFEST, load
+from formats.native.manifest import MANIFEST, load, read_manifest
 
 
 def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> None:
@@ -30,9 +30,12 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
     []
     """
     with open_store(url, storage_options) as store:
-        if not store.exists(MANIFEST):
-            raise NotACheckpointError(f"{store.url}: no checkpoint of ckpt's own format is here")
-        data = store.read(MANIFEST, 0, store.size(MANIFEST))
+        try:
+            data = read_manifest(store)
+        except FileNotFoundError as error:
+            raise NotACheckpointError(
+                f"{store.url}: no checkpoint of ckpt's own format is here"
+            ) from error
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
         withdraw(store, data)
         for name in files:

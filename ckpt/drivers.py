@@ -63,6 +63,9 @@ class Driver(Protocol):
     parts: Parts | None
     """None where a file is streamed by `stream`."""
 
+    holds_answers: bool
+    """Whether it has all of an answer in memory before it fills the buffers."""
+
     def server(self) -> str:
         """Which server answers, as far as its promises go; "" before the first request."""
         ...
@@ -75,8 +78,8 @@ class Driver(Protocol):
         """One file."""
         ...
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill buffers of bytes, end to end, from `offset` on.
+    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+        """Fill buffers of bytes, end to end, from `offset` on; gives the size of the file if known.
 
         Raises ShortAnswerError or PastEndError where there is less.
         """

@@ -25,6 +25,7 @@ class FsspecDriver:
         put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
     )
     parts: Parts | None = None
+    holds_answers = True
     creates_folders = True
     """Whether folders are things that have to be made."""
 
@@ -53,7 +54,7 @@ class FsspecDriver:
             raise FileNotFoundError(path)
         return _found(entry)
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> None:
+    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """A range in one request."""
         length = sum(target.nbytes for target in targets)
         data = memoryview(self._fs.cat_file(path, start=offset, end=offset + length))
@@ -72,6 +73,7 @@ class FsspecDriver:
         for target in targets:
             target[:] = data[: len(target)]
             data = data[len(target) :]
+        return None
 
     def fetch_whole(self, path: str, limit: int) -> bytes | int:
         """All bytes of a file, if they are few."""

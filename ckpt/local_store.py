@@ -29,7 +29,7 @@ from pathlib import Path
 from ckpt.errors import ExistsError
 from ckpt.promises import Promises, Unfinished
 from formats.errors import CorruptError
-from formats.storage import LOCAL_READ_BYTES, Buffer, check_limit
+from formats.storage import LOCAL_READ_BYTES, Buffer, SizeError, TooLargeError
 
 OPEN_FILES = 64
 """How many files a store keeps open for reading."""
@@ -125,12 +125,17 @@ class LocalStore:
         """All bytes of a file, as they were at one moment."""
         with self._reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
-            check_limit(f"{self._folder / name}", size, limit)
-            parts, at = [], 0
-            while at < size and (part := os.pread(descriptor, size - at, at)):
-                parts.append(part)
-                at += len(part)
-            return b"".join(parts)
+            if size > limit:
+                raise TooLargeError(f"{self._folder / name}", size, limit)
+            return _read_range(descriptor, 0, size)
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The last bytes of a file that should have `size` bytes."""
+        with self._reading(name) as descriptor:
+            found = os.fstat(descriptor).st_size
+            if found != size:
+                raise SizeError(f"{self._folder / name}", found, size)
+            return _read_range(descriptor, size - length, size)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
@@ -325,6 +330,15 @@ class LocalFileWriter:
         view, done = memoryview(data).cast("B"), 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done:], done)
+
+
+def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
+    """Bytes `[lo, hi)` of a file, fewer where it has become shorter meanwhile."""
+    data, more = b"", os.pread(descriptor, hi - lo, lo)
+    while more:
+        data += more
+        more = os.pread(descriptor, hi - lo - len(data), lo + len(data))
+    return data
 
 
 def _flush(folder: Path) -> None:

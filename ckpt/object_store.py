@@ -31,7 +31,16 @@ from ckpt.promises import Promises, Unfinished
 from ckpt.retries import VARIABLE, Patience, Trouble, patience
 from ckpt.uploads import Division, Sending, Upload
 from formats.errors import CorruptError
-from formats.storage import BESIDE, REMOTE_READ_BYTES, Buffer, FileWriter, check_limit
+from formats.storage import (
+    BESIDE,
+    COPIED_READ_BYTES,
+    LOCAL_READ_BYTES,
+    REMOTE_READ_BYTES,
+    Buffer,
+    FileWriter,
+    SizeError,
+    TooLargeError,
+)
 
 T = TypeVar("T")
 
@@ -56,6 +65,10 @@ class ObjectStore:
     ) -> None:
         self.url = url
         self.read_bytes = REMOTE_READ_BYTES
+        if driver.holds_answers:
+            self.read_bytes = min(
+                COPIED_READ_BYTES, max(LOCAL_READ_BYTES + 1, memory_budget() // 8)
+            )
         self.options = options
         self._root = root
         self._driver = driver
@@ -105,9 +118,20 @@ class ObjectStore:
         path = self._path(name)
         found = self._try("reading", name, lambda: self._driver.fetch_whole(path, limit))
         if isinstance(found, int):
-            check_limit(f"{self.url}/{name}", found, limit)
-            raise AssertionError("a driver gave a size that is within the limit")
+            raise TooLargeError(f"{self.url}/{name}", found, limit)
         return found
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The last bytes of a file that should have `size` bytes, in one request."""
+        target = bytearray(length)
+        try:
+            found = self._fetch(name, size - length, [memoryview(target)])
+        except PastEndError as error:
+            found = error.size
+        found = self.size(name) if found is None else found
+        if found != size:
+            raise SizeError(f"{self.url}/{name}", found, size)
+        return bytes(target)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
@@ -120,9 +144,8 @@ class ObjectStore:
         views = [target.cast("B") for target in targets if target.nbytes]
         if not views:
             return
-        path = self._path(name)
         try:
-            self._try("reading", name, lambda: self._driver.fetch(path, offset, views))
+            self._fetch(name, offset, views)
         except PastEndError as error:
             end = offset + sum(view.nbytes for view in views)
             size = self.size(name) if error.size is None else error.size
@@ -190,6 +213,10 @@ class ObjectStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> int | None:
+        path = self._path(name)
+        return self._try("reading", name, lambda: self._driver.fetch(path, offset, views))
 
     def _listing(self) -> list[Found]:
         try:

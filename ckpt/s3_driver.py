@@ -77,6 +77,7 @@ class S3Driver:
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
     parts: Parts | None = Parts(5 << 20, 10_000)
+    holds_answers = False
 
     def __init__(self, file_system: Any) -> None:
         self._fs = file_system
@@ -108,25 +109,27 @@ class S3Driver:
         name = path.rpartition("/")[2]
         return Found(name, True, int(head["ContentLength"]), head["LastModified"].timestamp())
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> None:
+    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """A range in one request, put where it belongs as it comes."""
         length = sum(target.nbytes for target in targets)
         last = offset + length - 1
 
-        async def take(answer: Any) -> None:
+        async def take(answer: Any) -> int:
             sent = _RANGE.fullmatch(answer.get("ContentRange", ""))
+            size = int(answer["ContentLength"] if sent is None else sent[3])
             if sent is None:
-                size = int(answer["ContentLength"])
                 if offset or size != length:
                     raise OSError(
                         f"the server answered a request for bytes {offset}:{last + 1} with all "
                         f"{size}: it knows no ranges, and cannot be read from"
                     )
             elif int(sent[1]) != offset or int(sent[2]) != last:
-                raise PastEndError(int(sent[3]))
+                raise PastEndError(size)
             await _fill(answer["Body"], targets)
+            return size
 
-        self._do("get_object", path, take, Range=f"bytes={offset}-{last}")
+        found: int = self._do("get_object", path, take, Range=f"bytes={offset}-{last}")
+        return found
 
     def fetch_whole(self, path: str, limit: int) -> bytes | int:
         """An object in one request, if it is not too large."""

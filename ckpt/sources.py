@@ -43,13 +43,25 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
     """
     text = os.fspath(url)
     in_flight.before_loading(text)
-    if is_file(text, options):
-        folder, name = split_url(text)
-        with open_store(folder, options) as store:
-            yield Source(text, store, _credible(text, _read_file(store, name)))
-    else:
-        with open_store(text, options) as store:
-            yield Source(text, store, _credible(text, _read_folder(store)))
+    with open_store(text, options) as store:
+        # First what is most likely: to a server every look is a request.
+        catalog = _read_native(store)
+        if catalog is not None or not is_file(text, options):
+            found = _read_folder(store) if catalog is None else catalog
+            yield Source(text, store, _credible(text, found))
+            return
+    folder, name = split_url(text)
+    with open_store(folder, options) as store:
+        yield Source(text, store, _credible(text, _read_file(store, name)))
+
+
+def _read_native(store: Store) -> Catalog | None:
+    from formats.native import reader
+
+    try:
+        return reader.read(store)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _credible(url: str, catalog: Catalog) -> Catalog:

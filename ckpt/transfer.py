@@ -39,7 +39,7 @@ STRAIGHT_BYTES = 8 << 20
 THREAD_BYTES = 32 << 20
 """Reads of less than this, all together, are done by the caller: threads would cost more."""
 MAX_WORKERS = 4
-FAR_WORKERS = 2
+FAR_WORKERS = 4
 """Threads that wait for a server, which takes time to answer."""
 
 
@@ -71,11 +71,13 @@ class Reading:
         """What suits the place that is read from, and takes no more memory than the budget."""
         is_far = reader.read_bytes > LOCAL_READ_BYTES
         workers = FAR_WORKERS if is_far else workers_for(ranks_here)
-        # A thread has what it read, what a driver gave it, and what that decodes to.
-        share = max(LOCAL_READ_BYTES, budget // (3 * workers))
+        # A thread has what does not go straight where it belongs, and what that decodes to.
+        share = max(LOCAL_READ_BYTES, budget // (2 * workers))
+        if is_far:
+            return cls(workers, Limits(reader.read_bytes, reader.read_bytes, share))
         read = min(reader.read_bytes, share)
         scratch = min(max(read, SCRATCH_BYTES), share)
-        return cls(workers, Limits(read, max(read, STRAIGHT_BYTES if not is_far else 0), scratch))
+        return cls(workers, Limits(read, max(read, STRAIGHT_BYTES), scratch))
 
 
 def workers_for(ranks_here: int) -> int:
@@ -131,25 +133,34 @@ class Transfer:
         if first.straight and len(group) == 1:
             self._straight(first)
             return
-        lo, hi = first.lo, max(bite.hi for bite in group)
-        scratch = memoryview(b"")
-        if not all(bite.straight for bite in group) or hi - lo > sum(b.hi - b.lo for b in group):
-            scratch = self._buffer(hi - lo)
-        targets = []
-        begin = end = lo  # of what goes through scratch memory, gaps included
+        # In the order of the file: what goes straight, and the lengths of what lies between that.
+        ends: list[memoryview | int] = []
+        places = []  # of each bite, in scratch memory
+        used, begin, end = 0, first.lo, first.lo
         for bite in group:
+            places.append(used + bite.lo - begin)
             if not bite.straight:
                 end = max(end, bite.hi)
                 continue
             if bite.lo > begin:
-                targets.append(scratch[begin - lo : bite.lo - lo])
-            targets.append(_own(bite))
+                ends.append(bite.lo - begin)
+                used += bite.lo - begin
+            ends.append(_own(bite))
             begin = end = bite.hi
         if end > begin:
-            targets.append(scratch[begin - lo : end - lo])
-        self._reader.read_into(first.file, lo, *targets)
-        for bite in group:
-            stored = _own(bite) if bite.straight else scratch[bite.lo - lo : bite.hi - lo]
+            ends.append(end - begin)
+            used += end - begin
+        scratch = self._buffer(used) if used else memoryview(b"")
+        targets, at = [], 0
+        for one in ends:
+            if isinstance(one, int):
+                targets.append(scratch[at : at + one])
+                at += one
+            else:
+                targets.append(one)
+        self._reader.read_into(first.file, first.lo, *targets)
+        for bite, place in zip(group, places, strict=True):
+            stored = _own(bite) if bite.straight else scratch[place : place + bite.hi - bite.lo]
             self._check(bite, bite.chunk, stored)
             if bite.fit is not None:
                 _place(bite, self._decoded(bite, stored))

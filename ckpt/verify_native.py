@@ -24,7 +24,7 @@ import xxhash
 from ckpt.report import Findings, Problem
 from formats.errors import FormatError
 from formats.native.borrowed import Root, Run
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, load, read_manifest
 from formats.native.opened_shard import OWN_ENTRIES, Shard, first_chunks
 from formats.native.reader import Shards
 from formats.native.shard import RECORD
@@ -43,7 +43,8 @@ Progress = Callable[[int], None]
 
 def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
     """What is wrong with the checkpoint in a folder whose manifest is sound."""
-    manifest = load(reader.read(MANIFEST, 0, reader.size(MANIFEST)), f"{reader.url}/{MANIFEST}")
+    data = read_manifest(reader)
+    manifest = load(data, f"{reader.url}/{MANIFEST}")
     check = _Check(reader, manifest, progress)
     with ThreadPoolExecutor(WORKERS, "ckpt-verify") as pool:
         try:
@@ -59,7 +60,7 @@ def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
     problems += check.tensors(damaged)
     return Findings(
         "every bit: the manifest, headers, chunk tables and chunks against their checksums",
-        reader.size(MANIFEST) + sum(found.nbytes for found in files),
+        len(data) + sum(found.nbytes for found in files),
         tuple(problems),
     )
 

@@ -160,6 +160,10 @@ class ReadAhead:
         """All bytes of a small file, past the block."""
         return self._reader.read_whole(name, limit)
 
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The last bytes of a file, past the block."""
+        return self._reader.read_end(name, size, length)
+
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes, from the block where it has them."""
         file, start, block = self._block

@@ -12,14 +12,16 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from formats.errors import HostileError
+from formats.errors import CorruptError, HostileError
 
 Buffer = bytes | bytearray | memoryview
 
 LOCAL_READ_BYTES = 256 << 10
 """Little enough to be in the processor's cache still when it is verified or copied on."""
-REMOTE_READ_BYTES = 16 << 20
-"""So much that what a request takes by itself does not matter."""
+REMOTE_READ_BYTES = 24 << 20
+"""So much that what a request takes by itself does not matter, even if many cannot be as long."""
+COPIED_READ_BYTES = 8 << 20
+"""The same where a driver holds all of an answer in memory before it is put where it belongs."""
 
 
 BESIDE = "../"
@@ -32,7 +34,7 @@ class Reader(Protocol):
     url: str
     """What the user called it, for messages."""
     read_bytes: int
-    """What one read is best made of, `LOCAL_READ_BYTES` or `REMOTE_READ_BYTES`."""
+    """What one read is best made of: `LOCAL_READ_BYTES`, or as much as suits a server."""
 
     def names(self) -> list[str]:
         """The files directly in the folder, sorted."""
@@ -45,7 +47,14 @@ class Reader(Protocol):
     def read_whole(self, name: str, limit: int) -> bytes:
         """All bytes of a small file, as they were at one moment, in one request.
 
-        Raises FileNotFoundError naming it, and HostileError where it has more than `limit` bytes.
+        Raises FileNotFoundError naming it, and TooLargeError where it has more than `limit` bytes.
+        """
+        ...
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The last `length` bytes of a file that should have `size` bytes, in one request.
+
+        Raises FileNotFoundError naming it, and SizeError where it has another size.
         """
         ...
 
@@ -80,7 +89,19 @@ class Writer(Protocol):
         ...
 
 
-def check_limit(where: str, nbytes: int, limit: int) -> None:
-    """Raise HostileError for a file that is too large to be read whole."""
-    if nbytes > limit:
-        raise HostileError(f"{where}: it has {nbytes} bytes; what it should be has {limit} at most")
+class TooLargeError(HostileError):
+    """A file has too many bytes to be read whole."""
+
+    def __init__(self, where: str, nbytes: int, limit: int) -> None:
+        self.nbytes = nbytes
+        super().__init__(f"{where}: it has {nbytes} bytes; what it should be has {limit} at most")
+
+
+class SizeError(CorruptError):
+    """A file has not as many bytes as were written."""
+
+    def __init__(self, where: str, size: int, expected: int) -> None:
+        super().__init__(
+            f"{where}: the file has {size} bytes, {expected} were written: it was "
+            f"{'truncated' if size < expected else 'appended to'}; restore it from another copy"
+        )

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from formats.limits import BASES, check
+from formats.limits import BASES
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.chunk_table import read_root
-from formats.native.manifest import MANIFEST, StoredTensor, digest_in, load
+from formats.native.manifest import MANIFEST, StoredTensor, digest_in, load, read_manifest
 from formats.native.opened_shard import Part, Shard
 from formats.native.reader import Shards
 from formats.native.shard import RECORD
@@ -30,9 +30,7 @@ class Lender:
 
         Raises FileNotFoundError where there is none, and the errors of a damaged manifest.
         """
-        size = reader.size(MANIFEST)
-        check("manifest_bytes", size, f"{reader.url}/{MANIFEST}")
-        data = reader.read(MANIFEST, 0, size)
+        data = read_manifest(reader)
         self._reader = reader
         self._manifest = load(data, f"{reader.url}/{MANIFEST}")
         self._shards = Shards(reader, self._manifest)

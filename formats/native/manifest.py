@@ -26,7 +26,9 @@ import xxhash
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import DType
 from formats.errors import CorruptError, HostileError
+from formats.limits import check, current
 from formats.native.tree import Json, encode
+from formats.storage import Reader, TooLargeError
 from formats.strict_json import decode_object
 from sharding.layout import Layout, Mesh, Placement
 
@@ -126,6 +128,15 @@ def dump(manifest: Manifest) -> bytes:
     )
     digest = xxhash.xxh3_128_hexdigest(body).encode("ascii")
     return _PREFIX + digest + b'",' + body[1:]
+
+
+def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
+    """A manifest, still packed, in one request. Raises FileNotFoundError where there is none."""
+    try:
+        return reader.read_whole(name, current().manifest_bytes)
+    except TooLargeError as error:
+        check("manifest_bytes", error.nbytes, f"{reader.url}/{name}")
+        raise
 
 
 def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:

@@ -8,12 +8,13 @@ only chunks are ever read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from math import prod
 
 from formats.catalog import Catalog, FileRecord, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError
-from formats.limits import applied, check, current
+from formats.limits import applied, current
 from formats.native.borrowed import Place, beside
 from formats.native.manifest import (
     MANIFEST,
@@ -21,19 +22,21 @@ from formats.native.manifest import (
     StoredTensor,
     digest_in,
     load,
+    read_manifest,
 )
 from formats.native.opened_shard import Expected, Part, Shard
 from formats.native.shard import open_shard
 from formats.safetensors_header import Header
-from formats.storage import Reader
+from formats.storage import LOCAL_READ_BYTES, Reader
 from sharding.layout import Box, Piece
+
+OPENERS = 8
+"""Files that are opened at once at a server, at most."""
 
 
 def read(reader: Reader) -> Catalog:
     """The catalog of the checkpoint in a folder that has a `manifest.json`."""
-    size = reader.size(MANIFEST)
-    check("manifest_bytes", size, f"{reader.url}/{MANIFEST}")
-    data = reader.read(MANIFEST, 0, size)
+    data = read_manifest(reader)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     shards = Shards(reader, manifest)
     return Catalog(
@@ -46,7 +49,7 @@ def read(reader: Reader) -> Catalog:
         },
         tree=manifest.tree,
         files=(
-            FileRecord(MANIFEST, size, digest_in(data)),
+            FileRecord(MANIFEST, len(data), digest_in(data)),
             *(FileRecord(file.name, file.size, file.digest) for file in manifest.files),
         ),
         aliases=manifest.aliases,
@@ -72,7 +75,8 @@ class Shards:
         self._first: dict[int, dict[str, int]] = {}
         """By the identity of a header: ranks with the same one have their chunks alike."""
         self._places: dict[int, Places] = {}
-        self._lock = threading.Lock()
+        self._locks = [threading.Lock() for _ in range(OPENERS)]
+        """One file is opened once; others at the same time."""
         self._limits = current()
 
     def shard(self, rank: int, name: str) -> Shard:
@@ -85,7 +89,7 @@ class Shards:
                     f"{self._reader.url}/{MANIFEST}: {name} lies in the file of rank {rank}, "
                     "which is not listed"
                 )
-            with self._lock:
+            with self._locks[rank % len(self._locks)]:
                 shard = self._opened.get(rank)
                 if shard is None:
                     with applied(self._limits):
@@ -93,6 +97,19 @@ class Shards:
                     shard = Shard(file, index, self._reader, self.base_file, self._first)
                     self._opened[rank] = shard
         return shard
+
+    def open_together(self, ranks: Sequence[int], name: str) -> None:
+        """The files of several ranks are open: at once where each waits for a server.
+
+        A file that cannot be opened is left to `shard`, which says why.
+        """
+        if len(ranks) < 2 or self._reader.read_bytes <= LOCAL_READ_BYTES:
+            return
+        ranks = [rank for rank in ranks if rank not in self._opened and rank in self.files]
+        if len(ranks) > 1:
+            with ThreadPoolExecutor(min(OPENERS, len(ranks)), "ckpt-open") as pool:
+                wait([pool.submit(self.shard, rank, name) for rank in ranks], None, FIRST_EXCEPTION)
+                pool.shutdown(cancel_futures=True)
 
     def base_file(self, place: Place, nbytes: int, where: str) -> str:
         """The name, as this checkpoint's reader knows it, of the base's file a place is in.
@@ -181,7 +198,10 @@ class NativePieces:
         """The stored pieces that hold some of `box`."""
         shard, name = self._shards.shard, self._name
         header, alike, start = None, None, None
-        for rank, expected, pieces in self._places.of(box):
+        places = self._places.of(box)
+        if len(places) > 1:
+            self._shards.open_together([place[0] for place in places], name)
+        for rank, expected, pieces in places:
             opened = shard(rank, name)
             if not opened.index.runs:
                 # As a rule the files of all ranks have one header, and it says the same of this.

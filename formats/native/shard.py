@@ -123,21 +123,16 @@ def open_shard(
     Raises CorruptError naming the file when its size or a bit of either is not what was written.
     """
     where = f"{reader.url}/{file.name}"
+    size = file.size
+    check("header_bytes", file.header_bytes - PREFIX_BYTES, where)
+    check("table_bytes", file.table_bytes, where)
     try:
-        size = reader.size(file.name)
+        table = reader.read_end(file.name, size, file.table_bytes)
     except FileNotFoundError as error:
         raise CorruptError(
             f"{where}: the file is missing; the manifest says rank {file.rank} wrote it"
         ) from error
-    if size != file.size:
-        raise CorruptError(
-            f"{where}: the file has {size} bytes, {file.size} were written: it was "
-            f"{'truncated' if size < file.size else 'appended to'}; restore it from another copy"
-        )
-    check("header_bytes", file.header_bytes - PREFIX_BYTES, where)
-    check("table_bytes", file.table_bytes, where)
     head = reader.read(file.name, 0, file.header_bytes)
-    table = reader.read(file.name, size - file.table_bytes, file.table_bytes)
     hasher = xxhash.xxh3_128(head)
     hasher.update(table)
     if hasher.hexdigest() != file.digest:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckpt
 from ckpt import object_store
 from ckpt.errors import ExistsError, StoreError
 from ckpt.store import Store, open_store
@@ -288,3 +290,25 @@ def test_parts_later_in_a_file_are_larger_so_that_none_is_too_large() -> None:
     division = Division.within(64 << 20, Parts(5 << 20, 10_000))
     assert division.part(1) == PART_BYTES
     assert sum(division.part(number) for number in range(1, 10_001)) > 700 << 30
+
+
+def test_a_checkpoint_is_saved_and_loaded_with_few_requests(
+    proxy: FaultProxy, tmp_path: Path
+) -> None:
+    url, options = proxy.server.url(f"{tmp_path.name}/step 1"), proxy.server.options
+    state = {"w": torch.arange(3 << 20, dtype=torch.float32), "b": torch.ones(5), "step": 3}
+    open_store(url, options).commit("known", b"", replace=True)
+    proxy.clear()
+    ckpt.save(url, state, storage_options=options)
+    # Is there one? The file in three parts. Are the files there? Is the manifest? It, and again.
+    assert proxy.count() == 1 + (1 + 3 + 1) + 1 + 3
+    proxy.clear()
+    target = {"w": torch.zeros(3 << 20), "b": torch.zeros(5), "step": 0}
+    ckpt.load(url, target, storage_options=options)
+    assert torch.equal(target["w"], state["w"])
+    needed = (12 << 20) + 20
+    assert proxy.count("GET") == proxy.count() == 1 + 2 + 1  # manifest, header and table, tensors
+    assert proxy.sent_bytes < 1.01 * needed
+    proxy.clear()
+    assert ckpt.verify(url, storage_options=options).sound
+    assert proxy.count("HEAD") == 0

@@ -35,6 +35,7 @@ DTYPES = {1: BY_NAME["U8"], 2: BY_NAME["F16"], 4: BY_NAME["F32"], 8: BY_NAME["F6
     16: BY_NAME["C128"]
 }
 SMALL = Limits(read_bytes=128, straight_bytes=192, scratch_bytes=256, gap_bytes=32)
+FAR = Limits(read_bytes=512, straight_bytes=512, scratch_bytes=96, gap_bytes=32)
 """Limits that tensors of a few dozen elements reach."""
 
 
@@ -57,6 +58,15 @@ class CountingReader:
 
     def size(self, name: str) -> int:
         return self._inner.size(name)
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        data = self._inner.read_whole(name, limit)
+        self.reads.append((name, 0, len(data)))
+        return data
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        self.reads.append((name, size - length, size))
+        return self._inner.read_end(name, size, length)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         self.reads.append((name, offset, offset + length))
@@ -208,7 +218,7 @@ def cases(draw: st.DrawFn) -> Case:
         tuple((box, draw(st.sampled_from(LAYOUTS))) for box in parts(wanted, 0)),
         draw(st.sampled_from(["plain", "raw", "zstd"])),
         draw(st.sampled_from([16, 48, 64, 512])),
-        draw(st.sampled_from([SMALL, None])),
+        draw(st.sampled_from([SMALL, FAR, None])),
         draw(st.integers(0, 1 << 32)),
     )
 

@@ -207,6 +207,12 @@ class FaultyStore:
     def read_whole(self, name: str, limit: int) -> bytes:
         return bytes(self._faults.do("read", name, lambda: self._inner.read_whole(name, limit)))
 
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        def read() -> bytes:
+            return self._inner.read_end(name, size, length)
+
+        return bytes(self._faults.do("read", name, read))
+
     def read(self, name: str, offset: int, length: int) -> bytes:
         return bytes(self._faults.do("read", name, lambda: self._inner.read(name, offset, length)))
 
