@@ -11,7 +11,7 @@ from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
-from formats.limits import check
+from formats.limits import check, current
 from formats.native.manifest import MANIFEST
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -39,9 +39,11 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
     """The checkpoint at a path or URL, whatever its format; closed with the block.
 
     One that this process still saves in the background is waited for. Raises NotACheckpointError,
-    saying what is there, when no known format is.
+    saying what is there, when no known format is, and HostileError where one is that claims more
+    than `formats.limits` allows.
     """
     text = os.fspath(url)
+    current()  # limits that make no sense are not the checkpoint's fault
     in_flight.before_loading(text)
     with open_store(text, options) as store:
         # First what is most likely: to a server every look is a request.

@@ -40,7 +40,10 @@ class Items:
         for index, info in storage_data.items():
             if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
                 raise FormatError(f"{METADATA}: storage_data is no table of items")
-            name, offset = check_index(index)  # once more: a pickle may change what is a key
+            try:
+                name, offset = check_index(index)  # once more: a pickle may change what is a key
+            except FormatError as error:
+                raise FormatError(f"{METADATA}: {error}") from None
             self._extents[name, offset] = self._extent(name, info)
         self._check_apart()
 

@@ -18,7 +18,9 @@ _APART = sys.hash_info.modulus
 class KeysApart:
     """Sees to it that no dict or set that is being made has many keys with one hash."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "") -> None:
+        """`where` begins the message, where nobody else puts it before."""
+        self._where = f"{where}: " if where else ""
         self._alike: dict[int, int] = {}
 
     def check(self, key: object, owner: object) -> None:
@@ -30,6 +32,6 @@ class KeysApart:
         count = self._alike[slot] = self._alike.get(slot, 0) + 1
         if count > ALIKE_KEYS:
             raise HostileError(
-                f"over {ALIKE_KEYS} keys of one dict have the same hash, which does not happen by "
-                "chance"
+                f"{self._where}over {ALIKE_KEYS} keys of one dict have the same hash, which does "
+                "not happen by chance"
             )

@@ -70,11 +70,11 @@ ALIKE_KEYS = 256
 """Keys of one dict with one hash: a dict of many such takes a time that grows with their square."""
 INTEGER_BYTES = 1024
 """Longer integers of a pickle are refused; the state of a random generator has 312."""
-FREE_VALUES = 1 << 20
+FREE_VALUES = 1 << 18
 """Values a pickle may describe beyond one for each of its bytes, by naming a part of it again."""
 NAME_CHARS_A_BYTE = 64
 """Characters in all names, of tensors and values, for each byte of what describes them, and"""
-FREE_NAME_CHARS = 1 << 24
+FREE_NAME_CHARS = 1 << 23
 """so many more: names repeat the keys above them."""
 LIST_HOLES = 1_000_000
 """Indices that all lists of a DCP checkpoint together may leave out."""

@@ -34,7 +34,7 @@ from formats.pickle_records import FIELDS, RECORDS, Name, Record, check_key, fil
 SET_STEPS = 3
 """What making a set counts for: it takes as much memory as so many other things."""
 
-FREE_COPIES = 1 << 20
+FREE_COPIES = 1 << 18
 """Elements that calls may copy beyond one for each byte of the pickle."""
 
 _UNSOUND = (LookupError, TypeError, ValueError, OverflowError, RecursionError, StructError)
@@ -69,16 +69,31 @@ def load(data: bytes, where: str) -> object:
 class _Machine:
     """The stack, the marks on it, the memo, and the place in the bytes."""
 
-    __slots__ = ("at", "copied", "data", "keys", "marks", "memo", "pop", "push", "sparse", "stack")
+    __slots__ = (
+        "at",
+        "below",
+        "copied",
+        "data",
+        "frame_end",
+        "keys",
+        "memo",
+        "pop",
+        "push",
+        "sparse",
+        "stack",
+    )
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
         self.stack: list[object] = []
-        self.marks: list[int] = []
+        self.below: list[list[object]] = []
+        """The stacks below the marks: nothing reaches beneath a mark but what removes it."""
         self.memo: list[object] = []
         self.sparse: dict[int, object] = {}
         """The memo of a pickle that leaves out numbers: no pickler does."""
+        self.frame_end = -1
+        """Where the frame ends that has the next opcode; -1 where none has."""
         self.copied = 0
         self.keys = KeysApart()
         self.push: Callable[[object], None] = self.stack.append
@@ -88,12 +103,16 @@ class _Machine:
         data, steps, end = self.data, _STEPS, len(self.data)
         most = current().pickle_steps
         for _ in range(most):  # which counts for nothing
+            if self.at == self.frame_end:
+                self.frame_end = -1
             if self.at >= end:
                 raise FormatError("the pickle ends before its end mark: the file was truncated")
             opcode = data[self.at]
             if opcode == _STOP:
-                if len(self.stack) != 1 or self.at + 1 != end:
+                if len(self.stack) != 1 or self.below or self.at + 1 != end:
                     raise FormatError("the pickle goes on after its end, or ends with values left")
+                if self.frame_end not in (-1, end):
+                    raise FormatError("the last frame does not end with the pickle")
                 return self.stack[0]
             step = steps[opcode]
             if step is None:
@@ -152,14 +171,30 @@ class _Machine:
         known = self.memo
         self.push(known[number] if number < len(known) else self.sparse[number])
 
+    def frame(self, nbytes: int) -> None:
+        """So many bytes may be read ahead: opcodes that end with them, and no frame among them."""
+        if self.frame_end >= 0 or nbytes > len(self.data) - self.at:
+            raise FormatError(f"a frame of {nbytes} bytes does not end where an opcode does")
+        self.frame_end = self.at + nbytes
+
     def pop_marked(self) -> list[object]:
         """Everything above the last mark, which is removed."""
-        mark = self.marks.pop()
-        if mark > len(self.stack):
-            raise FormatError("a mark stands above the stack")
-        items = self.stack[mark:]
-        del self.stack[mark:]
+        items = self.stack
+        self.use(self.below.pop())
         return items
+
+    def use(self, stack: list[object]) -> None:
+        self.stack, self.push, self.pop = stack, stack.append, stack.pop
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.use([])
+
+    def drop(self) -> None:
+        if self.stack:
+            self.pop()
+        else:
+            self.pop_marked()
 
     # Collections.
 
@@ -167,6 +202,10 @@ class _Machine:
         if len(self.stack) < length:
             raise FormatError(f"a tuple of {length} is announced, the stack is shorter")
         self.stack[-length:] = [tuple(self.stack[-length:])]
+
+    def marked_tuple(self) -> None:
+        items = self.pop_marked()  # before anything is pushed: that changes the stack
+        self.push(tuple(items))
 
     def append(self, items: list[object]) -> None:
         target = self.stack[-1]
@@ -287,9 +326,9 @@ _COPIED = frozenset({list, tuple, dict, set, str, bytes})
 
 _BY_OPCODE: dict[bytes, Step] = {
     pickle.PROTO: _Machine.check_protocol,
-    pickle.FRAME: lambda m: m.take(8),  # Its length only helps to read ahead.
-    pickle.MARK: lambda m: m.marks.append(len(m.stack)),
-    pickle.POP: lambda m: m.pop(),
+    pickle.FRAME: lambda m: m.frame(m.number(_U64)),
+    pickle.MARK: _Machine.mark,
+    pickle.POP: _Machine.drop,
     pickle.POP_MARK: lambda m: m.pop_marked(),
     pickle.DUP: lambda m: m.push(m.stack[-1]),
     # Values.
@@ -316,7 +355,7 @@ _BY_OPCODE: dict[bytes, Step] = {
     pickle.TUPLE1: lambda m: m.make_tuple(1),
     pickle.TUPLE2: lambda m: m.make_tuple(2),
     pickle.TUPLE3: lambda m: m.make_tuple(3),
-    pickle.TUPLE: lambda m: m.push(tuple(m.pop_marked())),
+    pickle.TUPLE: _Machine.marked_tuple,
     pickle.EMPTY_LIST: lambda m: m.push([]),
     pickle.APPEND: lambda m: m.append([m.pop()]),
     pickle.APPENDS: lambda m: m.append(m.pop_marked()),

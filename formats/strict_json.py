@@ -38,7 +38,11 @@ def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str,
     check("json_values", _most_values(data), what)
     try:
         text = data if isinstance(data, str) else data.decode()
-        found: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        # A minus before zero is a float to some readers: the few documents with one are looked at.
+        integer = _integer if "-0" in text else None
+        found: object = json.loads(
+            text, object_pairs_hook=unique, parse_constant=refuse, parse_int=integer
+        )
         if "\\u" in text and not lone:
             json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except FormatError:
@@ -50,6 +54,12 @@ def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str,
     if not isinstance(found, dict):
         raise FormatError(f"{what} is JSON, but a {type(found).__name__}, not an object")
     return found
+
+
+def _integer(digits: str) -> int:
+    if digits == "-0":
+        raise ValueError("-0 is no integer")
+    return int(digits)
 
 
 def _most_values(data: bytes | str) -> int:

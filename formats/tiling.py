@@ -24,7 +24,10 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     for box in boxes:
         if len(box.lo) != len(shape) or box not in whole:
             raise FormatError(f"{name}: the piece {box} is not inside the tensor {whole}")
-    pair = overlapping(boxes)
+    try:
+        pair = overlapping(boxes)
+    except HostileError as error:
+        raise HostileError(f"{name}: {error}") from None
     if pair is not None:
         raise FormatError(f"{name}: the pieces {pair[0]} and {pair[1]} overlap")
     held = sum(box.numel for box in boxes)

@@ -87,7 +87,7 @@ def decode(node: Json, tensor: Found, names: Names) -> Tree:
     `names` bounds the names of all that is in it. Raises HostileError where they, or the nest, are
     absurd, FormatError where a node is none that is known.
     """
-    return _Decoder(tensor, names, KeysApart()).tree(node, "", 0)
+    return _Decoder(tensor, names, KeysApart("manifest")).tree(node, "", 0)
 
 
 @dataclass(frozen=True, slots=True)
