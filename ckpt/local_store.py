@@ -20,6 +20,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from ckpt.errors import ExistsError
 from ckpt.promises import Promises, Unfinished
-from formats.errors import CorruptError
+from formats.errors import CorruptError, HostileError
 from formats.storage import LOCAL_READ_BYTES, Buffer, SizeError, TooLargeError
 
 OPEN_FILES = 64
@@ -258,7 +259,7 @@ class LocalStore:
             descriptor = self._open.pop(name, None)
             forgotten = self._forgotten
         if descriptor is None:
-            descriptor = os.open(self._folder / name, os.O_RDONLY)
+            descriptor = _opened(self._folder / name)
         return descriptor, forgotten
 
     def _give_back(self, name: str, descriptor: int, forgotten: int) -> None:
@@ -339,6 +340,18 @@ def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
         data += more
         more = os.pread(descriptor, hi - lo - len(data), lo + len(data))
     return data
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file to read; links are followed, as a cache of downloads is made of them.
+
+    Raises HostileError for what is no file: a pipe would be waited for, a device has no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which files do not mind
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise HostileError(f"{path}: a folder, pipe or device is in the place of a file")
 
 
 def _flush(folder: Path) -> None:

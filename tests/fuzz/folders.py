@@ -14,7 +14,7 @@ from ckpt.store import Store
 from ckpt.transfer import transfer
 from formats.catalog import Catalog
 from formats.errors import CorruptError, FormatError
-from formats.storage import LOCAL_READ_BYTES, check_limit
+from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError
 from sharding.errors import HoleError
 from sharding.layout import Box, Piece
 from tools import inspect
@@ -48,8 +48,16 @@ class Folder:
         return len(self._data(name))
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        check_limit(name, self.size(name), limit)
-        return self._data(name)
+        data = self._data(name)
+        if len(data) > limit:
+            raise TooLargeError(name, len(data), limit)
+        return data
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        data = self._data(name)
+        if len(data) != size:
+            raise SizeError(name, len(data), size)
+        return self.read(name, size - length, length)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         assert 0 <= offset <= 1 << 62, f"{name} is read from byte {offset} on"
