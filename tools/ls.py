@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt.errors import NotACheckpointError
 from formats.catalog import Catalog
@@ -20,6 +21,9 @@ from formats.storage import Reader
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, printable, size
+
+if TYPE_CHECKING:
+    from ckpt.store import Store
 
 SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
 FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -144,7 +148,7 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
 
     try:
         with open_source(url, told) as source:
-            catalog, missing = source.catalog, _missing(source.store, source.catalog)
+            catalog, wrong = source.catalog, _wrong(source.store, source.catalog)
             gone = [base for base in catalog.bases if not _is_there(source.store, base)]
     except NotACheckpointError:
         with open_store(url, told) as store:
@@ -161,14 +165,8 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
         catalog.nbytes,
         catalog.metadata.get("world_size", ""),
         catalog.metadata.get("time", ""),
-        _state(missing, len(catalog.files), gone),
+        wrong or (f"its base {', '.join(gone)} missing" if gone else "complete"),
     )
-
-
-def _state(missing: int, files: int, gone: Sequence[str]) -> str:
-    if missing:
-        return f"{missing} of {files} files missing"
-    return f"its base {', '.join(gone)} missing" if gone else "complete"
 
 
 def _is_there(reader: Reader, base: str) -> bool:
@@ -179,8 +177,13 @@ def _is_there(reader: Reader, base: str) -> bool:
         return False
 
 
-def _missing(reader: Reader, catalog: Catalog) -> int:
-    """How many of a checkpoint's files are not there. Other formats' readers have looked."""
+def _wrong(store: Store, catalog: Catalog) -> str:
+    """How many files are not there, or not as long as they were; other formats' readers look."""
     if catalog.format != "ckpt":
-        return 0
-    return len({file.name for file in catalog.files} - set(reader.names()))
+        return ""
+    there, files = store.sizes(), catalog.files
+    missing = sum(file.name not in there for file in files)
+    other = sum(there.get(file.name, file.size) != file.size for file in files)
+    of = f"of {len(files)} files"
+    said = (f"{missing} {of} missing", f"{other} {of} cut or appended to")
+    return ", ".join(text for text, number in zip(said, (missing, other), strict=True) if number)

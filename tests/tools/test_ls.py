@@ -38,11 +38,15 @@ def test_missing_and_damaged_files_are_told(run, saved):
     next((saved.parent / "step-4").glob("*.safetensors")).unlink()
     shutil.copytree(saved, saved.parent / "step-5")
     (saved.parent / "step-5" / "manifest.json").write_bytes(b"{}")
+    shutil.copytree(saved, saved.parent / "step-6")
+    with next((saved.parent / "step-6").glob("*.safetensors")).open("ab") as shard:
+        shard.write(b"x")
     ended = run("ls", saved.parent)
     assert ended.code == 0
     lines = ended.out.splitlines()
     assert lines[2].endswith("1 of 2 files missing")
     assert "corrupt: " in lines[3]
+    assert lines[4].endswith("1 of 2 files cut or appended to")
 
 
 def test_other_formats_and_nothing_else_are_listed(run, saved):
