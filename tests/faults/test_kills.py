@@ -241,25 +241,25 @@ def bucket(moto: Server, request: pytest.FixtureRequest) -> Bucket:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_at_every_step_on_disk(
-    jobs: Jobs, disk: Disk, name: str, record_property: Callable[[str, object], None]
+    jobs: Jobs, disk: Disk, name: str, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     table = Table(jobs, SCENARIOS[name], disk)
     kills = list(table.kills())
     check_all(table, kills)
     assert set(table.outcomes) == {SCENARIOS[name].before, SCENARIOS[name].after}
-    record_property("kills", len(kills))
+    record_testsuite_property(f"kills on disk, {name}", len(kills))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", IN_BUCKETS)
 def test_killed_at_every_step_in_a_bucket(
-    jobs: Jobs, bucket: Bucket, name: str, record_property: Callable[[str, object], None]
+    jobs: Jobs, bucket: Bucket, name: str, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
     table = Table(jobs, SCENARIOS[name], bucket)
     kills = list(table.kills())
     check_all(table, kills)
-    record_property("kills", len(kills))
+    record_testsuite_property(f"kills in a bucket, {name}", len(kills))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
