@@ -1,5 +1,6 @@
 """A load goes back to the newest sound checkpoint, on all ranks, and says so."""
 
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+from tests.stores.server import Server, s3_client
 
 ROWS = 40_000
 """Of 8 bytes: five chunks."""
@@ -209,3 +211,20 @@ def test_a_rank_that_read_all_says_too_what_it_has_touched(
     first, second = clusters(2).run(touched_on_ranks, str(tmp_path))
     assert first == ("RankError", ("a", "b"), {3.0})
     assert second[:2] == ("DamagedLoadError", ("a", "b"))
+
+
+def test_in_a_bucket_it_goes_back_as_on_a_disk(moto: Server) -> None:
+    run, told = moto.url("fallback"), dict(moto.options)
+    for step in (1, 2, 10):
+        ckpt.save(f"{run}/step-{step}", state(step), storage_options=told)
+    assert ckpt.latest(run, storage_options=told) == f"{run}/step-10"
+    client = s3_client(moto)
+    listed = client.list_objects_v2(Bucket=moto.bucket, Prefix="fallback/")["Contents"]
+    for key in (entry["Key"] for entry in listed):
+        if re.search(r"step-10/.*safetensors|step-2/manifest", key):
+            client.delete_object(Bucket=moto.bucket, Key=key)
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+        assert ckpt.latest(run, storage_options=told) == f"{run}/step-1"
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+        loaded = ckpt.load(f"{run}/step-10", state(0), fallback=True, storage_options=told)
+    assert loaded["step"] == 1
