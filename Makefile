@@ -7,6 +7,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+MINUTES ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 # Exists only where the whole installation went well, and is as old as what it was made from.
@@ -18,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-stores lint style types contracts check format bench clean
+.PHONY: help demo test test-slow test-stores soak lint style types contracts check format bench clean
 
 help:
 	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert'
@@ -28,6 +29,7 @@ help:
 	@echo 'make format     put imports, layout and fixable findings right'
 	@echo 'make test-slow  the tests that make test leaves out'
 	@echo 'make test-stores  the tests of stores on Ceph, Azurite and others, which it installs'
+	@echo 'make soak       random commands, kills and faults, MINUTES=60 on disk and over S3 each'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make clean      remove the environment and every cache'
 
@@ -49,6 +51,10 @@ test-slow: $(STAMP)
 test-stores: $(STAMP)
 	tests/stores/install.sh $(BIN)/python
 	CKPT_STORES_REQUIRED=1 $(BIN)/python -m pytest -m '' tests/stores
+
+soak: $(STAMP)
+	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --store disk
+	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --store s3
 
 lint: style types contracts
 

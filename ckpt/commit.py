@@ -50,12 +50,10 @@ def commit(
     Raises:
         StoreError: files are missing or not as they were written, the attempt took too long, or the
             base has gone; there is no new checkpoint.
-        ExistsError: there is a checkpoint and `overwrite` is False; or an InUseError.
+        ExistsError: there is a checkpoint and `overwrite` is False.
     """
     _check_all_are_seen(store, manifest.files)
     old = _committed(store) if overwrite else None
-    if old is not None:
-        check_unused(store.url, store.options)
     if now() - began > GRACE_SECONDS:
         raise StoreError(
             f"{store.url}: {(now() - began) / 3600:.1f} hours after it began, and a save has "
@@ -77,7 +75,8 @@ def commit(
             "committed: save again"
         )
     if old is not None:
-        # The new checkpoint is there, whatever happens; left-overs only take space.
+        # The new checkpoint is there, whatever happens; left-overs only take space. Somebody may
+        # have borrowed from the old one since it was decided to replace it.
         with suppress(OSError, FormatError):
             found, folder = loans_beside(store.url, store.options)
             for file in load(old).files:

@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="AGE",
         type=duration,
         help="what counts as old, as 90m, 2h or 3d; default 25h, when no save can need it any "
-        "more. With less, a save that is under way may fail with an error",
+        "more; less is for when nobody saves there",
     )
     parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
     add_storage_options(parser)
