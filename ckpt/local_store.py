@@ -44,6 +44,9 @@ _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What a file system without hard links says: there, absence is checked before the rename."""
 
+BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
+"""What a read says where the bytes are lost, or not what the file system's own checksum says."""
+
 
 class LocalStore:
     """The store for a local folder, which need not exist until something is written."""
@@ -304,8 +307,13 @@ class _Reading:
         self._descriptor, self._forgotten = self._store._take(self._name)
         return self._descriptor
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._store._give_back(self._name, self._descriptor, self._forgotten)
+        if isinstance(error, OSError) and error.errno in BAD_SECTOR:
+            raise CorruptError(
+                f"{self._store.url}/{self._name}: the disk cannot read all of it: "
+                f"{error.strerror}; restore the file from another copy"
+            ) from error
 
 
 class LocalFileWriter:

@@ -4,6 +4,7 @@ The rows are those of the table in docs/reliability.md. Other files of this fold
 them: test_flips.py, test_misplaced.py and the tests of kills.
 """
 
+import errno
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -243,6 +244,41 @@ def test_a_file_that_was_cut_or_goes_on_is_named(tmp_path: Path, name: str, chan
             assert file.name in message
         file.write_bytes(data)
     assert ckpt.verify(folder).sound
+
+
+class BadSector:
+    """`os`, on a disk that cannot read the byte in the middle of one file any more."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._lost = str(file), file.stat().st_size // 2
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def preadv(self, descriptor: int, targets: Sequence[memoryview], offset: int) -> int:
+        end = offset + sum(target.nbytes for target in targets)
+        is_it = os.readlink(f"/proc/self/fd/{descriptor}") == self._file
+        if is_it and offset <= self._lost < end:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(descriptor, targets, offset)
+
+
+def test_a_file_that_the_disk_cannot_read_is_damaged_and_gives_way_to_a_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(str(tmp_path / f"step-{step}"), step)
+    (file,) = shards(tmp_path / "step-2")
+    monkeypatch.setattr("ckpt.local_store.os", BadSector(file))
+    (problem,) = ckpt.verify(tmp_path / "step-2").problems
+    assert f"{file}: the disk cannot read all of it: Input/output error" in problem.message
+    error, message, said, did = attempt(str(tmp_path / "step-2"))
+    assert error == "DamagedLoadError"
+    assert str(file) in message
+    assert did <= said
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+        loaded = ckpt.load(tmp_path / "step-2", empty(), fallback=True)
+    assert is_state(loaded, 1)
 
 
 # A malicious pickle as metadata.
