@@ -8,15 +8,18 @@ no protocol.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
 from formats.errors import CorruptError
 from formats.storage import FileWriter
+
+T = TypeVar("T")
 
 CONNECT_SECONDS = 20
 ANSWER_SECONDS = 60
@@ -137,6 +140,14 @@ def driver_of(file_system: Any) -> Driver:
         from ckpt.s3_driver import S3Driver
 
         return S3Driver(file_system)
+    if package == "adlfs" and hasattr(file_system, "service_client"):
+        from ckpt.azure_driver import AzureDriver
+
+        return AzureDriver(file_system)
+    if package == "gcsfs":
+        from ckpt.gcs_driver import GcsDriver
+
+        return GcsDriver(file_system)
     from ckpt.fsspec_driver import FsspecDriver
 
     return FsspecDriver(file_system)
@@ -160,3 +171,16 @@ def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "max_pool_connections": 32,
     }
     return {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """What work in a loop that another thread runs comes to.
+
+    An exception in this thread, as when a user interrupts it, ends the work.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

@@ -26,8 +26,6 @@ class FsspecDriver:
     )
     parts: Parts | None = None
     holds_answers = True
-    creates_folders = True
-    """Whether folders are things that have to be made."""
 
     def __init__(self, file_system: Any) -> None:
         self._fs = file_system
@@ -114,7 +112,7 @@ class FsspecDriver:
         self._make_folder(path)
         remote = self._fs.open(path, "wb")
         try:
-            yield _Stream(remote)
+            yield Stream(remote)
         except BaseException:
             # Closing would publish the truncated file; drivers that can, forget it instead.
             discard = getattr(remote, "discard", None)
@@ -161,11 +159,10 @@ class FsspecDriver:
         return Trouble.PASSING if is_broken else Trouble.LASTING
 
     def _make_folder(self, path: str) -> None:
-        if self.creates_folders:
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-class _Stream:
+class Stream:
     """Streams to an fsspec file."""
 
     def __init__(self, remote: IO[bytes]) -> None:

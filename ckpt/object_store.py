@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
@@ -22,7 +23,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from errno import ENOENT
 from typing import IO, Any, TypeVar
-from warnings import warn
 
 from ckpt.budget import memory_budget
 from ckpt.drivers import Driver, Found, PastEndError
@@ -43,6 +43,8 @@ from formats.storage import (
 )
 
 T = TypeVar("T")
+
+_log = logging.getLogger("ckpt.store")
 
 CANCEL_SECONDS = 10.0
 """How long to try to take back what was begun: whoever failed or was interrupted waits for it."""
@@ -311,11 +313,12 @@ class ObjectStore:
         if self._driver.promises.put_if_absent is None and server not in _honours:
             _honours[server] = honours
             if not honours:
-                warn(
-                    f"{self.url}: this server ignores the condition that a file be absent "
-                    "(If-None-Match): two jobs that save to one place at the same instant may both "
-                    "believe that they have (docs/stores.md)",
-                    stacklevel=2,
+                # No warning of Python's, which may be an exception: the commit has gone well.
+                _log.warning(
+                    "%s: this server ignores the condition that a file be absent: of two jobs that "
+                    "save to one place at the same instant both may believe that they have "
+                    "(docs/stores.md)",
+                    self.url,
                 )
 
     def _abort(self, name: str, mark: str, patient: Patience) -> None:

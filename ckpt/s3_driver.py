@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 from botocore import exceptions
 
-from ckpt.drivers import Found, Parts, PastEndError, ShortAnswerError
+from ckpt.drivers import Found, Parts, PastEndError, ShortAnswerError, in_loop
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
 from formats.storage import FileWriter
@@ -264,19 +264,6 @@ class S3Driver:
             return answer if take is None else await take(answer)
 
         return in_loop(self._fs.loop, call())
-
-
-def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """What work in a loop that another thread runs comes to.
-
-    An exception in this thread, as when a user interrupts it, ends the work.
-    """
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 class _Body:

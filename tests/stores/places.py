@@ -25,7 +25,7 @@ KINDS = (
 LOCAL = ("path", "file")
 S3 = ("moto", "radosgw")
 FOLDER = "run/step 1"
-STRONG = (*LOCAL, *S3)
+STRONG = (*LOCAL, *S3, "azurite")
 """Where of several commits at once one succeeds, and unfinished files are hidden."""
 
 
