@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,13 @@ def state(seed: int | None) -> dict[str, Any]:
     return {"model": placed, "step": -1 if seed is None else seed}
 
 
+def assert_same(found: Mapping[str, Any], seed: int) -> None:
+    """Raises unless a state of undivided tensors is a seed's."""
+    assert found["step"] == seed
+    for name, tensor in whole(seed).items():
+        assert torch.equal(found["model"][name], tensor), name
+
+
 def check(found: dict[str, Any], seed: int) -> None:
     """Raises unless every bit of this rank's part is that of the seed."""
     assert found["step"] == seed
@@ -67,6 +75,31 @@ def load(url: str, options: Options, seed: int) -> None:
     target = state(None)
     ckpt.load(url, target, storage_options=options)
     check(target, seed)
+
+
+def tried(
+    job: str, url: str, options: Options, seed: int, deadline: float, how: Mapping[str, Any]
+) -> tuple[str | None, float]:
+    """The error that `save` or `load` ends with where a store gives up after as many seconds.
+
+    And how long it took. Raises AssertionError when what was loaded is wrong.
+    """
+    before = os.environ.get("CKPT_STORE_DEADLINE")
+    os.environ["CKPT_STORE_DEADLINE"] = str(deadline)
+    start = time.monotonic()
+    error = None
+    try:
+        if job == "save":
+            save(url, options, seed, how)
+        else:
+            load(url, options, seed)
+    except (ckpt.CkptError, ckpt.FormatError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    finally:
+        os.environ.pop("CKPT_STORE_DEADLINE")
+        if before is not None:
+            os.environ["CKPT_STORE_DEADLINE"] = before
+    return error, time.monotonic() - start
 
 
 def save_and_load_by_environment(url: str, environment: Mapping[str, str], seed: int) -> None:

@@ -51,10 +51,7 @@ def read(url: str, options: Any) -> dict[str, Any]:
 
 def assert_is(url: str, options: Any, seed: int) -> None:
     """Everything at the URL is a seed's."""
-    found = read(url, options)
-    assert found["step"] == seed
-    for name, tensor in states.whole(seed).items():
-        assert torch.equal(found["model"][name], tensor), name
+    states.assert_same(read(url, options), seed)
 
 
 def flip(place: Place, folder: str, name: str, at: int) -> None:

@@ -1,0 +1,179 @@
+"""Saves and loads of two ranks while the network and the server fail them.
+
+Whatever happens, what was committed before stays whole, a save that says it succeeded can be
+loaded, and no load gives anything but what was saved: it is right, or an error that says where.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from tests.stores import states
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import TRANSIENT, Fault, Request, dead_between, once, seeded
+from tests.stores.places import Place, place_at
+from tests.stores.server import Server
+
+DEADLINE_SECONDS = 4
+"""After which a store gives up, here."""
+QUICK = (Fault.DROP_ANSWER, Fault.CUT_ANSWER, Fault.FLIP_ANSWER, Fault.SLOW_DOWN)
+HARMLESS = (*TRANSIENT, Fault.SHORT_ANSWER)
+"""What is mended by another try."""
+
+
+@pytest.fixture(params=["moto", pytest.param("radosgw", marks=pytest.mark.slow)])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, servers: Callable[[str], Server]
+) -> Place:
+    return place_at(request.param, tmp_path, servers)
+
+
+@pytest.fixture
+def proxy(place: Place) -> Iterator[FaultProxy]:
+    assert place.server is not None
+    with FaultProxy(place.server, delay_seconds=0.05) as proxy:
+        yield proxy
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a save or a load ended."""
+
+    error: str | None
+    """Class and message."""
+    seconds: float
+
+
+def tried(
+    clusters: Callable, job: str, proxy: FaultProxy, url: str, seed: int, **how: Any
+) -> Outcome:
+    """How a save or load by two ranks through the proxy ended; it is the same on both."""
+    options = proxy.server.options
+    both = clusters(2).run(states.tried, job, url, options, seed, DEADLINE_SECONDS, how)
+    outcomes = [Outcome(*one) for one in both]
+    assert len({outcome.error is None for outcome in outcomes}) == 1, outcomes
+    return max(outcomes, key=lambda outcome: outcome.seconds)
+
+
+def assert_right_or_absent(place: Place, url: str, seed: int) -> bool:
+    """Whether there is a checkpoint; raises when it is one and neither right nor found damaged."""
+    try:
+        found = ckpt.read(url, storage_options=place.options)
+    except ckpt.NotACheckpointError:
+        return False
+    assert isinstance(found, dict)
+    states.assert_same(found, seed)
+    return True
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow) for fault in Fault],
+)
+def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
+    clusters: Callable, place: Place, proxy: FaultProxy, fault: Fault
+) -> None:
+    earlier, later = f"{place.url}/step-1", f"{place.url}/step-2"
+    clusters(2).run(states.save, earlier, place.options, 1, {})
+
+    proxy.schedule = seeded(5, 0.2, [fault])
+    saving = tried(clusters, "save", proxy, later, 2)
+    assert proxy.faults() == {fault}
+    loading = tried(clusters, "load", proxy, earlier, 1)
+
+    for outcome in (saving, loading):
+        assert outcome.seconds < 5 * DEADLINE_SECONDS
+        if outcome.error is not None:
+            assert "step-" in outcome.error
+        if fault in HARMLESS:
+            assert outcome.error is None, outcome
+    assert ckpt.verify(earlier, storage_options=place.options).sound
+    if fault is Fault.FLIP_REQUEST and saving.error is None:
+        if not ckpt.verify(later, storage_options=place.options).sound:
+            with pytest.raises(ckpt.CorruptError):
+                ckpt.read(later, storage_options=place.options)
+    else:
+        is_there = assert_right_or_absent(place, later, 2)
+        assert is_there or saving.error is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_many_faults_of_all_kinds_lose_nothing(
+    clusters: Callable, place: Place, proxy: FaultProxy, seed: int
+) -> None:
+    chance = random.Random(seed)
+    kinds = [fault for fault in Fault if fault not in (Fault.HANG, Fault.FLIP_REQUEST)]
+    earlier, later = f"{place.url}/step-1", f"{place.url}/step-2"
+    clusters(2).run(states.save, earlier, place.options, 1, {})
+    proxy.schedule = seeded(seed, chance.choice([0.05, 0.2, 0.5]), kinds)
+    how = chance.choice([{}, {"compress": True}, {"base": earlier}])
+    saving = tried(clusters, "save", proxy, later, 2, **how)
+    tried(clusters, "load", proxy, earlier, 1)
+    assert ckpt.verify(earlier, storage_options=place.options).sound
+    assert assert_right_or_absent(place, later, 2) or saving.error is not None
+    proxy.schedule = seeded(0, 0, kinds)
+    assert tried(clusters, "save", proxy, later, 3, overwrite=True).error is None
+    assert assert_right_or_absent(place, later, 3)
+
+
+def writes_the_manifest(request: Request) -> bool:
+    return request.method == "PUT" and "manifest.json" in request.target
+
+
+def test_a_commit_whose_answer_is_lost_is_known_for_ones_own(
+    clusters: Callable, place: Place, proxy: FaultProxy
+) -> None:
+    url = f"{place.url}/step-1"
+    proxy.schedule = once(Fault.DROP_ANSWER, writes_the_manifest)
+    assert tried(clusters, "save", proxy, url, 1).error is None
+    assert proxy.faults() == {Fault.DROP_ANSWER}
+    assert assert_right_or_absent(place, url, 1)
+    again = tried(clusters, "save", proxy, url, 2)
+    assert again.error is not None
+    assert "overwrite=True" in again.error
+
+
+def test_an_outage_shorter_than_the_deadline_is_outlasted(
+    clusters: Callable, place: Place, proxy: FaultProxy
+) -> None:
+    url = f"{place.url}/step-1"
+    proxy.schedule = dead_between(3, 12)
+    assert tried(clusters, "save", proxy, url, 1).error is None
+    assert Fault.DROP_REQUEST in proxy.faults()
+    assert assert_right_or_absent(place, url, 1)
+
+
+def test_a_server_that_stays_away_is_an_error_within_the_deadline_and_the_next_save_succeeds(
+    clusters: Callable, place: Place, proxy: FaultProxy
+) -> None:
+    earlier, later = f"{place.url}/step-1", f"{place.url}/step-2"
+    clusters(2).run(states.save, earlier, place.options, 1, {})
+    proxy.schedule = dead_between(5, 1 << 40)
+    saving = tried(clusters, "save", proxy, later, 2)
+    assert saving.error is not None
+    assert "step-2" in saving.error
+    assert saving.seconds < 5 * DEADLINE_SECONDS
+    proxy.schedule = dead_between(0, 0)
+    assert not assert_right_or_absent(place, later, 2)
+    assert ckpt.verify(earlier, storage_options=place.options).sound
+    assert tried(clusters, "save", proxy, later, 3).error is None
+    assert assert_right_or_absent(place, later, 3)
+
+
+def test_what_is_denied_is_not_tried_again(
+    clusters: Callable, place: Place, proxy: FaultProxy
+) -> None:
+    url = f"{place.url}/step-1"
+    proxy.schedule = seeded(0, 1, [Fault.DENIED])
+    for job in ("save", "load"):
+        proxy.clear()
+        outcome = tried(clusters, job, proxy, url, 1)
+        assert outcome.error is not None
+        assert "step-1" in outcome.error
+        assert proxy.count() <= 10
