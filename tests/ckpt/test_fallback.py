@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -211,6 +213,38 @@ def test_a_rank_that_read_all_says_too_what_it_has_touched(
     first, second = clusters(2).run(touched_on_ranks, str(tmp_path))
     assert first == ("RankError", ("a", "b"), {3.0})
     assert second[:2] == ("DamagedLoadError", ("a", "b"))
+
+
+STATES = st.sampled_from([None, None, *DAMAGES])
+"""Of a checkpoint: sound, or what befell it."""
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(befell=st.lists(STATES, min_size=5, max_size=5), asked=st.integers(1, 5))
+def test_what_is_loaded_is_the_newest_sound_one_up_to_what_was_asked_for(
+    tmp_path_factory: pytest.TempPathFactory, befell: list[Callable | None], asked: int
+) -> None:
+    run = tmp_path_factory.mktemp("run")
+    for step, damage in enumerate(befell, 1):
+        ckpt.save(run / f"step-{step}", {"b": torch.full((90,), float(step)), "step": step})
+        if damage is not None:
+            damage(run / f"step-{step}")
+    sound = [step for step in range(1, 6) if befell[step - 1] is None]
+    target = {"b": torch.zeros(90), "step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ckpt.FallbackWarning)
+        if any(step <= asked for step in sound):
+            ckpt.load(run / f"step-{asked}", target, fallback=True)
+            assert target["step"] == max(step for step in sound if step <= asked)
+            assert (target["b"] == target["step"]).all()
+        else:
+            with pytest.raises((ckpt.CorruptError, ckpt.NotACheckpointError)):
+                ckpt.load(run / f"step-{asked}", target, fallback=True)
+        if sound:
+            assert ckpt.latest(run, verify=True) == str(run / f"step-{max(sound)}")
+        else:
+            with pytest.raises((ckpt.CorruptError, ckpt.NotACheckpointError)):
+                ckpt.latest(run, verify=True)
 
 
 def test_in_a_bucket_it_goes_back_as_on_a_disk(moto: Server) -> None:
