@@ -16,6 +16,7 @@ import traceback
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -68,6 +69,9 @@ def main() -> None:
     from tests.faults import commands, faulty_store, steps
 
     faulty_store.import_all()
+    with suppress(ImportError):  # what the first request would import
+        import_module("s3fs")
+        import_module("aiobotocore.session")
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         while True:
