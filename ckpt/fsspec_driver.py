@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from errno import EROFS
 from typing import IO, Any
 
 from ckpt.drivers import Found, Parts, PastEndError, ShortAnswerError
@@ -14,6 +15,8 @@ from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
 from formats.storage import Buffer, FileWriter
 
+READ_ONLY = {"http", "https"}
+"""Protocols whose drivers would post files somewhere, or say that they lack a method."""
 _TIMES = ("mtime", "last_modified", "LastModified", "updated", "created")
 """What drivers call the time of a file."""
 
@@ -80,6 +83,7 @@ class FsspecDriver:
 
     def put(self, path: str, data: memoryview, absent: bool) -> None:
         """A file in one call."""
+        self._check_can_write(path)
         self._make_folder(path)
         if absent:
             with suppress(NotImplementedError, TypeError):  # a driver that knows no condition
@@ -109,6 +113,7 @@ class FsspecDriver:
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
         """A file, streamed."""
+        self._check_can_write(path)
         self._make_folder(path)
         remote = self._fs.open(path, "wb")
         try:
@@ -125,6 +130,7 @@ class FsspecDriver:
 
     def remove(self, path: str) -> None:
         """The file is gone."""
+        self._check_can_write(path)
         self._fs.rm_file(path)
 
     def remove_folder(self, folder: str) -> None:
@@ -157,6 +163,10 @@ class FsspecDriver:
             return Trouble.PASSING
         is_broken = type(error).__module__.partition(".")[0] == "aiohttp"
         return Trouble.PASSING if is_broken else Trouble.LASTING
+
+    def _check_can_write(self, path: str) -> None:
+        if READ_ONLY & {self._fs.protocol, *self._fs.protocol}:
+            raise OSError(EROFS, "what is reached by HTTP can only be read", path)
 
     def _make_folder(self, path: str) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)

@@ -1,6 +1,9 @@
 """What a store does with the requests that it is made of, at an S3 server over HTTP."""
 
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,13 +12,14 @@ import torch
 
 import ckpt
 from ckpt import object_store
+from ckpt.drivers import Parts
 from ckpt.errors import ExistsError, StoreError
 from ckpt.store import Store, open_store
-from ckpt.uploads import PART_BYTES
+from ckpt.uploads import PART_BYTES, Division, Sending, Upload
 from formats.errors import CorruptError
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
-from tests.stores.server import Server
+from tests.stores.server import Server, s3_client
 
 PART = 5 << 20
 """The parts of a file where memory is short."""
@@ -283,9 +287,6 @@ def test_more_files_than_one_answer_lists_are_all_listed(store: Store) -> None:
 
 
 def test_parts_later_in_a_file_are_larger_so_that_none_is_too_large() -> None:
-    from ckpt.drivers import Parts
-    from ckpt.uploads import Division
-
     division = Division.within(64 << 20, Parts(5 << 20, 10_000))
     assert division.part(1) == PART_BYTES
     assert sum(division.part(number) for number in range(1, 10_001)) > 700 << 30
@@ -311,3 +312,67 @@ def test_a_checkpoint_is_saved_and_loaded_with_few_requests(
     proxy.clear()
     assert ckpt.verify(url, storage_options=options).sound
     assert proxy.count("HEAD") == 0
+
+
+def test_what_is_on_a_web_server_is_read_and_not_written(moto: Server, tmp_path: Path) -> None:
+    state = {"w": torch.arange(1 << 16), "step": 3}
+    ckpt.save(moto.url(f"{tmp_path.name}/a"), state, storage_options=moto.options)
+    client = s3_client(moto)
+    for key in client.list_objects_v2(Bucket=moto.bucket, Prefix=tmp_path.name)["Contents"]:
+        client.put_object_acl(Bucket=moto.bucket, Key=key["Key"], ACL="public-read")
+    url = f"{moto.endpoint}/{moto.bucket}/{tmp_path.name}/a"
+    target = {"w": torch.zeros(1 << 16, dtype=torch.int64), "step": 0}
+    assert torch.equal(ckpt.load(url, target)["w"], state["w"])
+    assert ckpt.verify(url).sound
+    with ckpt.open(url) as checkpoint:
+        assert checkpoint["w"][7] == 7
+    for write in (
+        lambda: ckpt.save(f"{url}b", state),
+        lambda: ckpt.convert(url, f"{url}.safetensors"),
+        lambda: ckpt.delete(url),
+    ):
+        with pytest.raises(OSError, match="can only be read"):
+            write()
+
+
+FORK = """
+import os, signal, sys
+import ckpt
+url, options = sys.argv[1], eval(sys.argv[2])
+assert ckpt.read(url, storage_options=options)["step"] == 3
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    os._exit(ckpt.read(url, storage_options=options)["step"])
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_reads_although_its_parent_has(moto: Server, tmp_path: Path) -> None:
+    url = moto.url(f"{tmp_path.name}/a")
+    ckpt.save(url, {"step": 3}, storage_options=moto.options)
+    command = [sys.executable, "-c", FORK, url, repr(dict(moto.options))]
+    assert subprocess.run(command, check=False).returncode == 3
+
+
+@pytest.mark.parametrize("rewritable", [False, True])
+def test_an_upload_has_no_more_parts_in_memory_than_the_budget_has_room_for(
+    rewritable: bool,
+) -> None:
+    division = Division.within(20 << 20, Parts(5 << 20, 10_000))
+    assert (division.part_bytes, division.buffers) == (5 << 20, 4)
+    arrived: dict[int, bytes] = {}
+    sending = Sending(
+        put=lambda data: pytest.fail("it is large"),
+        begin=lambda: "mark",
+        put_part=lambda mark, number, data: arrived.update({number: bytes(data[:10])}),
+        finish=lambda mark, tags, total: None,
+        abort=lambda mark: pytest.fail("it went well"),
+    )
+    upload = Upload(sending, division, rewritable, threading.Event())
+    block = bytes(1 << 20)
+    for _ in range(100):
+        upload.write([block])
+    assert upload._made <= division.buffers
+    upload.finish()
+    assert sorted(arrived) == list(range(1, 21))
