@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 20
 ANSWER_SECONDS = 60
-"""A request has failed when nothing comes or goes for so long."""
+"""A request has failed when nothing of its answer comes for so long."""
+LONGEST_SECONDS = 300
+"""A request has failed after so long in any case, as where nobody takes what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +176,11 @@ def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """What work in a loop that another thread runs comes to.
+    """What work in a loop that another thread runs comes to, within `LONGEST_SECONDS`.
 
     An exception in this thread, as when a user interrupts it, ends the work.
     """
-    future = asyncio.run_coroutine_threadsafe(work, loop)
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, LONGEST_SECONDS), loop)
     try:
         return future.result()
     except BaseException:

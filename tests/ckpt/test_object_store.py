@@ -162,6 +162,15 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(store: Store, proxy: Fa
     assert content_of(store, "large") == CONTENT
 
 
+def test_an_answer_that_never_comes_is_asked_for_again(proxy: FaultProxy, tmp_path: Path) -> None:
+    options = {**proxy.server.options, "config_kwargs": {"read_timeout": 1}}
+    store = open_store(proxy.server.url(f"{tmp_path.name}/step 1"), options)
+    proxy.schedule = once(Fault.HANG)
+    store.commit("data", b"abc", replace=True)
+    proxy.schedule = once(Fault.HANG)
+    assert store.read("data", 0, 3) == b"abc"
+
+
 def test_what_will_not_pass_is_an_error_at_once(store: Store, proxy: FaultProxy) -> None:
     proxy.schedule = times(100, Fault.DENIED)
     for request in (store.names, lambda: store.size("a"), lambda: store.commit("m", b"", True)):
