@@ -97,6 +97,23 @@ def test_a_file_cut_anywhere_is_named(
     assert ckpt.verify(case.folder).sound
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_cut_to_any_length_whatever_is_named(
+    cases: dict[str, Case], copied: Callable[[Case], Case], kind: str
+) -> None:
+    case, cuts = copied(cases[kind]), 0
+    for file in sorted(case.folder.iterdir()):
+        data = file.read_bytes()
+        for size in range(len(data)):
+            file.write_bytes(data[:size])
+            check_named(case, file.name)
+        file.write_bytes(data)
+        cuts += len(data)
+    print(f"\n{kind}: {cuts} truncations, silent: 0")  # noqa: T201
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_appended_to_a_file_is_named(
     cases: dict[str, Case], copied: Callable[[Case], Case], kind: str
