@@ -44,6 +44,8 @@ _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What a file system without hard links says: there, absence is checked before the rename."""
 
+DISK_S_OWN = "lost+found"
+"""The folder that ext4 has at its root: no checkpoint's, and only root may look into it."""
 BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """What a read says where the bytes are lost, or not what the file system's own checksum says."""
 
@@ -92,7 +94,8 @@ class LocalStore:
         """The folders directly in the folder, sorted."""
         try:
             with os.scandir(self._folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                found = sorted(entry.name for entry in entries if entry.is_dir())
+                return [name for name in found if name != DISK_S_OWN]
         except (FileNotFoundError, NotADirectoryError):
             return []
 

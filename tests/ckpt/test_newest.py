@@ -64,6 +64,7 @@ def test_what_was_not_committed_is_passed_over_without_a_word(tmp_path: Path) ->
     (save(tmp_path / "step-2") / "manifest.json").unlink()
     (tmp_path / "step-3").mkdir()
     (tmp_path / "notes.txt").write_text("")
+    save(tmp_path / "lost+found")  # a disk's own, whatever is in it
     assert ckpt.latest(tmp_path) == str(tmp_path / "step-1")
 
 
