@@ -14,7 +14,7 @@ import pickletools
 import zipfile
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -22,7 +22,9 @@ from formats.native.borrowed import BORROWED, DELTAS
 from formats.native.manifest import MANIFEST
 from formats.native.shard import RECORD, TABLE
 from tests.fuzz.folders import Files
-from tests.fuzz.seeds import Seed, seeds
+
+if TYPE_CHECKING:
+    from tests.fuzz.seeds import Seed
 
 NUMBERS = (
     *(0, 1, 2, 3, 7, 16, 64, 255, 256, 4095, 65536, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32),
@@ -377,6 +379,8 @@ def changed_dcp(files: Files, random: Random) -> Files:
 
 def hostile(number: int) -> tuple[Seed, Files]:
     """A sound checkpoint and what became of it; the same for the same number."""
+    from tests.fuzz.seeds import seeds  # needs torch, as nothing else here does
+
     random = Random(number)
     seed = random.choice(seeds())
     return seed, changed(seed, random)
