@@ -40,13 +40,13 @@ class Limits:
     chunk_bytes: int = 64 << 20
     """One chunk once it is decoded, in scratch memory of a thread; ours have 1 MiB at most."""
     json_values: int = 64_000_000
-    """Values in one JSON document, counted by its punctuation; each takes at most 100 bytes."""
+    """Values in one JSON document, counted by its punctuation; each takes at most 120 bytes."""
     pickle_bytes: int = 1 << 30
     """One pickle. The `.metadata` of DCP grows with tensors × ranks: 52 MB at 256."""
     pickle_steps: int = 200_000_000
     """Steps of one pickle; each takes at most 100 bytes. A `.metadata` has one in 2.3 bytes."""
     zip_directory_bytes: int = 128 << 20
-    """The directory of a zip: 1.5 million records, each of which takes 600 bytes."""
+    """The directory of a zip: 1.5 million records, each of which takes 700 bytes."""
     name_chars: int = 4096
     """The name of a tensor: the keys on the way to it, joined."""
     expansion: int = 1 << 16

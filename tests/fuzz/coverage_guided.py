@@ -4,9 +4,9 @@
     python tests/fuzz/coverage_guided.py READER CORPUS/READER -max_total_time=600
 
 atheris (`pip install atheris`, for Python 3.11) may be in an environment without torch. READER is
-one of `manifest`, `shard`, `safetensors`, `index`, `zip`, `pickle` and `metadata`; what follows goes
-to libFuzzer. An input that no reader may fail on ends the run and is written to a file; one that
-takes over 20 s does as well. What is found becomes a test.
+one of `manifest`, `shard`, `safetensors`, `index`, `zip`, `pickle` and `metadata`; what follows
+goes to libFuzzer. An input that no reader may fail on ends the run and is written to a file; one
+that takes over 20 s does as well. What is found becomes a test.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def targets(around: dict[str, dict[str, bytes]]) -> dict[str, Callable[[bytes], 
         "manifest": manifest,
         "shard": shard,
         "safetensors": lambda data: exercise({"a.safetensors": data}, "a.safetensors"),
-        "index": lambda data: exercise(
-            {**around["index"], "model.safetensors.index.json": data}
-        ),
+        "index": lambda data: exercise({**around["index"], "model.safetensors.index.json": data}),
         "zip": lambda data: exercise({"a.pt": b"PK\x03\x04" + data[4:]}, "a.pt"),
         "pickle": lambda data: exercise({"a.pt": zipped({"a/data.pkl": data})}, "a.pt"),
         "metadata": lambda data: exercise({**around["metadata"], ".metadata": data}),

@@ -1,6 +1,6 @@
 """Run as a program: reads hostile checkpoints by every public way and says what it touched.
 
-Prints JSON: what Python's audit events told of files opened, code run, modules imported, programs
+Writes JSON: what Python's audit events told of files opened, code run, modules imported, programs
 started and sockets opened that is not the checkpoint's own, and calls that ended in a bug.
 """
 
@@ -24,8 +24,8 @@ from tools.exit_codes import ExitCode
 from tools.main import main
 
 WATCHED = (
-    *("open", "exec", "compile", "import", "socket", "subprocess", "os.", "shutil.", "pty.", "code."),
-    *("ctypes.", "marshal.", "pickle.find_class", "urllib.", "webbrowser."),
+    *("open", "exec", "compile", "import", "socket", "subprocess", "os.", "shutil.", "pty."),
+    *("code.", "ctypes.", "marshal.", "pickle.find_class", "urllib.", "webbrowser."),
 )
 HARMLESS = ("os.scandir", "os.listdir", "os.walk", "os.fwalk")
 MAY_FAIL = (ckpt.FormatError, ckpt.CkptError, HoleError)
@@ -96,7 +96,7 @@ def read_all(case: Path, url: str, sound: str) -> list[str]:
 
 
 def run(root: Path, first: int, end: int) -> None:
-    """Print what was touched by the checkpoints of these numbers."""
+    """Write what was touched by the checkpoints of these numbers."""
     watch, bugs = Watch(root), []
     "\x1b".encode("unicode_escape")  # imports its codec
     for number in range(first - len(seeds()), end):
@@ -121,7 +121,7 @@ def run(root: Path, first: int, end: int) -> None:
         }:
             bugs.append(f"{number} {seed.kind}: left behind {sorted(left)}")
         shutil.rmtree(case)
-    print(json.dumps({"touched": watch.seen, "bugs": bugs}))
+    sys.stdout.write(json.dumps({"touched": watch.seen, "bugs": bugs}) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from struct import pack
 from typing import Any
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 import ckpt
 from ckpt import sources
 from formats.errors import FormatError, HostileError
-from formats.limits import ALIKE_KEYS, limits
+from formats.limits import ALIKE_KEYS, Limits, limits
 from formats.native.manifest import MANIFEST
 from formats.native.shard import RECORD
 from tests.fuzz.folders import Files, Folder, exercise
@@ -412,3 +413,12 @@ def test_limits_are_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 def test_a_limit_is_a_positive_number(number: Any) -> None:
     with pytest.raises(ValueError, match="header_bytes"), limits(header_bytes=number):
         pass
+
+
+def test_the_document_has_every_limit_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "hostile-input.md").read_text()
+    found = {
+        name: int(number.replace(",", ""))
+        for name, number in re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", text, re.MULTILINE)
+    }
+    assert found == asdict(Limits())
