@@ -21,6 +21,8 @@ from tests.stores.server import Server
 
 DEADLINE_SECONDS = 4
 """After which a store gives up, here."""
+ANSWER_SECONDS = 2
+"""After which a request that is not answered has failed, here."""
 QUICK = (Fault.DROP_ANSWER, Fault.CUT_ANSWER, Fault.FLIP_ANSWER, Fault.SLOW_DOWN)
 HARMLESS = (*TRANSIENT, Fault.SHORT_ANSWER)
 """What is mended by another try."""
@@ -53,7 +55,8 @@ def tried(
     clusters: Callable, job: str, proxy: FaultProxy, url: str, seed: int, **how: Any
 ) -> Outcome:
     """How a save or load by two ranks through the proxy ended; it is the same on both."""
-    options = proxy.server.options
+    timeouts = {"read_timeout": ANSWER_SECONDS}
+    options = {**proxy.server.options, "config_kwargs": timeouts}
     both = clusters(2).run(states.tried, job, url, options, seed, DEADLINE_SECONDS, how)
     outcomes = [Outcome(*one) for one in both]
     assert len({outcome.error is None for outcome in outcomes}) == 1, outcomes
@@ -73,7 +76,11 @@ def assert_right_or_absent(place: Place, url: str, seed: int) -> bool:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow) for fault in Fault],
+    [
+        pytest.param(fault, marks=() if fault in QUICK else pytest.mark.slow)
+        for fault in Fault
+        if fault is not Fault.HANG
+    ],
 )
 def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
     clusters: Callable, place: Place, proxy: FaultProxy, fault: Fault
@@ -100,6 +107,19 @@ def test_a_save_and_a_load_are_right_or_an_error_that_says_where(
     else:
         is_there = assert_right_or_absent(place, later, 2)
         assert is_there or saving.error is not None
+
+
+@pytest.mark.parametrize("job", ["save", "load"])
+def test_a_request_that_is_never_answered_is_made_again(
+    clusters: Callable, place: Place, proxy: FaultProxy, job: str
+) -> None:
+    url = f"{place.url}/step-1"
+    if job == "load":
+        clusters(2).run(states.save, url, place.options, 1, {})
+    proxy.schedule = once(Fault.HANG, lambda one: one.writes_data or one.reads_data)
+    assert tried(clusters, job, proxy, url, 1).error is None
+    assert proxy.faults() == {Fault.HANG}
+    assert assert_right_or_absent(place, url, 1)
 
 
 @pytest.mark.slow
