@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt import in_flight
-from ckpt.ranks import attempt
+from ckpt.errors import CkptError
+from ckpt.ranks import Ranks, attempt
 from ckpt.save_handle import SaveHandle
-from ckpt.save_steps import Plan, packed, write_manifest
+from ckpt.save_steps import Plan, finish
 from ckpt.staging import Staging, optimizers, slots
-from ckpt.store import Store, absolute, open_store, place_elsewhere
-from ckpt.store_agreement import Failure, StoreAgreement
+from ckpt.store import absolute, open_store, place_elsewhere
 from ckpt.together import summary
 from ckpt.workplace import Workplace, workplace
 from ckpt.write_job import WriteJob
@@ -30,19 +29,19 @@ def begin(
     handle: SaveHandle,
     state: object,
     plan: Plan,
-    agreement: StoreAgreement | None,
+    ranks: Ranks,
     progress: Progress | None,
     options: Mapping[str, Any],
 ) -> None:
     """Let a save go on by itself, once what must be copied at once has been.
 
-    `agreement` is None where there is one rank. Raises nothing: from here on errors are the
-    handle's, because the other ranks count on this one's report.
+    `ranks` are to be for this alone: a thread tells them how it went. Raises nothing: from here on
+    errors are the handle's, because the other ranks count on this one's report.
     """
     staged, error = attempt(lambda: _stage(plan, state))
     if staged:
         handle.staging(staged[0].staging.help)
-    save = _Save(handle, _lasting(plan), agreement, progress, options)
+    save = _Save(handle, _lasting(plan), ranks, progress, options)
     # A daemon, because `in_flight` waits for it at exit, while it still can finish.
     thread = threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True)
     try:
@@ -85,7 +84,7 @@ class _Save:
 
     _handle: SaveHandle
     _plan: Plan
-    _agreement: StoreAgreement | None
+    _ranks: Ranks
     _progress: Progress | None
     _options: Mapping[str, Any] = field(repr=False)
 
@@ -93,13 +92,19 @@ class _Save:
         """Copy, write, commit; what goes wrong is the handle's to tell."""
         written: list[ShardSummary | None] = []
         if error is None:
-            written, error = attempt(lambda: self._write(staged.pop()))
+            written, error = attempt(lambda: self._written(staged.pop()))
         self._handle.mark_staged()
         _, ended = attempt(lambda: self._end(written[0] if written else None, error))
         self._handle.mark_finished(ended)
-        if self._agreement is not None and self._plan.rank == 0:
-            with suppress(RuntimeError):  # the store is lost: nobody can read there any more
-                self._agreement.leave()
+
+    def _written(self, staged: _Staged) -> ShardSummary | None:
+        """As `_write`; what would only end a thread is an error too: the ranks wait for it."""
+        try:
+            return self._write(staged)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise CkptError(f"{type(error).__name__} while it was written: {error}") from error
 
     def _write(self, staged: _Staged) -> ShardSummary | None:
         """This rank's shard file; None when there is nothing for it to write."""
@@ -130,47 +135,8 @@ class _Save:
 
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
         """The checkpoint exists, or this raises what stands against it, as on all ranks."""
-        plan = self._plan
-        failure = None if error is None else Failure.of("writing", plan.rank, error)
-        with open_store(self._handle.url, self._options) as store:
-            if self._agreement is None:
-                failure, error = self._commit(store, [packed(written)], failure, error)
-            else:
-                self._agreement.report(packed(written), failure)
-                if plan.rank == 0:
-                    failure, error = self._lead(self._agreement, store, error)
-                else:
-                    failure = self._agreement.outcome()
-            if failure is None:
-                return
-            if failure.stage == "writing":
-                with suppress(OSError):  # if there is one: no manifest will ever refer to it
-                    store.delete(plan.file_name)
-        raise failure.raised() if error is None else error
-
-    def _lead(
-        self, agreement: StoreAgreement, store: Store, error: Exception | None
-    ) -> tuple[Failure | None, Exception | None]:
-        """What rank 0 does besides: commit if all have written, and tell all others."""
-        collected, lost = attempt(agreement.collect)
-        if lost is not None:
-            return Failure.of("writing", 0, lost), lost
-        records, failure = collected[0]
-        failure, error = self._commit(store, records, failure, error)
-        with suppress(RuntimeError):  # a store that is lost now changes nothing here any more
-            agreement.publish(failure)
-        return failure, error
-
-    def _commit(
-        self,
-        store: Store,
-        records: list[bytes],
-        failure: Failure | None,
-        error: Exception | None,
-    ) -> tuple[Failure | None, Exception | None]:
-        """Write the manifest where nothing has failed; how that went."""
-        if failure is None:
-            _, error = attempt(lambda: write_manifest(store, self._plan, records))
-            if error is not None:
-                failure = Failure.of("committing", self._plan.rank, error)
-        return failure, error
+        with (
+            self._ranks.call("a save in the background"),
+            open_store(self._handle.url, self._options) as store,
+        ):
+            finish(store, self._ranks, self._plan, written, error)

@@ -48,12 +48,17 @@ class Filling:
         if not agreed.same[0]:
             wanted = merge(self.ranks, wanted, structure_mark(wanted))
         apart = self._apart(fills)
-        for batch in self.ranks.attempt("planning to load", lambda: list(self._batches(wanted))):
-            moves = (self._move(name, wanted, fills.get(name), apart) for name in batch)
-            redistribute(moves, group=self.group, budget=self.budget)
-            for name in batch:
-                if name in fills:
-                    fills[name].finish()
+        batches = self.ranks.attempt("planning to load", lambda: list(self._batches(wanted)))
+
+        def moving() -> None:
+            for batch in batches:
+                moves = (self._move(name, wanted, fills.get(name), apart) for name in batch)
+                redistribute(moves, group=self.group, budget=self.budget)
+                for name in batch:
+                    if name in fills:
+                        fills[name].finish()
+
+        self.ranks.attempt("moving tensors", moving)
 
     def _fill(self, want: Want) -> _Fill:
         local, layout = describe(want.tensor, want.name, self.ranks.mesh)

@@ -23,7 +23,7 @@ from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
 from ckpt.ledger import Match
 from ckpt.match import match
-from ckpt.ranks import Ranks, attempt
+from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.replicas import REPLICAS, Shares, exchanged
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 Patterns = str | Sequence[str]
+CALL = "ckpt.load"
+"""What other ranks are told that this one is in."""
 
 
 def load(
@@ -55,6 +57,7 @@ def load(
     replicas: str = "auto",
     fallback: bool | Url | Sequence[Url] = False,
     storage_options: Options = None,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> S:
     """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
 
@@ -84,6 +87,8 @@ def load(
             store that fails or a rank that dies is an error as ever.
         storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
             environment variables say needs no options (docs/stores.md).
+        timeout: seconds that a rank waits for another at most. Then all raise a RankError that
+            names who has not come.
 
     Raises:
         MismatchError: names are missing or unexpected, shapes or dtypes differ; all are listed.
@@ -102,22 +107,30 @@ def load(
     ...     ckpt.load(folder, {"w": torch.zeros(2), "step": 0})
     {'w': tensor([1., 1.]), 'step': 1}
     """
-    if dtype not in (None, "target"):
-        raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
-    if replicas not in REPLICAS:
-        raise ValueError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
-    ranks = Ranks(group)
-    asked = _Asked(
-        strict,
-        rename,
-        Selection.of(include, exclude),
-        dtype == "target",
-        verify,
-        group,
-        progress,
-        replicas,
-        storage_options,
-    )
+    ranks = Ranks(group, timeout)
+
+    def asking() -> _Asked:
+        if dtype not in (None, "target"):
+            raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+        if replicas not in REPLICAS:
+            raise ValueError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
+        return _Asked(
+            strict,
+            rename,
+            Selection.of(include, exclude),
+            dtype == "target",
+            verify,
+            group,
+            progress,
+            replicas,
+            storage_options,
+        )
+
+    found, wrong = attempt(asking)
+    if wrong is not None:
+        with ranks.call(CALL):  # the others wait for this rank there
+            raise wrong
+    (asked,) = found
     if fallback is False:
         loaded = _load(ranks, url, state, asked).state
     else:
@@ -144,7 +157,7 @@ class _Asked:
 
 def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
     """What a target becomes by one checkpoint. Called by all ranks."""
-    with collected_later(), ExitStack() as stack:
+    with ranks.call(CALL), collected_later(), ExitStack() as stack:
 
         def matching() -> _Matched:
             budget = memory_budget()

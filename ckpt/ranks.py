@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from ckpt import errors
 from sharding import ranks
+from sharding.agreeing import TIMEOUT_SECONDS
 from sharding.errors import NotAMemberError
 from sharding.ranks import HASH_BITS, attempt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["HASH_BITS", "Ranks", "attempt"]
+__all__ = ["HASH_BITS", "TIMEOUT_SECONDS", "Ranks", "attempt"]
 
 
 class Ranks(ranks.Ranks):
@@ -20,8 +21,13 @@ class Ranks(ranks.Ranks):
 
     rank_error = errors.RankError
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        seconds: float | None = None,
+        purpose: str = "calls",
+    ) -> None:
         try:
-            super().__init__(group)
+            super().__init__(group, seconds, purpose)
         except NotAMemberError as error:
             raise errors.CkptError(str(error)) from error

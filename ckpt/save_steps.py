@@ -1,8 +1,8 @@
 """The steps of a save, blocking or not: agree on a plan; make a manifest of what was written.
 
-`agreed_plan` communicates: one all-reduce after describing (errors, a hash of the structure, the
-attempt's number), summaries only if the structures differ. `write_manifest` communicates nothing,
-so that it can run in the background.
+`agreed_plan` communicates once, after describing: errors, a hash of the structure, the attempt's
+number; summaries only if the structures differ. `finish` does twice: when all have written, and
+when rank 0 has committed. It may run in the background, by connections of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 from warnings import warn
@@ -18,16 +19,17 @@ import torch
 
 from ckpt.bases import borrowed_from, check_unused, folder_beside
 from ckpt.commit import commit, now
-from ckpt.errors import ExistsError, StateError
+from ckpt.errors import ExistsError, RankError, StateError
 from ckpt.flatten import FlatState, flatten
 from ckpt.own_parts import OwnPart, own_parts
-from ckpt.ranks import HASH_BITS, Ranks
+from ckpt.ranks import HASH_BITS, Ranks, attempt
 from ckpt.save_plan import Described, check_members, stored_layouts
 from ckpt.store import Store
 from ckpt.together import described_by, summary, together
 from ckpt.version import __version__
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
+from sharding.agreeing import ENDED, LATE
 from sharding.layout import Mesh
 
 Compress = bool | Literal["delta"]
@@ -145,6 +147,40 @@ def unpacked(record: bytes) -> ShardSummary:
     size, header, table, digest, *borrowed = record.decode().split()
     used, mark = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
     return ShardSummary(int(size), int(header), int(table), digest, used, base_mark=mark)
+
+
+def finish(
+    store: Store, ranks: Ranks, plan: Plan, written: ShardSummary | None, error: Exception | None
+) -> None:
+    """All ranks' files become a checkpoint, or none does and all ranks raise.
+
+    Called by all ranks, each with what came of its own file.
+    """
+    try:
+        records = ranks.gather("writing", packed(written), error)
+    except Exception as failed:
+        # If there is a file: nothing will ever refer to it, where rank 0 knows of the failure.
+        if not _is_without_word(failed):
+            with suppress(OSError):
+                store.delete(plan.file_name)
+        raise
+    failure = None
+    ranks.doing("committing")
+    if ranks.rank == 0:
+        _, failure = attempt(lambda: write_manifest(store, plan, records))
+    # From here on the manifest may be there, whatever goes wrong: the files stay.
+    try:
+        ranks.agree("committing", failure)
+    except RankError as failed:
+        if not _is_without_word(failed):
+            raise
+        said = f"{failed.message}; look whether there is a manifest"
+        raise RankError("committing", failed.rank, failed.error, said) from failed
+
+
+def _is_without_word(error: Exception) -> bool:
+    """Whether rank 0 has not said how it ended: it may have written the manifest."""
+    return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
 
 
 def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:

@@ -1,10 +1,9 @@
 """Saving: describe, plan, write, commit; or stage, and the rest in the background.
 
-What the ranks exchange in a blocking save, in order: what `agreed_plan` does before anything is
-written, one agreement and one record per rank gathered on rank 0 after writing, one agreement
-after the commit. In a save in the background the process group sees the first of these only
-(`ckpt.background`). A failure anywhere before the commit leaves nothing that a reader would take
-for a checkpoint.
+What the ranks tell one another, in order: what `agreed_plan` does before anything is written, one
+record per rank for rank 0 after writing, how the commit ended. In a save in the background the
+call has the first of these (`ckpt.background` the others). A failure anywhere before the commit
+leaves nothing that a reader would take for a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, overload
 
-from ckpt import background, in_flight, store_agreement
+from ckpt import background, in_flight
 from ckpt.bases import lender
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
 from ckpt.local_store import LocalStore
-from ckpt.ranks import Ranks, attempt
+from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.save_handle import SaveHandle
-from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, packed, write_manifest
+from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, finish
 from ckpt.store import Options, Store, absolute, open_store
-from ckpt.store_agreement import StoreAgreement
 from ckpt.transfer import workers_for
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 WhenBusy = Literal["wait", "refuse"]
-TIMEOUT_SECONDS = 1800.0
 
 
 @overload
@@ -116,7 +112,8 @@ def save(
             over, or refuse this one.
         storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
             environment variables say needs no options (docs/stores.md).
-        timeout: seconds in which all ranks have to have written, in the background.
+        timeout: seconds that a rank waits for another at most, in the call and in the background.
+            Then all raise a RankError that names who has not come.
 
     Raises:
         StateError: something cannot be stored; the key path is named. Nothing was written.
@@ -133,32 +130,31 @@ def save(
     {'w': tensor([1., 1.]), 'step': 1}
     """
     started = time.perf_counter()
-    ranks = Ranks(group)
-    settings = Settings(
-        overwrite, compress, metadata or {}, None if base is None else os.fspath(base)
-    )
-    if when_busy == "wait":
-        in_flight.wait()
-    with open_store(url, storage_options) as store, collected_later():
-        try:
-            plan = agreed_plan(ranks, store, state, settings, lambda: _check_free(when_busy))
-        except RankError as error:
-            if error.error == BusyError.__name__:
-                raise BusyError(str(error)) from error
-            raise
-        handle = SaveHandle(absolute(url), sum(part.nbytes for part in plan.parts), started)
-        if not blocking and (ranks.alone or store_agreement.is_possible()):
-            agreement = (
-                None
-                if ranks.alone
-                else StoreAgreement(plan.number, ranks.rank, ranks.world_size, timeout)
-            )
-            background.begin(handle, state, plan, agreement, progress, store.options)
-            return handle
-        written, failed = attempt(lambda: _write(store, plan, progress))
-        _commit(store, ranks, plan, written[0] if written else None, failed)
-        handle.mark_finished(None)
-        return None if blocking else handle
+    ranks = Ranks(group, timeout)
+    with ranks.call("ckpt.save" if blocking else "ckpt.save(blocking=False)"):
+        settings = Settings(
+            overwrite, compress, metadata or {}, None if base is None else os.fspath(base)
+        )
+        if when_busy == "wait":
+            in_flight.wait()
+        with open_store(url, storage_options) as store, collected_later():
+            try:
+                plan = agreed_plan(ranks, store, state, settings, lambda: _check_free(when_busy))
+            except RankError as error:
+                if error.error == BusyError.__name__:
+                    raise BusyError(str(error)) from error
+                raise
+            handle = SaveHandle(absolute(url), sum(part.nbytes for part in plan.parts), started)
+            later = Ranks(group, timeout, "saves in the background")
+            if not blocking and later.from_any_thread:
+                later.connect()
+                background.begin(handle, state, plan, later, progress, store.options)
+                return handle
+            ranks.doing("writing")
+            written, failed = attempt(lambda: _write(store, plan, progress))
+            finish(store, ranks, plan, written[0] if written else None, failed)
+            handle.mark_finished(None)
+            return None if blocking else handle
 
 
 def _check_free(when_busy: WhenBusy) -> None:
@@ -189,27 +185,3 @@ def _write(store: Store, plan: Plan, progress: Progress | None) -> ShardSummary 
         # Ranks that share a core hash and write in turn: they wait for the processor, not the disk.
         overlap = workers_for(plan.mesh.size) > 1 or not isinstance(store, LocalStore)
         return write_shard(file, outgoing, bool(compress), progress, lent, deltas, overlap)
-
-
-def _commit(
-    store: Store,
-    ranks: Ranks,
-    plan: Plan,
-    written: ShardSummary | None,
-    error: Exception | None,
-) -> None:
-    """All ranks' files become a checkpoint, or none does and all ranks raise."""
-    try:
-        ranks.agree("writing", error)
-        records = ranks.gather(packed(written))
-    except BaseException:
-        # Rank 0 commits only after it has this rank's record: nothing refers to the file.
-        if written is not None:
-            with suppress(OSError):
-                store.delete(plan.file_name)
-        raise
-    failed = None
-    if ranks.rank == 0:
-        _, failed = attempt(lambda: write_manifest(store, plan, records))
-    # From here on the manifest may be there, whatever goes wrong: the files stay.
-    ranks.agree("committing", failed)

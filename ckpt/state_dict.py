@@ -28,7 +28,7 @@ from ckpt.loading import Patterns
 from ckpt.local_states import with_names
 from ckpt.match import match
 from ckpt.memory import torch_dtype
-from ckpt.ranks import HASH_BITS, Ranks
+from ckpt.ranks import HASH_BITS, TIMEOUT_SECONDS, Ranks
 from ckpt.save_plan import Described, check_members
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
@@ -59,6 +59,7 @@ def convert(
     offload_to_cpu: bool = False,
     group: ProcessGroup | None = None,
     budget: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> dict[object, object]:
     """The state dict of a state, of the kind `to`: `full`, `sharded` or `local`.
 
@@ -86,6 +87,8 @@ def convert(
         offload_to_cpu: the tensors of the result are in host memory.
         budget: bytes of tensors that travel at once; a larger tensor travels in parts. By default
             what CKPT_MEMORY_BUDGET says.
+        timeout: seconds that a rank waits for another at most. Then all raise a RankError that
+            names who has not come.
 
     Raises:
         ValueError: no such kind, or no such budget.
@@ -99,33 +102,36 @@ def convert(
     >>> part.local.tolist(), part.shape
     ([0, 1, 2, 3, 4, 5], (2, 3))
     """
-    ranks = Ranks(group)
+    ranks = Ranks(group, timeout)
+    with ranks.call("ckpt.state_dict.convert"):
 
-    def reading() -> tuple[Kind, bytes]:
-        _check_budget(budget)
-        kind = Kind.named(to)
-        return kind, repr((kind, mesh is None, rank0_only)).encode()
+        def reading() -> tuple[Kind, bytes]:
+            _check_budget(budget)
+            kind = Kind.named(to)
+            return kind, repr((kind, mesh is None, rank0_only)).encode()
 
-    (kind, _), agreed = ranks.compare("reading the arguments", reading, _mark_of, 1, _count(budget))
-    _check_same_arguments(agreed.same[0])
-    budget = agreed.number
-    held = _together(ranks, f"describing the state to be made {to}", state, model)
-    kept = {}
-    if kind is Kind.SHARDED and mesh is None:
-        kept = _dtensors_as_they_are(held, ranks, offload_to_cpu)
-    tensors = kept | converted(
-        {name: tensor for name, tensor in _parts(held) if name not in kept},
-        kind,
-        mesh=mesh,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        group=group,
-        budget=budget,
-    )
-    if kind is Kind.FULL and rank0_only and ranks.rank != 0:
-        return {}
-    built = _built(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
-    return built if isinstance(built, dict) else {"": built}
+        (kind, _), agreed = ranks.compare(
+            "reading the arguments", reading, _mark_of, 1, _count(budget)
+        )
+        _check_same_arguments(agreed.same[0])
+        budget = agreed.number
+        held = _together(ranks, f"describing the state to be made {to}", state, model)
+        kept = {}
+        if kind is Kind.SHARDED and mesh is None:
+            kept = _dtensors_as_they_are(held, ranks, offload_to_cpu)
+        tensors = kept | converted(
+            {name: tensor for name, tensor in _parts(held) if name not in kept},
+            kind,
+            mesh=mesh,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            group=group,
+            budget=budget,
+        )
+        if kind is Kind.FULL and rank0_only and ranks.rank != 0:
+            return {}
+        built = _built(held.whole.tree, {name: t for name, t in tensors.items() if t is not None})
+        return built if isinstance(built, dict) else {"": built}
 
 
 def load(
@@ -140,6 +146,7 @@ def load(
     model: nn.Module | None = None,
     group: ProcessGroup | None = None,
     budget: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
 ) -> S:
     """`target`, filled from a state of any kind that the ranks have in memory.
 
@@ -158,38 +165,39 @@ def load(
     >>> ckpt.state_dict.load({"w": torch.ones(2), "step": 3}, {"w": torch.zeros(2), "step": 0})
     {'w': tensor([1., 1.]), 'step': 3}
     """
-    ranks = Ranks(group)
+    ranks = Ranks(group, timeout)
+    with ranks.call("ckpt.state_dict.load"):
 
-    def reading() -> tuple[Selection, bytes]:
-        _check_budget(budget)
-        if dtype not in (None, "target"):
-            raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
-        return Selection.of(include, exclude), repr(dtype).encode()
+        def reading() -> tuple[Selection, bytes]:
+            _check_budget(budget)
+            if dtype not in (None, "target"):
+                raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+            return Selection.of(include, exclude), repr(dtype).encode()
 
-    (selection, _), agreed = ranks.compare(
-        "reading the arguments", reading, _mark_of, 1, _count(budget)
-    )
-    _check_same_arguments(agreed.same[0])
-    budget = agreed.number
-    held = _together(ranks, "describing the state to be loaded", state, model)
+        (selection, _), agreed = ranks.compare(
+            "reading the arguments", reading, _mark_of, 1, _count(budget)
+        )
+        _check_same_arguments(agreed.same[0])
+        budget = agreed.number
+        held = _together(ranks, "describing the state to be loaded", state, model)
 
-    def matching() -> tuple[Saved, Match]:
-        saved = Saved(_catalog(held.whole), rename)
-        return saved, match(saved, target, selection, dtype == "target")
+        def matching() -> tuple[Saved, Match]:
+            saved = Saved(_catalog(held.whole), rename)
+            return saved, match(saved, target, selection, dtype == "target")
 
-    (saved, matched), agreed = ranks.compare(
-        "matching the state with the target", matching, lambda found: (mark(found[1]),), 1
-    )
-    found = differences(ranks, matched, agreed.same[0])
-    ranks.attempt(
-        "comparing the state with the target",
-        lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
-    )
-    filling = Filling(held, saved, ranks, group, budget)
-    filling.fill(matched.numbers)
-    ranks.attempt("comparing the numbers of the state", lambda: check_numbers(SOURCE, matched))
-    filling.fill(matched.wants)
-    return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
+        (saved, matched), agreed = ranks.compare(
+            "matching the state with the target", matching, lambda found: (mark(found[1]),), 1
+        )
+        found = differences(ranks, matched, agreed.same[0])
+        ranks.attempt(
+            "comparing the state with the target",
+            lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
+        )
+        filling = Filling(held, saved, ranks, group, budget)
+        filling.fill(matched.numbers)
+        ranks.attempt("comparing the numbers of the state", lambda: check_numbers(SOURCE, matched))
+        filling.fill(matched.wants)
+        return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
 def _check_budget(budget: int | None) -> None:

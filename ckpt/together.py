@@ -1,6 +1,6 @@
 """One state that several ranks hold together: each describes its part, and they compare.
 
-Usually all say the same, and one all-reduce of hashes shows it. Only where they do not, as when
+Usually all say the same, and one exchange of hashes shows it. Only where they do not, as when
 pipeline stages hold other names, does each different description travel once, and all ranks merge
 them alike.
 """

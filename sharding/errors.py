@@ -54,6 +54,12 @@ class NotAMemberError(ShardingError):
     kind = "member"
 
 
+class TransferError(RuntimeError):
+    """Elements did not come from another rank, or could not be sent to it. The rank is named."""
+
+    kind = "transfer"
+
+
 class RankError(Exception):
     """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
 

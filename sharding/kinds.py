@@ -101,7 +101,7 @@ def converted(
                 results[item.name] = item.wrap(target)
             yield Move(item.name, item.local, item.have, target, item.want)
 
-    redistribute(moves(), group=group, budget=budget)
+    ranks.attempt("moving tensors", lambda: redistribute(moves(), group=group, budget=budget))
     return results
 
 

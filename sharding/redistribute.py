@@ -17,11 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from sharding.agreeing import waiting_seconds
+from sharding.errors import TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
 from sharding.layout.exchange import Exchange, exchange, windows
@@ -57,7 +60,8 @@ def redistribute(
     To be called by all ranks of `group`. Moves are taken from the iterable batch by batch, so that
     their targets may be made as they are needed. Sources are not changed; a target may share memory
     with its own source, where that lies in its place already, and with no other. Raises HoleError
-    where a layout wants what the other does not hold.
+    where a layout wants what the other does not hold, TransferError where a rank does not take part
+    in the time that ranks have for one another. Neither is told to the others here.
 
     Local tensors are what their layouts say: whoever is not sure uses `local_part.check_holds`,
     and tells the other ranks, before.
@@ -149,8 +153,12 @@ class _Batch:
             if places not in packed:
                 packed[places] = _packed(message.parts, device)
             messages.append(self._message(dist.isend, packed[places], target))
-        for work in dist.batch_isend_irecv(messages):
-            work.wait()
+        try:
+            works = dist.batch_isend_irecv(messages)
+        except RuntimeError as error:
+            raise TransferError(f"the other ranks cannot be reached: {error}") from error
+        for operation, work in zip(messages, works, strict=True):
+            _wait(operation, work)
         for source, message in self._in.items():
             _unpack(incoming[source], message.parts)
 
@@ -158,6 +166,24 @@ class _Batch:
         self, operation: Callable[..., object], buffer: torch.Tensor, other: int
     ) -> dist.P2POp:
         return dist.P2POp(operation, buffer, other, self._group, TAG)
+
+
+def _wait(message: dist.P2POp, work: dist.Work) -> None:
+    """Return when a message has gone or come.
+
+    Raises TransferError when it does not in the time that ranks have for one another.
+    """
+    if not message.tensor.is_cpu:
+        work.wait()  # for the accelerator's stream; the process group has a time-out of its own
+        return
+    try:
+        work.wait(timedelta(seconds=waiting_seconds()))
+    except RuntimeError as error:
+        way = "came from" if message.op is dist.irecv else "could be sent to"
+        raise TransferError(
+            f"nothing {way} rank {message.peer} within {waiting_seconds():g} s, or it has ended: "
+            f"{error}; the process group may be of no use any more"
+        ) from error
 
 
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -126,16 +126,14 @@ def test_a_progress_that_raises_fails_one_save_and_not_the_next(tmp_path: Path) 
 
 def die_in_the_background(folder: str) -> None:
     with late_copies():
-        handle = ckpt.save(folder, state(), blocking=False, timeout=2)
+        handle = ckpt.save(folder, state(), blocking=False)
         if dist.get_rank() == 1:
             os._exit(1)
-    late = "RankError: writing failed on rank 1 with TimeoutError: it has not reported within 2 s"
-    assert said(lambda: handle.wait(SECONDS)) == late
+    ended = "RankError: writing failed on rank 1 with ProcessEnded: "
+    assert said(lambda: handle.wait(SECONDS)).startswith(ended)
 
 
-def test_a_rank_that_does_not_report_in_time_is_named(
-    doomed_cluster: Callable, tmp_path: Path
-) -> None:
+def test_a_rank_that_ends_is_named_at_once(doomed_cluster: Callable, tmp_path: Path) -> None:
     cluster = doomed_cluster(2)
     with pytest.raises(Exception, match=r"ranks \[1\] died; \{\}"):
         cluster.run(die_in_the_background, str(tmp_path))
@@ -156,7 +154,7 @@ def report_late(folder: str) -> str:
 def test_a_rank_that_reports_late_fails_the_save(clusters: Callable, tmp_path: Path) -> None:
     rank0, rank1 = clusters(2).run(report_late, str(tmp_path))
     assert rank0 == rank1
-    assert "writing failed on rank 1 with TimeoutError: it has not reported within 1 s" in rank0
+    assert "writing failed on rank 1 with TimeoutError: it has not come within 1 s" in rank0
     assert not list(tmp_path.iterdir())
     with pytest.raises(ckpt.NotACheckpointError):
         ckpt.read(tmp_path)
