@@ -53,6 +53,10 @@ class Violation(Exception):
     """Something is lost, wrong, or left hanging."""
 
 
+STEPS = {"save": (14, 4), "convert": (12, 3), "delete": (4, 3), "gc": (2, 1)}
+"""How many steps a process takes, about: on disk and in a bucket."""
+
+
 def wide(step: int) -> int:
     """The elements of the largest tensor of a step: a bucket takes many of them in parts."""
     return (7_000, 70_000, 3_000_000)[step % 3]
@@ -93,7 +97,7 @@ class Soak:
             command = "save"
         ranks = chance.choice([1, 2, 2, 3]) if command in ("save", "load") else 1
         arguments, wanted, base = self._arguments(command, name, other)
-        chaos = self._chaos(command, ranks)
+        chaos = self._chaos(command, arguments, ranks)
         told = f"{command} {arguments} on {ranks} ranks; {chaos}"
         options = self.place.options
         seen = 0
@@ -169,15 +173,17 @@ class Soak:
             return {"url": self.place.url}, {}, None
         return {"url": url}, {name: None} if command == "delete" else {}, None
 
-    def _chaos(self, command: str, ranks: int) -> Chaos:
+    def _chaos(self, command: str, arguments: dict[str, Any], ranks: int) -> Chaos:
         chance = self.chance
         kind = chance.choices(["none", "kill", "faults"], [2, 4, 4])[0]
-        if kind == "kill":
-            role = chance.choice(["rank", "rank", "writer"]) + str(chance.randrange(ranks))
-            when = chance.choice(["before", "during", "after"])
-            step = chance.randint(1, 18 if self.proxy is None else 5)
-            kill = Kill(role, step, when, chance.random() < 0.5)
-            return Chaos(kind, kill=kill)
+        if kind == "kill" and command in STEPS:
+            # The writer of a save in the background takes the first steps, its rank the last.
+            has_writer = arguments.get("blocking") is False
+            role = chance.choice(["rank", "writer"] if has_writer else ["rank"])
+            most = STEPS[command][self.proxy is not None] // (2 if has_writer else 1)
+            number, step = chance.randrange(ranks), chance.randint(1, most)
+            when = chance.choice(["before", "after"])
+            return Chaos(kind, Kill(f"{role}{number}", step, when, chance.random() < 0.5))
         if kind == "faults":
             lies = chance.random() < 0.3
             probability = chance.choice([0.02, 0.1, 0.3])

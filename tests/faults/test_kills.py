@@ -83,7 +83,7 @@ SCENARIOS = {
     "save with a base, by two": saving(base="/earlier", world_size=2),
     "overwrite with a base and deltas": saving(OLD, base="/earlier", compress="delta"),
     "save in parts": saving(wide=WIDE),
-    "save in parts, overwriting": saving(OLD, wide=WIDE, compress=True),
+    "save in parts, overwriting": saving(OLD, wide=WIDE, base="/earlier"),
     "save in the background": saving(blocking=False),
     "save in the background by two": saving(blocking=False, world_size=2),
     "overwrite in the background with a base": saving(OLD, blocking=False, base="/earlier"),
