@@ -64,6 +64,14 @@ def test_a_checkpoint_changed_twice_is_read_or_refused(number: int) -> None:
     exercise(files, seed.file)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_changed_checkpoints_are_read_or_refused() -> None:
+    for number in range(50_000):
+        seed, files = hostile(number)
+        exercise(files, seed.file)
+
+
 # Peers.
 
 
