@@ -1,7 +1,9 @@
 """A load goes back to the newest sound checkpoint, on all ranks, and says so."""
 
+import os
 import re
 import shutil
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+from tests.conftest import RankDied
 from tests.stores.server import Server, s3_client
 
 ROWS = 40_000
@@ -213,6 +216,28 @@ def test_a_rank_that_read_all_says_too_what_it_has_touched(
     first, second = clusters(2).run(touched_on_ranks, str(tmp_path))
     assert first == ("RankError", ("a", "b"), {3.0})
     assert second[:2] == ("DamagedLoadError", ("a", "b"))
+
+
+def load_and_die(folder: str) -> None:
+    def progress(nbytes: int) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ckpt.load(f"{folder}/step-3", sharded(0), fallback=True, progress=progress)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_an_error_and_no_reason_to_go_back(
+    doomed_cluster: Callable, clusters: Callable, tmp_path: Path
+) -> None:
+    clusters(2).run(save_run, str(tmp_path))
+    with pytest.raises(RankDied) as died:
+        doomed_cluster(2).run(load_and_die, str(tmp_path))
+    assert died.value.dead == [1]
+    name, message, _ = died.value.errors[0]
+    assert name == "RankError"
+    assert "rank 1" in message
+    assert "step-2" not in message
 
 
 STATES = st.sampled_from([None, None, *DAMAGES])

@@ -169,6 +169,9 @@ def test_a_rank_killed_while_saving_over_a_checkpoint_leaves_that_and_ends_the_o
         doomed_cluster(2).run(save_and_die, str(tmp_path), doomed)
     assert died.value.dead == [doomed]
     assert list(died.value.errors) == [1 - doomed]
+    kind, message, _ = died.value.errors[1 - doomed]
+    assert kind == "RankError"
+    assert f"rank {doomed}" in message
     assert before.items() <= {p.name: p.read_bytes() for p in tmp_path.iterdir()}.items()
     assert ckpt.verify(tmp_path).sound
     assert clusters(2).run(attempt, str(tmp_path)) == [WELL] * 2
