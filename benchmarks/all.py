@@ -25,6 +25,7 @@ import finetune
 import fixed
 import floor
 import load
+import object_store
 import replicated
 import report
 import reshard
@@ -52,6 +53,7 @@ SCRIPTS = {
     "reshard": Script(reshard.tables),
     "stages": Script(stages.tables, on_disk=False),
     "convert": Script(convert.tables),
+    "object_store": Script(object_store.tables, on_disk=False),
     "async_save": Script(async_save.tables, on_disk=False),
     "small": Script(small.tables),
     "fixed": Script(fixed.tables, on_disk=False),
