@@ -201,7 +201,7 @@ class Table:
                 assert one.status == 0, one
                 if not one.error:
                     assert step == self.scenario.after
-                elif rank != number and one.error != "RuntimeError":
+                elif rank != number:
                     assert one.error == "RankError", one
                     assert f"rank {number}" in one.message, one
 
