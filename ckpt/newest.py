@@ -158,7 +158,7 @@ def _time_in(head: bytes) -> str:
         return ""
     try:
         writer, _ = json.JSONDecoder().raw_decode(text, at + len('"writer":'))
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     time = writer.get("time") if isinstance(writer, dict) else None
     return time if isinstance(time, str) and _TIME.fullmatch(time) else ""

@@ -193,9 +193,11 @@ class Names:
 
     def tensor(self, chars: int) -> None:
         """The name of one more tensor. Raises HostileError where it is too long, or all are."""
-        if chars > self._longest:
-            raise exceeded("name_chars", chars, f"{self._where}: the name of a tensor")
-        self.values(chars)
+        self._left -= chars
+        if chars > self._longest or self._left < 0:
+            if chars > self._longest:
+                raise exceeded("name_chars", chars, f"{self._where}: the name of a tensor")
+            self.values(0)
 
     def values(self, chars: int, count: int = 1) -> None:
         """Names of values, so many characters each. Raises HostileError where all are too long."""

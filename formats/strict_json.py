@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import NoReturn
 
 from formats.errors import FormatError, HostileError
 from formats.limits import check
+
+_MINUS_ZERO = re.compile(r"-0(?![0-9.eE])")
 
 
 def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str, object]:
@@ -38,8 +41,8 @@ def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str,
     check("json_values", _most_values(data), what)
     try:
         text = data if isinstance(data, str) else data.decode()
-        # A minus before zero is a float to some readers: the few documents with one are looked at.
-        integer = _integer if "-0" in text else None
+        # A minus before zero is a float to some readers: few documents may have one.
+        integer = _integer if _MINUS_ZERO.search(text) else None
         found: object = json.loads(
             text, object_pairs_hook=unique, parse_constant=refuse, parse_int=integer
         )

@@ -77,6 +77,8 @@ class Loader:
         """`nbytes` is the length of the manifest that the content was read from."""
         self._file = file
         self._names = Names(file, nbytes)
+        self._splits: list[int] = []
+        """Of the layouts."""
         self._splits_left = ALL_SPLITS
         self._stored = stored
         self._content = content
@@ -99,6 +101,7 @@ class Loader:
             self._placements(entry, meshes)
             for entry in self._list(self._content.get("layouts"), "layouts")
         ]
+        self._splits = [_splits(placements) for _, placements in layouts]
         files = self._shard_files(self._list(self._content.get("files"), "files"))
         tensors: dict[str, StoredTensor] = {}
         aliases: dict[str, str] = {}
@@ -166,7 +169,7 @@ class Loader:
         if index >= len(layouts):
             raise FormatError(f"{self._file}: {name}: there is no layout {index}")
         mesh, placements = layouts[index]
-        splits = _splits(placements)
+        splits = self._splits[index]
         if splits > FEW_SPLITS:
             self._splits_left -= splits
             if self._splits_left < 0:

@@ -109,10 +109,9 @@ class _Decoder:
                     return self._tagged(tag, value, path, depth)
             self._check_size(node, path, depth)
             prefix = f"{path}." if path else ""
+            tree = self.tree
             return {
-                key: self.tree(item, prefix + key, depth + 1)
-                if isinstance(item, dict | list)
-                else item
+                key: tree(item, prefix + key, depth + 1) if isinstance(item, dict | list) else item
                 for key, item in node.items()
             }
         return self._items(node, path, depth) if isinstance(node, list) else node
