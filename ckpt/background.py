@@ -24,6 +24,9 @@ from ckpt.write_job import WriteJob
 from ckpt.writers import write_here
 from formats.native.shard import Progress, ShardSummary
 
+CALL = "a save in the background"
+"""What other ranks are told that this one is in."""
+
 
 def begin(
     handle: SaveHandle,
@@ -35,10 +38,14 @@ def begin(
 ) -> None:
     """Let a save go on by itself, once what must be copied at once has been.
 
-    `ranks` are to be for this alone: a thread tells them how it went. Raises nothing: from here on
-    errors are the handle's, because the other ranks count on this one's report.
+    `ranks` are to be for this alone: a thread tells them how it went. Raises no error: from here on
+    they are the handle's, because the other ranks count on this one's report.
     """
-    staged, error = attempt(lambda: _stage(plan, state))
+    try:
+        staged, error = attempt(lambda: _stage(plan, state))
+    except BaseException:  # as KeyboardInterrupt is
+        with ranks.call(CALL):  # the others wait for this rank there
+            raise
     if staged:
         handle.staging(staged[0].staging.help)
     save = _Save(handle, _lasting(plan), ranks, progress, options)
@@ -136,7 +143,7 @@ class _Save:
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
         """The checkpoint exists, or this raises what stands against it, as on all ranks."""
         with (
-            self._ranks.call("a save in the background"),
+            self._ranks.call(CALL),
             open_store(self._handle.url, self._options) as store,
         ):
             finish(store, self._ranks, self._plan, written, error)

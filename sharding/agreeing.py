@@ -156,7 +156,8 @@ class Leader(_Linked):
     def __init__(self, meeting: Meeting, world_size: int) -> None:
         super().__init__(meeting, 0, world_size)
         self._links: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._is_closed = False
+        self._strangers: set[Link] = set()
         """That have connected and not said who they are."""
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -169,6 +170,7 @@ class Leader(_Linked):
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
+        self._is_closed = True
 
     def _open(self, call: Call) -> Failure | None:
         if self._listener is None:
@@ -266,7 +268,9 @@ class Leader(_Linked):
 
     def _news(self, seconds: float) -> list[int]:
         """The ranks that something has come from, if within so many seconds."""
-        ranks = []
+        ranks: list[int] = []
+        if self._is_closed:
+            return ranks
         for key, _ in self._selector.select(seconds):
             link = key.fileobj
             if not isinstance(link, Link):
@@ -276,6 +280,9 @@ class Leader(_Linked):
             rank = key.data or self._introduced(link)
             if link.is_lost:
                 self._selector.unregister(link)
+            if link.is_lost and link in self._strangers:
+                self._strangers.discard(link)
+                link.close()
             if rank:
                 ranks.append(rank)
         return ranks
@@ -285,7 +292,7 @@ class Leader(_Linked):
         with suppress(BlockingIOError, ConnectionError):
             while True:
                 link = Link(self._listener.accept()[0])
-                self._strangers.append(link)
+                self._strangers.add(link)
                 self._selector.register(link, selectors.EVENT_READ, 0)
 
     def _introduced(self, link: Link) -> int:
@@ -297,10 +304,12 @@ class Leader(_Linked):
         if not is_known or said.op in self._links:
             link.is_lost = True  # and not listened to
             return 0
-        self._strangers.remove(link)
+        self._strangers.discard(link)
         self._links[said.op] = link
         self._selector.modify(link, selectors.EVENT_READ, said.op)
-        if len(self._links) == self.world_size - 1:
+        if len(self._links) == self.world_size - 1 and self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
             self._meeting.forget()
         return said.op
 

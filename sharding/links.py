@@ -158,7 +158,11 @@ class Link:
             if len(data) < begin + head + body:
                 break
             at = begin + head + body
-            found.append(Message.unpacked(data[begin : begin + head], data[begin + head : at]))
+            try:
+                found.append(Message.unpacked(data[begin : begin + head], data[begin + head : at]))
+            except (ValueError, TypeError):  # it is no rank
+                self.is_lost = True
+                break
         self.messages, self._received = deque((*self.messages, *found)), [data[at:]]
 
     def wait(self, seconds: float) -> None:

@@ -25,6 +25,8 @@ SHORT_SECONDS, LONG_SECONDS = 2.0, 100.0
 SAVING = ("ckpt.save_steps:flatten", "ckpt.saving:_write", "ckpt.save_steps:packed")
 COMMIT = "ckpt.save_steps:write_manifest"
 """Of rank 0 alone."""
+WAIT = "sharding.links:Link.wait"
+"""Of the other ranks: for rank 0's answer."""
 INSTALL = "installing the loaded state"
 """What the ranks do together by this name."""
 STEPS = {
@@ -222,9 +224,12 @@ def rows() -> Iterator[tuple[str, str, str, int]]:
                 for victim in (0, 1):
                     if step != COMMIT or victim == 0:
                         yield call, step, what, victim
+    for call in STEPS:
+        yield call, WAIT, "is interrupted", 1
 
 
 SAMPLE = [
+    ("save", WAIT, "is interrupted", 1),
     ("save", "ckpt.save_steps:flatten", "is interrupted", 1),
     ("save", "ckpt.saving:_write", "hangs", 1),
     ("save", COMMIT, "raises", 0),
