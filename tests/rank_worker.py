@@ -9,6 +9,7 @@ import sys
 
 sys.path.pop(0)  # this folder has a `ckpt` of its own: the tests of it
 
+import faulthandler
 import importlib.util
 import traceback
 from datetime import timedelta
@@ -35,6 +36,7 @@ def load(file: str) -> ModuleType:
 
 
 def main() -> None:
+    faulthandler.enable()  # a crash in native code leaves a stack
     address, rank, world_size, store, timeout = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -7,6 +7,7 @@ Leaves the checkpoint in FOLDER/checkpoint and the full tensors in FOLDER/full.p
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import warnings
 from pathlib import Path
@@ -50,5 +51,6 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a crash in native code leaves a stack
     warnings.simplefilter("ignore")
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
