@@ -69,6 +69,8 @@ class Planning:
         pieces: Sequence[Piece] = self.fits.pieces(layout, self.here)
         if dtype == local.dtype and is_plain(local):
             if self.shares is not None:
+                if self.shares.takes(want.name, record, local, layout):
+                    return
                 pieces = self.shares.of(want.name, local, layout, pieces)
             requests = requests_for(record, pieces, memory_of(local), self.fits)
             yield Fill(want.name, requests, local, None)

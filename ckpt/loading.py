@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpt.bites import Fits
 from ckpt.budget import memory_budget
-from ckpt.errors import PartialLoadError, RankError, StoreError
+from ckpt.errors import DamagedLoadError, PartialLoadError, RankError, StoreError
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.fills import Fill, Planning, read_fills
 from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
 from ckpt.ledger import Match
+from ckpt.lots import Read, Wanted
 from ckpt.match import match
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
-from ckpt.replicas import REPLICAS, Shares, exchanged
+from ckpt.replicas import REPLICAS, Shares, exchanged, lot_bytes
 from ckpt.saved import Rename, Saved
 from ckpt.selection import Selection
 from ckpt.sources import Source, open_source
 from ckpt.store import Options
 from ckpt.transfer import Reading
 from formats.native.shard import Progress
+from formats.storage import LOCAL_READ_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -176,6 +178,8 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             together = replace(alone, shares=shares)
             numbers = [fill for want in matched.numbers for fill in alone.fills(want)]
             fills = [fill for want in matched.wants for fill in together.fills(want)]
+            if shares is not None:
+                shares.lots.plan(lot_bytes(budget), alone.fits)
             return _Planned(numbers, fills, shares)
 
         here, agreed = ranks.compare(
@@ -200,9 +204,12 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 check()
                 return planning(matched, budget, shares)
 
+            def shared_reading() -> Shares:
+                return Shares(ranks.mesh, ranks.here, source.store.read_bytes > LOCAL_READ_BYTES)
+
             planned, agreed = ranks.compare(
                 "planning to load",
-                lambda: checked(Shares(ranks.mesh, ranks.here) if exchanges else None),
+                lambda: checked(shared_reading() if exchanges else None),
                 lambda planned: (planned.mark,),
                 1,
                 budget,
@@ -220,6 +227,14 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             read(planned.fills, stage_bytes=budget // 2)
 
         filled = list(dict.fromkeys(fill.name for fill in planned.fills))
+        if planned.shares is not None:
+            filled += planned.shares.lots.names
+
+        def reading_lot(wanted: Sequence[Wanted]) -> None:
+            """Read what a lot has for this rank to read."""
+            fills = [Fill(*one, staged_as=None) for one in wanted]
+            how = Reading.within(budget // 2, source.store, ranks.world_size)
+            read_fills(source.store, fills, asked.verify, asked.progress, how, budget // 2)
 
         def installing() -> object:
             try:
@@ -230,13 +245,32 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
         try:
             ranks.attempt("loading", reading)
             if planned.shares is not None:
-                exchange = partial(planned.shares.exchange, asked.group, agreed.number)
+                shares = planned.shares
+                exchange = partial(
+                    _exchange, shares, asked.group, agreed.number, reading_lot, filled
+                )
                 ranks.attempt("exchanging what was read", exchange)
             loaded = ranks.attempt("installing the loaded state", installing)
         except RankError as error:  # this one has read all
             error.touched = tuple(filled)
             raise
         return Loaded(loaded, frozenset(filled))
+
+
+def _exchange(
+    shares: Shares, group: ProcessGroup | None, budget: int, read: Read, filled: list[str]
+) -> None:
+    """All targets are whole, or the error names all of them: others' parts were dealt out too."""
+    try:
+        shares.exchange(group, budget, read)
+    except PartialLoadError as error:
+        cause = error.__cause__
+        what = (
+            str(cause)
+            if isinstance(error, DamagedLoadError)
+            else f"{type(cause).__name__}: {cause}"
+        )
+        raise type(error)(what, filled) from cause
 
 
 class _Matched(NamedTuple):

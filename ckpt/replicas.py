@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from ckpt.lots import Lots, Read
 from ckpt.ranks import HASH_BITS
-from formats.storage import LOCAL_READ_BYTES, Reader
+from formats.catalog import TensorRecord
+from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, Reader
 from sharding.layout import Layout, Mesh, Only, Piece, Placement, Replicate, Split
 from sharding.redistribute import Move, redistribute
 
@@ -44,15 +46,24 @@ def exchanged(replicas: str, reader: Reader) -> bool:
     return replicas == "exchange"
 
 
+def lot_bytes(budget: int) -> int:
+    """How much of a file a rank reads for all at once: it is held three times."""
+    return min(REMOTE_READ_BYTES, budget // 3)
+
+
 class Shares:
     """What this rank reads for others, and others for it."""
 
-    def __init__(self, world: Mesh, here: int) -> None:
+    def __init__(self, world: Mesh, here: int, is_far: bool = False) -> None:
+        """`is_far` where a server is read from, to which every request matters."""
         self._world = world
         self._here = here
         self._moves: list[Move] = []
         self._turn = 0
         self._divided: dict[tuple[Layout, int | None], Layout] = {}
+        self.lots = Lots(world, here)
+        """What one rank reads for all; nothing unless `is_far`."""
+        self.is_far = is_far
 
     def of(
         self, name: str, local: torch.Tensor, layout: Layout, pieces: Sequence[Piece]
@@ -70,16 +81,30 @@ class Shares:
             for piece in have.pieces(self._here)
         ]
 
+    def takes(self, name: str, record: TensorRecord, local: torch.Tensor, layout: Layout) -> bool:
+        """Whether a tensor is read in a lot, so that nothing else of it is to be read."""
+        return self.is_far and self.lots.take(name, record, local, layout)
+
     def mark(self) -> int:
         """A hash of all that is exchanged, in order."""
         hasher = xxhash.xxh3_64()
         for move in self._moves:
             hasher.update(repr((move.name, str(move.target.dtype), move.have, move.want)).encode())
+        for text in self.lots.mark():
+            hasher.update(text.encode())
         return hasher.intdigest() >> (64 - HASH_BITS)
 
-    def exchange(self, group: ProcessGroup | None, budget: int) -> None:
-        """All targets are whole. Called by all ranks, once all have read their shares."""
+    def exchange(self, group: ProcessGroup | None, budget: int, read: Read) -> None:
+        """All targets are whole. Called by all ranks, once all have read their shares.
+
+        Raises what `read` raises, and after the exchange.
+        """
         redistribute(self._moves, group=group, budget=budget // 2)
+        failed: list[Exception] = []
+        together = lot_bytes(budget) * self._world.size
+        redistribute(self.lots.moves(read, failed), group=group, budget=together)
+        if failed:
+            raise failed[0]
 
     def _share(self, layout: Layout, itemsize: int) -> Layout | None:
         """Who reads what of a tensor; None where it is not replicated, or beyond these ranks."""
