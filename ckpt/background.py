@@ -7,9 +7,9 @@ the other ranks. It touches no process group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt import in_flight
 from ckpt.errors import CkptError
@@ -23,6 +23,8 @@ from ckpt.workplace import Workplace, workplace
 from ckpt.write_job import WriteJob
 from ckpt.writers import write_here
 from formats.native.shard import Progress, ShardSummary
+
+T = TypeVar("T")
 
 CALL = "a save in the background"
 """What other ranks are told that this one is in."""
@@ -99,19 +101,10 @@ class _Save:
         """Copy, write, commit; what goes wrong is the handle's to tell."""
         written: list[ShardSummary | None] = []
         if error is None:
-            written, error = attempt(lambda: self._written(staged.pop()))
+            written, error = _attempt(lambda: self._write(staged.pop()))
         self._handle.mark_staged()
-        _, ended = attempt(lambda: self._end(written[0] if written else None, error))
+        _, ended = _attempt(lambda: self._end(written[0] if written else None, error))
         self._handle.mark_finished(ended)
-
-    def _written(self, staged: _Staged) -> ShardSummary | None:
-        """As `_write`; what would only end a thread is an error too: the ranks wait for it."""
-        try:
-            return self._write(staged)
-        except Exception:
-            raise
-        except BaseException as error:
-            raise CkptError(f"{type(error).__name__} while it was written: {error}") from error
 
     def _write(self, staged: _Staged) -> ShardSummary | None:
         """This rank's shard file; None when there is nothing for it to write."""
@@ -147,3 +140,13 @@ class _Save:
             open_store(self._handle.url, self._options) as store,
         ):
             finish(store, self._ranks, self._plan, written, error)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """As `attempt`; what would only end a thread is an error too: somebody waits for it."""
+    try:
+        return attempt(action)
+    except BaseException as ended:
+        error = CkptError(f"{type(ended).__name__} while it was saved in the background: {ended}")
+        error.__cause__ = ended
+        return [], error

@@ -234,10 +234,19 @@ class Leader(_Linked):
         for link in self._links.values():
             left = [message.call for message in link.messages if message.kind is Kind.LEFT]
             self._number = max([self._number, *left])
-        if len(self._links) < self.world_size - 1:
+        if len(self._links) < self.world_size - 1 and not self._is_closed:
+            # Who connects from here on finds the word; who has is let in, to be told with the rest.
             self._meeting.leave_word(self._number, failure)
+            while self._let_in():
+                pass
         self._send(Message(Kind.LEFT, self._number, failure=failure), ANSWER_SECONDS)
         return failure
+
+    def _let_in(self) -> bool:
+        """Whether somebody has connected, or said who it is, since the last look."""
+        before = len(self._links), len(self._strangers)
+        self._news(0)
+        return before != (len(self._links), len(self._strangers))
 
     def _send(self, message: Message, seconds: float) -> None:
         packed = message.packed()
