@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from azure.core import MatchConditions, exceptions
@@ -26,7 +26,6 @@ from ckpt.drivers import (
 )
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
-from formats.storage import FileWriter
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class AzureDriver:
     promises = Promises(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
-    parts: Parts | None = Parts(1 << 20, 50_000)
+    parts = Parts(1 << 20, 50_000)
     holds_answers = True
 
     def __init__(self, file_system: Any) -> None:
@@ -165,10 +164,6 @@ class AzureDriver:
             return found
 
         return self._run(pending())
-
-    def stream(self, path: str) -> AbstractContextManager[FileWriter]:
-        """Not used: files go in parts."""
-        raise NotImplementedError
 
     def remove(self, path: str) -> None:
         """The blob is gone."""

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
@@ -62,12 +62,12 @@ class PastEndError(CorruptError):
 
 
 class Driver(Protocol):
-    """The requests. What they raise is the driver's own; `trouble` says what it means."""
+    """The requests. What they raise is the driver's own; `trouble` says what it means.
+
+    How a large file is written is a `PartsDriver`'s or a `StreamDriver`'s.
+    """
 
     promises: Promises
-    parts: Parts | None
-    """None where a file is streamed by `stream`."""
-
     holds_answers: bool
     """Whether it has all of an answer in memory before it fills the buffers."""
 
@@ -98,28 +98,12 @@ class Driver(Protocol):
         """A file in one request; with `absent`, on condition that there is none."""
         ...
 
-    def begin(self, path: str) -> str:
-        """A file in parts begins; gives its mark."""
-        ...
-
-    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
-        """One part, numbered from 1; gives what `finish` needs of it."""
-        ...
-
-    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
-        """The parts, in order, become the file."""
-        ...
-
     def abort(self, path: str, mark: str) -> None:
         """The parts are gone."""
         ...
 
     def pending(self, folder: str) -> list[Unfinished]:
         """What has begun in a folder and neither been finished nor aborted."""
-        ...
-
-    def stream(self, path: str) -> AbstractContextManager[FileWriter]:
-        """A file streamed by the file system itself, where `parts` is None."""
         ...
 
     def remove(self, path: str) -> None:
@@ -135,7 +119,34 @@ class Driver(Protocol):
         ...
 
 
-def driver_of(file_system: Any) -> Driver:
+class PartsDriver(Driver, Protocol):
+    """One that writes large files in parts."""
+
+    parts: Parts
+
+    def begin(self, path: str) -> str:
+        """A file in parts begins; gives its mark."""
+        ...
+
+    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
+        """One part, numbered from 1; gives what `finish` needs of it."""
+        ...
+
+    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
+        """The parts, in order, become the file."""
+        ...
+
+
+@runtime_checkable
+class StreamDriver(Driver, Protocol):
+    """One whose file system streams large files."""
+
+    def stream(self, path: str) -> AbstractContextManager[FileWriter]:
+        """A file, whole when the block ends well."""
+        ...
+
+
+def driver_of(file_system: Any) -> PartsDriver | StreamDriver:
     """The driver for an fsspec file system."""
     package = type(file_system).__module__.partition(".")[0]
     if package == "s3fs":

@@ -10,7 +10,7 @@ from datetime import datetime
 from errno import EROFS
 from typing import IO, Any
 
-from ckpt.drivers import Found, Parts, PastEndError, ShortAnswerError
+from ckpt.drivers import Found, PastEndError, ShortAnswerError
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
 from formats.storage import Buffer, FileWriter
@@ -27,7 +27,6 @@ class FsspecDriver:
     promises = Promises(
         put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
     )
-    parts: Parts | None = None
     holds_answers = True
 
     def __init__(self, file_system: Any) -> None:
@@ -90,18 +89,6 @@ class FsspecDriver:
                 self._fs.pipe_file(path, bytes(data), mode="create")
                 return
         self._fs.pipe_file(path, bytes(data))
-
-    def begin(self, path: str) -> str:
-        """Not used: files are streamed."""
-        raise NotImplementedError
-
-    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
-        """Not used: files are streamed."""
-        raise NotImplementedError
-
-    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
-        """Not used: files are streamed."""
-        raise NotImplementedError
 
     def abort(self, path: str, mark: str) -> None:
         """Nothing to do: `pending` lists none."""

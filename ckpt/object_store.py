@@ -25,7 +25,7 @@ from errno import ENOENT
 from typing import IO, Any, TypeVar
 
 from ckpt.budget import memory_budget
-from ckpt.drivers import Driver, Found, PastEndError
+from ckpt.drivers import Found, PartsDriver, PastEndError, StreamDriver
 from ckpt.errors import ExistsError, StoreError
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import VARIABLE, Patience, Trouble, patience
@@ -61,7 +61,7 @@ class ObjectStore:
         self,
         url: str,
         root: str,
-        driver: Driver,
+        driver: PartsDriver | StreamDriver,
         options: Mapping[str, Any],
         patient: Patience | None = None,
     ) -> None:
@@ -162,18 +162,19 @@ class ObjectStore:
 
         A rewritable stream is first written to a temporary local file.
         """
-        if self._driver.parts is not None:
-            with self._uploading(name, rewritable) as upload:
+        driver = self._driver
+        if not isinstance(driver, StreamDriver):
+            with self._uploading(driver, name, rewritable) as upload:
                 yield upload
         elif rewritable:
             with tempfile.TemporaryFile() as local:
                 yield _Local(local)
                 local.seek(0)
-                with self._driver.stream(self._path(name)) as remote:
+                with driver.stream(self._path(name)) as remote:
                     while block := local.read(COPY_BYTES):
                         remote.write([block])
         else:
-            with self._driver.stream(self._path(name)) as remote:
+            with driver.stream(self._path(name)) as remote:
                 yield remote
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
@@ -232,9 +233,8 @@ class ObjectStore:
         return self._try("looking for", name, lambda: self._driver.status(path))
 
     @contextmanager
-    def _uploading(self, name: str, rewritable: bool) -> Iterator[FileWriter]:
-        path, driver, stopped = self._path(name), self._driver, threading.Event()
-        assert driver.parts is not None
+    def _uploading(self, driver: PartsDriver, name: str, rewritable: bool) -> Iterator[FileWriter]:
+        path, stopped = self._path(name), threading.Event()
         patient = self._patience
         if patient.sleep is time.sleep:
             patient = replace(patient, sleep=stopped.wait)
@@ -248,7 +248,7 @@ class ObjectStore:
             put_part=lambda mark, number, data: send(
                 f"uploading part {number} of", lambda: driver.put_part(path, mark, number, data)
             ),
-            finish=lambda mark, tags, total: self._finish(name, mark, tags, total),
+            finish=lambda mark, tags, total: self._finish(driver, name, mark, tags, total),
             abort=lambda mark: self._abort(
                 name, mark, replace(self._patience, deadline_seconds=CANCEL_SECONDS)
             ),
@@ -264,14 +264,16 @@ class ObjectStore:
                 upload.cancel()
             raise
 
-    def _finish(self, name: str, mark: str, tags: Sequence[Any], total: int) -> None:
+    def _finish(
+        self, driver: PartsDriver, name: str, mark: str, tags: Sequence[Any], total: int
+    ) -> None:
         """Parts become a file, though the answer that says so be lost (rule 2)."""
         path, tries = self._path(name), 0
 
         def finish() -> None:
             nonlocal tries
             tries += 1
-            self._driver.finish(path, mark, tags)
+            driver.finish(path, mark, tags)
 
         try:
             self._try("completing", name, finish)

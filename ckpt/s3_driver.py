@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +20,6 @@ from botocore import exceptions
 from ckpt.drivers import Found, Parts, PastEndError, ShortAnswerError, in_loop
 from ckpt.promises import Promises, Unfinished
 from ckpt.retries import Trouble
-from formats.storage import FileWriter
 
 T = TypeVar("T")
 
@@ -76,7 +74,7 @@ class S3Driver:
     promises = Promises(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
-    parts: Parts | None = Parts(5 << 20, 10_000)
+    parts = Parts(5 << 20, 10_000)
     holds_answers = False
 
     def __init__(self, file_system: Any) -> None:
@@ -186,10 +184,6 @@ class S3Driver:
             if not page.get("IsTruncated"):
                 return found
             told = {key: page[next_key] for key, next_key in following.items() if page[next_key]}
-
-    def stream(self, path: str) -> AbstractContextManager[FileWriter]:
-        """Not used: files go in parts."""
-        raise NotImplementedError
 
     def remove(self, path: str) -> None:
         """The object is gone; one that is not there is no error."""
