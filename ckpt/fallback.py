@@ -29,12 +29,16 @@ from ckpt.newest import committed, join_url, natural
 from ckpt.ranks import Ranks
 from ckpt.store import Options, absolute, is_file, split_url
 from formats.errors import CorruptError, FormatError, HostileError
+from formats.storage import SizeError, TooLargeError
 
 Url = str | os.PathLike[str]
 
 DAMAGE = {
     kind.__name__: kind.kind
-    for kind in (CorruptError, DamagedLoadError, FormatError, HostileError, NotACheckpointError)
+    for kind in (
+        *(CorruptError, DamagedLoadError, SizeError),
+        *(FormatError, HostileError, TooLargeError, NotACheckpointError),
+    )
 }
 """The errors after which an older checkpoint is tried: their `kind` by their class."""
 

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+from ckpt.fallback import DAMAGE
+from formats.errors import FormatError
 from tests.conftest import RankDied
 from tests.stores.server import Server, s3_client
 
@@ -64,7 +66,30 @@ def remove_file(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
 
 
-DAMAGES = (flip_last, break_manifest, remove_manifest, remove_file, shutil.rmtree)
+def cut_file(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def lengthen_file(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size + 1)
+
+
+DAMAGES = (
+    *(flip_last, break_manifest, cut_file, lengthen_file),
+    *(remove_manifest, remove_file, shutil.rmtree),
+)
+
+
+def kinds_of(error: type[Exception]) -> set[type[Exception]]:
+    return {error}.union(*map(kinds_of, error.__subclasses__()))
+
+
+def test_every_error_that_bytes_can_cause_is_damage_but_a_later_version() -> None:
+    wrapped = {"PastEndError", "ShortAnswerError"}  # what a store makes a CorruptError of
+    said = {error.__name__ for error in kinds_of(FormatError) if error.__module__[:5] != "tests"}
+    assert said - wrapped - {"UnsupportedError"} <= set(DAMAGE)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
