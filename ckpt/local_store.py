@@ -54,6 +54,10 @@ class LocalStore:
     """The store for a local folder, which need not exist until something is written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._forgotten = 0
+        """Counts what was replaced, deleted or closed: a read begun before is not kept open."""
+        self._lock = threading.Lock()
         self.url = os.fspath(folder)
         self.read_bytes = LOCAL_READ_BYTES
         self.options: Mapping[str, object] = {}
@@ -61,10 +65,6 @@ class LocalStore:
             put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
         )
         self._folder = Path(folder)
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._forgotten = 0
-        """Counts what was replaced, deleted or closed: a read begun before is not kept open."""
-        self._lock = threading.Lock()
 
     def __str__(self) -> str:
         return self.url
@@ -248,6 +248,9 @@ class LocalStore:
             self._forgotten += 1
             while self._open:
                 os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()  # as Python's own files do: whoever forgot keeps no descriptors
 
     def __enter__(self) -> LocalStore:
         return self

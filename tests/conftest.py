@@ -21,6 +21,8 @@ __all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "
 WORKER = Path(__file__).parent / "rank_worker.py"
 START_SECONDS = 120
 JOB_SECONDS = 120
+MOST_THREADS = 100
+"""Of a rank, after which it is not used for another test."""
 GROUP_SECONDS = 60
 """How long a collective waits for a rank that never comes."""
 
@@ -46,6 +48,8 @@ class Cluster:
 
     def __init__(self, world_size: int, group_seconds: float = GROUP_SECONDS) -> None:
         self.world_size = world_size
+        self.threads = 0
+        """The most that a rank has had after a job."""
         self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
         address = f"{self._folder.name}/socket"
         environment = {
@@ -90,7 +94,8 @@ class Cluster:
                 raise TimeoutError(f"ranks {sorted(waiting)} did not answer in {JOB_SECONDS} s")
             for rank in [rank for rank, c in waiting.items() if c in ready]:
                 try:
-                    succeeded, answer = waiting.pop(rank).recv()
+                    succeeded, answer, threads = waiting.pop(rank).recv()
+                    self.threads = max(self.threads, threads)
                 except (EOFError, ConnectionResetError):
                     dead.append(rank)
                     continue
@@ -112,21 +117,31 @@ class Cluster:
         self._folder.cleanup()
 
 
+_running: dict[int, Cluster] = {}
+"""By world size: shared by all tests."""
+
+
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[Callable[[int], Cluster]]:
     """A function from a world size to a running cluster of that size, shared by all tests."""
-    running: dict[int, Cluster] = {}
 
     def cluster(world_size: int) -> Cluster:
-        if world_size not in running or not running[world_size].alive:
-            if world_size in running:
-                running[world_size].close()
-            running[world_size] = Cluster(world_size)
-        return running[world_size]
+        if world_size not in _running or not _running[world_size].alive:
+            if world_size in _running:
+                _running[world_size].close()
+            _running[world_size] = Cluster(world_size)
+        return _running[world_size]
 
     yield cluster
-    for cluster_ in running.values():
-        cluster_.close()
+    for world_size in tuple(_running):
+        _running.pop(world_size).close()
+
+
+def pytest_runtest_logfinish() -> None:
+    """After a test: clusters with many process groups, whose threads never sleep, are ended."""
+    for world_size, cluster in tuple(_running.items()):
+        if cluster.threads > MOST_THREADS:
+            _running.pop(world_size).close()
 
 
 @pytest.fixture

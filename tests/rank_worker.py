@@ -11,6 +11,7 @@ sys.path.pop(0)  # this folder has a `ckpt` of its own: the tests of it
 
 import faulthandler
 import importlib.util
+import os
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Client
@@ -35,6 +36,11 @@ def load(file: str) -> ModuleType:
     return _modules[file]
 
 
+def threads() -> int:
+    """How many this process has: every process group that a test made keeps one or more."""
+    return len(os.listdir("/proc/self/task"))
+
+
 def main() -> None:
     faulthandler.enable()  # a crash in native code leaves a stack
     address, rank, world_size, store, timeout = sys.argv[1:]
@@ -55,9 +61,10 @@ def main() -> None:
             file, name, arguments = job
             try:
                 result = getattr(load(file), name)(*arguments)
-                connection.send((True, result))
+                connection.send((True, result, threads()))
             except BaseException as error:
-                connection.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+                told = type(error).__name__, str(error), traceback.format_exc()
+                connection.send((False, told, threads()))
     dist.destroy_process_group()
 
 

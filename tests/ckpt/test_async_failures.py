@@ -312,7 +312,9 @@ ckpt.save(folder + "/2", {"w": weights}, blocking=False, compress=True, progress
     try:
         program.communicate("\n", timeout=SECONDS)
         assert program.returncode == -signal.SIGKILL
-        assert select.select([its_writer], [], [], SECONDS)[0]  # it has ended
+        ended = select.poll()
+        ended.register(its_writer, select.POLLIN)
+        assert ended.poll(1000 * SECONDS)
     finally:
         os.close(its_writer)
     assert not list((tmp_path / "2").glob(".*"))

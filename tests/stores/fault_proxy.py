@@ -310,9 +310,10 @@ class Exchange:
 
     def _hang(self) -> None:
         """Read what comes and say nothing, until the client has had enough."""
+        coming = select.poll()
+        coming.register(self._client, select.POLLIN)
         while not (self._proxy._over.is_set() or self._proxy._down):
-            readable, _, _ = select.select([self._client], [], [], 0.1)
-            if readable and not self._client.recv(PIECE_BYTES):
+            if coming.poll(100) and not self._client.recv(PIECE_BYTES):
                 break
         raise ClientGone
 
