@@ -319,7 +319,7 @@ class Leader(_Linked):
         if len(self._links) == self.world_size - 1 and self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
-            self._meeting.forget()
+            self._meeting.withdraw()
         return said.op
 
 

@@ -10,6 +10,8 @@ Rules:
    machine reaches the store, or that of the store itself where it is on rank 0's machine, or else
    what the machine's name stands for. `CKPT_HOST`, set for rank 0, is taken in their place.
 2. Who connects must know a word that is in the store: as much protection as the store has itself.
+3. A group may be made where an earlier one has met: a place is gone when all have connected, and
+   what is left for those who come late goes by the place's word.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PLACE, LEFT = "ckpt/place", "ckpt/left"
-"""Keys: rank 0's address, and the last call that ended before all had connected."""
+"""Keys: rank 0's address; with its word, the last call that ended before all had connected."""
 LOOPBACK = "127.0.0.1"
 SLICE_SECONDS = 0.5
 """How long the store is waited for at once: it does not heed signals meanwhile."""
@@ -62,7 +64,7 @@ class Meeting:
         self._given = store
         self._purpose = purpose
         self.word = secrets.token_hex(16)
-        """On rank 0: what those who connect have to know."""
+        """What those who connect have to know; theirs once they have."""
 
     @cached_property
     def _store(self) -> Store:
@@ -101,6 +103,7 @@ class Meeting:
                 raise TimeoutError(f"it has not come within {seconds:g} s")
             found, why = self._reached(place, until)
             if found is not None:
+                self.word = place.word
                 link = Link(found)
                 link.send(Message(Kind.HELLO, 0, rank, place.word).packed())
                 return link
@@ -115,14 +118,24 @@ class Meeting:
     def leave_word(self, call: int, failure: Failure) -> None:
         """On rank 0: whoever connects from now on finds that this call is over."""
         with suppress(RuntimeError):  # the store is lost: they will see for themselves
-            self._store.set(LEFT, json.dumps([call, asdict(failure)]))
+            self._store.set(self._left, json.dumps([call, asdict(failure)]))
 
     def left(self) -> tuple[int, Failure] | None:
         """On the others: the last call that was over before they connected."""
-        if not self._store.check([LEFT]):
+        if not self._store.check([self._left]):
             return None
-        call, failure = json.loads(self._store.get(LEFT))
+        call, failure = json.loads(self._store.get(self._left))
         return call, Failure(**failure)
+
+    def withdraw(self) -> None:
+        """On rank 0: all have connected, and nobody is to find this place any more (rule 3)."""
+        with suppress(RuntimeError):  # the store is lost, or keeps what it has
+            self._store.delete_key(PLACE)
+        self.forget()
+
+    @property
+    def _left(self) -> str:
+        return f"{LEFT}/{self.word}"
 
     def forget(self) -> None:
         """Give up the connection to the store: it is not needed once all are connected."""

@@ -186,3 +186,42 @@ def test_ranks_meet_at_a_tcp_store(clusters: Callable) -> None:
 
 def test_strangers_are_not_listened_to(clusters: Callable) -> None:
     assert clusters(2).run(with_strangers) == [[5, 6], [5, 6]]
+
+
+def meet_again_at_one_store() -> tuple[str, list[int], bool]:
+    """Two groups, one after another at one store: how the first ends, and what the second has."""
+    rank = dist.get_rank()
+    store = dist.PrefixStore("meet-again", dist.distributed_c10d._get_default_store())
+
+    def made() -> tuple[ranks_module.Leader | ranks_module.Follower, Ranks]:
+        meeting = Meeting(store, "here")
+        ranks = Ranks(seconds=30)
+        kind = ranks_module.Follower(meeting, rank, 2) if rank else None
+        ranks._channel = kind or ranks_module.Leader(meeting, 2)
+        return ranks._channel, ranks
+
+    channel, ranks = made()
+    if rank:
+        dist.barrier()
+    with pytest.raises((RankError, ZeroDivisionError)) as raised:
+        ranks.attempt("failing", lambda: 1 // rank)
+    if not rank:
+        dist.barrier()  # before anybody has connected
+    dist.barrier()
+    channel.close()
+    channel, ranks = made()
+    if rank:
+        dist.barrier()  # the new address is there
+    with ranks.call("once more"):
+        if not rank:
+            dist.barrier()
+        found = ranks.all_hashes(rank)
+    dist.barrier()
+    channel.close()
+    return type(raised.value).__name__, found, store.check(["here/ckpt/place"])
+
+
+def test_a_group_made_again_at_one_store_finds_nothing_of_the_earlier(clusters: Callable) -> None:
+    first, second = clusters(2).run(meet_again_at_one_store)
+    assert first == ("ZeroDivisionError", [0, 1], False)
+    assert second == ("RankError", [0, 1], False)
