@@ -306,6 +306,8 @@ class ObjectStore:
                     self._try("writing again", name, put)
                 except ExistsError:
                     self._learn(True)
+                except StoreError:
+                    pass  # the file is there; the next commit will find it out
                 else:
                     self._learn(False)
 

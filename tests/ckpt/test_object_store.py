@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from botocore.exceptions import NoCredentialsError
 
 import ckpt
 from ckpt import object_store
@@ -264,6 +265,25 @@ def test_a_server_that_ignores_conditions_is_found_out(
     assert store.promises.put_if_absent is False
     with pytest.raises(ExistsError):  # it is looked for before
         store.commit("manifest", b"second", replace=False)
+    assert content_of(store, "manifest") == b"first"
+
+
+def test_a_commit_that_cannot_be_put_to_the_test_has_happened(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = store._driver  # type: ignore[attr-defined]
+    put_once, puts = driver.put, []
+
+    def put_then_denied(path: str, data: memoryview, absent: bool) -> None:
+        puts.append(path)
+        if len(puts) > 1:
+            raise NoCredentialsError
+        put_once(path, data, absent)
+
+    monkeypatch.setattr(driver, "put", put_then_denied)
+    store.commit("manifest", b"first", replace=False)
+    assert len(puts) == 2
+    assert store.promises.put_if_absent is None
     assert content_of(store, "manifest") == b"first"
 
 
