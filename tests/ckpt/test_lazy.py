@@ -1,5 +1,6 @@
 """An open checkpoint is indexed as a tensor is, and reads what the index needs."""
 
+import gc
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -235,6 +236,7 @@ def test_a_closed_checkpoint_says_so_and_closes_twice(saved: Checkpoint) -> None
 
 def test_opening_and_closing_leaves_no_descriptor(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "c", state())
+    gc.collect()  # what other tests forgot
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         with ckpt.open(tmp_path / "c") as checkpoint:
