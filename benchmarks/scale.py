@@ -38,6 +38,7 @@ from formats.native import reader
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
 from formats.native.shard import ALIGN, CHUNK_BYTES, RECORD, TABLE
 from formats.safetensors_header import build
+from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError
 from sharding.layout import Mesh
 
 T = TypeVar("T")
@@ -136,6 +137,7 @@ class Memory:
     """The folder of a checkpoint that was never written: headers made up as they are asked for."""
 
     url = "memory"
+    read_bytes = LOCAL_READ_BYTES
 
     def __init__(self, described: Described, world_size: int, needed: Sequence[int]) -> None:
         state, tensors = flat(described), stored_layouts(described.tensors)
@@ -162,9 +164,23 @@ class Memory:
         header = self._files[int(name[17:22])].header
         return header[:length] if offset == 0 else bytes(length)
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Nobody calls this."""
-        raise NotImplementedError("plans read no data")
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """The manifest."""
+        if self.size(name) > limit:
+            raise TooLargeError(f"{self.url}/{name}", self.size(name), limit)
+        return self.read(name, 0, self.size(name))
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The end of a file: of a shard file, its chunk table."""
+        if self.size(name) != size:
+            raise SizeError(f"{self.url}/{name}", self.size(name), size)
+        return self.read(name, size - length, length)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """The same bytes as `read`, end to end in these buffers."""
+        for target in targets:
+            target[:] = self.read(name, offset, len(target))
+            offset += len(target)
 
 
 def plan_load(catalog: Catalog, wanted: Described, rank: int) -> list[Request]:

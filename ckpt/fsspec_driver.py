@@ -85,7 +85,9 @@ class FsspecDriver:
         self._check_can_write(path)
         self._make_folder(path)
         if absent:
-            with suppress(NotImplementedError, TypeError):  # a driver that knows no condition
+            # fsspec's own way of saying that a file system knows no such condition; others do not
+            # know the argument. `promises` does not claim it: a commit looks for the file before.
+            with suppress(NotImplementedError, TypeError):
                 self._fs.pipe_file(path, bytes(data), mode="create")
                 return
         self._fs.pipe_file(path, bytes(data))
@@ -122,6 +124,8 @@ class FsspecDriver:
 
     def remove_folder(self, folder: str) -> None:
         """The folder is gone where there are such things and it is empty."""
+        # fsspec's way of saying that a file system has no folders; OSError is a folder that is not
+        # there or has been filled meanwhile. An empty folder that stays does no harm.
         with suppress(OSError, NotImplementedError):
             if not self._fs.ls(folder, detail=False, refresh=True):
                 self._fs.rmdir(folder)

@@ -307,7 +307,9 @@ class ObjectStore:
                 except ExistsError:
                     self._learn(True)
                 except StoreError:
-                    pass  # the file is there; the next commit will find it out
+                    # The commit has happened by the first try. Only the question whether this
+                    # server keeps its promise stays open: the next commit asks it again.
+                    pass
                 else:
                     self._learn(False)
 

@@ -253,7 +253,9 @@ def _storage(tensor: torch.Tensor) -> int:
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         return int(local.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):  # a tensor made of others
+    except (RuntimeError, NotImplementedError):
+        # torch's way of saying that a subclass has no memory of its own: it is made of tensors that
+        # are looked at themselves, or has no data (meta, fake).
         return 0
 
 

@@ -12,26 +12,10 @@ import pytest
 
 from ckpt.errors import ExistsError
 from ckpt.local_store import NO_HARD_LINKS, OPEN_FILES, LocalStore
-from ckpt.store import Store
 from formats.errors import CorruptError
+from tests.stores.contents import content_of, fail_to_put, put
 
 CONTENT = random.Random(0).randbytes(1000)
-
-
-def put(store: Store, name: str, *parts: bytes) -> None:
-    with store.create(name) as file:
-        file.write(parts)
-
-
-def fail_to_put(store: Store, name: str, rewritable: bool, error: BaseException) -> None:
-    """Begin to write a file, and raise."""
-    with store.create(name, rewritable=rewritable) as file:
-        file.write([b"the first part"])
-        raise error
-
-
-def content_of(store: Store, name: str) -> bytes:
-    return store.read(name, 0, store.size(name))
 
 
 @pytest.fixture

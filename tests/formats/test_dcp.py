@@ -36,6 +36,7 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.layout import Box
+from tests.formats.counting import Counting
 
 METADATA = ".metadata"
 ITEMS = "__0_0.distcp"
@@ -246,24 +247,6 @@ def test_a_box_is_located_in_the_shards_that_hold_it(trained: Path) -> None:
     assert located == [("[0:3, 0:3]", ITEMS), ("[3:5, 0:3]", "__1_0.distcp")]
     (last,) = record.pieces.locate(Box((4, 1), (5, 2)))
     assert last.extent.file == "__1_0.distcp"
-
-
-class Counting:
-    """A reader that notes how much is read, and in how many reads."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.url, self.names, self.size = reader.url, reader.names, reader.size
-        self.read_bytes = reader.read_bytes
-        self._reader = reader
-        self.reads: list[int] = []
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        self.reads.append(length)
-        return self._reader.read(name, offset, length)
-
-    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        self.reads.append(sum(map(len, targets)))
-        self._reader.read_into(name, offset, *targets)
 
 
 def test_opening_reads_no_tensor_and_values_in_few_reads(tmp_path: Path) -> None:

@@ -486,6 +486,18 @@ def resign(folder: Path, path: Path, forged: dict[str, bytes]) -> None:
     (folder / "manifest.json").write_bytes(encoded(content))
 
 
+def forge_record(
+    folder: Path, table: str, form: struct.Struct, change: Callable[[Any], Json]
+) -> None:
+    """Change the only record of a table in the only shard file, all digests made right again."""
+    (path,) = folder.glob("*.safetensors")
+    data = path.read_bytes()
+    header = parse(data, path.name)
+    entry = header.entries[table]
+    (record,) = form.iter_unpack(data[header.data_offset :][entry.begin : entry.end])
+    resign(folder, path, {table: b"".join(form.pack(*fields) for fields in change(record))})
+
+
 RUNS: dict[str, Callable[[Any], Json]] = {
     "past the table": lambda run: [(run[0], run[1] + 50, *run[2:])],
     "no chunks": lambda run: [(run[0], 0, *run[2:])],
@@ -504,14 +516,7 @@ def test_runs_that_lie_are_refused_by_the_name_of_their_file(tmp_path: Path, cas
     before = {"w": torch.arange(20.0), "v": torch.ones(7)}
     ckpt.save(tmp_path / "a", before)
     ckpt.save(tmp_path / "b", {**before, "v": torch.zeros(7)}, base=tmp_path / "a")
-    (path,) = (tmp_path / "b").glob("*.safetensors")
-    data = path.read_bytes()
-    header = parse(data, path.name)
-    entry = header.entries[BORROWED]
-    runs = data[header.data_offset + entry.begin : header.data_offset + entry.end]
-    (run,) = RUN.iter_unpack(runs)
-    forged = b"".join(RUN.pack(*fields) for fields in RUNS[case](run))
-    resign(tmp_path / "b", path, {BORROWED: forged})
+    forge_record(tmp_path / "b", BORROWED, RUN, RUNS[case])
     with pytest.raises(FormatError, match=r"safetensors"):
         ckpt.load(tmp_path / "b", {"w": torch.zeros(20), "v": torch.zeros(7)})
     assert not ckpt.verify(tmp_path / "b").sound
@@ -534,14 +539,7 @@ def test_deltas_that_lie_are_refused_by_the_name_of_a_file(tmp_path: Path, case:
     ckpt.save(tmp_path / "a", before, compress=True)
     after = {"w": before["w"] + 1e-3}
     ckpt.save(tmp_path / "b", after, base=tmp_path / "a", compress="delta")
-    (path,) = (tmp_path / "b").glob("*.safetensors")
-    data = path.read_bytes()
-    header = parse(data, path.name)
-    entry = header.entries[DELTAS]
-    given = data[header.data_offset + entry.begin : header.data_offset + entry.end]
-    (delta,) = DELTA.iter_unpack(given)
-    forged = b"".join(DELTA.pack(*fields) for fields in DELTA_CHANGES[case](delta))
-    resign(tmp_path / "b", path, {DELTAS: forged})
+    forge_record(tmp_path / "b", DELTAS, DELTA, DELTA_CHANGES[case])
     with pytest.raises(FormatError, match=r"safetensors"):
         ckpt.load(tmp_path / "b", {"w": torch.zeros(2000)})
     assert not ckpt.verify(tmp_path / "b").sound

@@ -17,6 +17,7 @@ from ckpt.local_store import IO_VECTORS
 from ckpt.store import Store, is_file, split_url
 from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE
+from tests.stores.contents import content_of, fail_to_put, put
 from tests.stores.places import KINDS, LOCAL, S3, STRONG, Place, place_at
 from tests.stores.racers import Racers
 from tests.stores.server import Server, s3_client
@@ -41,22 +42,6 @@ def place(
 def store(place: Place) -> Iterator[Store]:
     with place.open() as opened:
         yield opened
-
-
-def put(store: Store, name: str, *parts: bytes) -> None:
-    with store.create(name) as file:
-        file.write(parts)
-
-
-def fail_to_put(store: Store, name: str, rewritable: bool, error: BaseException) -> None:
-    """Begin to write a file, and raise."""
-    with store.create(name, rewritable=rewritable) as file:
-        file.write([b"the first part"])
-        raise error
-
-
-def content_of(store: Store, name: str) -> bytes:
-    return store.read(name, 0, store.size(name))
 
 
 def test_reading_gives_exactly_the_bytes_asked_for(store: Store) -> None:
