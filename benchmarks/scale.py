@@ -27,12 +27,13 @@ import report
 import torch
 import xxhash
 
-from ckpt.bites import Fits, Request, requests_for
-from ckpt.flatten import FlatState, Leaf
 from ckpt.garbage import collected_later
-from ckpt.own_parts import OwnPart, own_parts
-from ckpt.save_plan import Described, merged, stored_layouts
-from ckpt.together import structure_mark, summary
+from ckpt.reading.bites import Fits, Request, requests_for
+from ckpt.states.described import Described, merged
+from ckpt.states.flatten import FlatState, Leaf
+from ckpt.states.together import structure_mark, summary
+from ckpt.writing.own_parts import OwnPart, own_parts
+from ckpt.writing.save_plan import stored_layouts
 from formats.catalog import Catalog, TensorRef
 from formats.native import reader
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load

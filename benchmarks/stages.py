@@ -30,21 +30,24 @@ Where = Mapping[str, tuple[str, ...]]
 """A stage's name -> the functions it consists of, as `module:name` or `module:Class.name`."""
 
 TOGETHER = ("agree", "gather", "broadcast", "common", "all_hashes")
-RANKS = tuple(f"sharding.ranks:Ranks.{name}" for name in TOGETHER)
+RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
-    "describing the state": ("ckpt.save_steps:flatten",),
-    "hashing its structure": ("ckpt.together:structure_mark", "ckpt.together:_values"),
+    "describing the state": ("ckpt.writing.save_steps:flatten",),
+    "hashing its structure": (
+        "ckpt.states.together:structure_mark",
+        "ckpt.states.together:_values",
+    ),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (
-        "ckpt.save_steps:check_members",
-        "ckpt.save_steps:stored_layouts",
-        "ckpt.save_steps:own_parts",
+        "ckpt.writing.save_steps:check_members",
+        "ckpt.writing.save_steps:stored_layouts",
+        "ckpt.writing.save_steps:own_parts",
     ),
     "the file's header": ("formats.native.shard_writer:build",),
     "hashing the data": ("formats.native.shard_writer:_records",),
-    "writing": ("ckpt.local_store:LocalFileWriter.write",),
+    "writing": ("ckpt.stores.local_store:LocalFileWriter.write",),
     "flushing files and folders": ("os:fsync",),
-    "the manifest": ("ckpt.save_steps:write_manifest",),
+    "the manifest": ("ckpt.writing.save_steps:write_manifest",),
 }
 LOAD: Where = {
     "opening manifest and headers": (
@@ -54,10 +57,10 @@ LOAD: Where = {
     ),
     "matching names": ("ckpt.loading:match", "ckpt.loading:Saved"),
     "waiting for and telling other ranks": RANKS,
-    "planning requests": ("ckpt.fills:Planning.fills", "ckpt.transfer:bites_of"),
-    "reading": ("ckpt.local_store:LocalStore.read_into",),
+    "planning requests": ("ckpt.reading.fills:Planning.fills", "ckpt.reading.transfer:bites_of"),
+    "reading": ("ckpt.stores.local_store:LocalStore.read_into",),
     "verifying": ("formats.native.chunk_table:ChunkTable.wrong",),
-    "placing what was not read in place": ("ckpt.transfer:_place",),
+    "placing what was not read in place": ("ckpt.reading.transfer:_place",),
 }
 
 

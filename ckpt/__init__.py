@@ -23,6 +23,7 @@ check_neighbours()
 
 if TYPE_CHECKING:
     from ckpt import state_dict
+    from ckpt.background.save_handle import Saved, SaveHandle
     from ckpt.collecting import LeftOver, gc
     from ckpt.converting import convert
     from ckpt.deleting import delete
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
     from ckpt.newest import latest
-    from ckpt.save_handle import Saved, SaveHandle
     from ckpt.saving import save
     from ckpt.verifying import verify
     from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "save": "ckpt.saving",
-    "SaveHandle": "ckpt.save_handle",
-    "Saved": "ckpt.save_handle",
+    "SaveHandle": "ckpt.background.save_handle",
+    "Saved": "ckpt.background.save_handle",
     "load": "ckpt.loading",
     "latest": "ckpt.newest",
     "open": "ckpt.lazy",

@@ -7,8 +7,8 @@ Rules:
 2. Never what a manifest names: the one in the folder, or one beside it that borrows. Where a
    manifest is damaged, nobody knows what it names: nothing that it could mean is a left-over.
 3. Never what a live save may still commit: younger things are listed and stay. A save commits
-   within `GRACE_SECONDS` of its beginning or never (`ckpt.commit`), and clocks may differ by
-   `CLOCKS_SECONDS`.
+   within `GRACE_SECONDS` of its beginning or never (`ckpt.writing.commit`), and clocks may differ
+   by `CLOCKS_SECONDS`.
 4. To list changes nothing. What is to be removed is looked at again just before.
 """
 
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ckpt.bases import Loans, loans, loans_beside
-from ckpt.commit import GRACE_SECONDS
-from ckpt.store import Options, Store, open_store, split_url
+from ckpt.stores.store import Options, Store, open_store, split_url
+from ckpt.writing.bases import Loans, loans, loans_beside
+from ckpt.writing.commit import GRACE_SECONDS
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load

@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ckpt.bases import check_unused
-from ckpt.commit import commit, now
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
+from ckpt.matching.selection import Selection
 from ckpt.outgoing import Streams, outgoing
-from ckpt.selection import Selection
-from ckpt.sources import Source, open_source
-from ckpt.store import Options, Store, is_file, open_store, split_url
+from ckpt.reading.sources import Source, open_source
+from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from ckpt.version import __version__
+from ckpt.writing.bases import check_unused
+from ckpt.writing.commit import commit, now
 from formats import huggingface, safetensors_file
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import stored_order

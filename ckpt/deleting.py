@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from ckpt.commit import withdraw
 from ckpt.errors import NotACheckpointError
-from ckpt.store import Options, open_store
+from ckpt.stores.store import Options, open_store
+from ckpt.writing.commit import withdraw
 from formats.native.manifest import MANIFEST, load, read_manifest
 
 

@@ -20,9 +20,9 @@ from math import prod
 from typing import TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
-from ckpt.saved import join
-from ckpt.sources import Source, open_source
-from ckpt.store import Options
+from ckpt.reading.sources import Source, open_source
+from ckpt.states.saved import join
+from ckpt.stores.store import Options
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt.bites import Array, requests_for
-from ckpt.transfer import transfer
+from ckpt.reading.bites import Array, requests_for
+from ckpt.reading.transfer import transfer
 from formats.catalog import TensorRecord, Tree
 from formats.dtypes import DType
 from formats.storage import Reader
@@ -186,7 +186,7 @@ def _float8_table(dtype: DType) -> Array | None:
         return None
     import torch
 
-    from ckpt.memory import torch_dtype
+    from ckpt.states.memory import torch_dtype
 
     every = torch.arange(256, dtype=torch.uint8).view(torch_dtype(dtype.torch_name))
     numbers: Array = every.to(torch.float32).numpy()

@@ -27,7 +27,7 @@ from ckpt.errors import (
 )
 from ckpt.newest import committed, join_url, natural
 from ckpt.ranks import Ranks
-from ckpt.store import Options, absolute, is_file, split_url
+from ckpt.stores.store import Options, absolute, is_file, split_url
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.storage import SizeError, TooLargeError
 

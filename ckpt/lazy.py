@@ -10,15 +10,15 @@ from types import EllipsisType
 
 import torch
 
-from ckpt.bites import Fits, Request, requests_for
 from ckpt.errors import CkptError
-from ckpt.memory import empty_for, memory_of, torch_dtype
+from ckpt.matching.selection import Selection
 from ckpt.outgoing import selected
-from ckpt.saved import join
-from ckpt.selection import Selection
-from ckpt.sources import Source, open_source
-from ckpt.store import Options
-from ckpt.transfer import transfer
+from ckpt.reading.bites import Fits, Request, requests_for
+from ckpt.reading.sources import Source, open_source
+from ckpt.reading.transfer import transfer
+from ckpt.states.memory import empty_for, memory_of, torch_dtype
+from ckpt.states.saved import join
+from ckpt.stores.store import Options
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.layout import Box, Layout, Piece

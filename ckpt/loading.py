@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ckpt.bites import Fits
 from ckpt.budget import memory_budget
 from ckpt.errors import DamagedLoadError, PartialLoadError, RankError, StoreError
 from ckpt.fallback import Loaded, Url, load_or_older
-from ckpt.fills import Fill, Planning, read_fills
-from ckpt.fitting import check_fits, check_numbers, differences, mark
 from ckpt.garbage import collected_later
-from ckpt.ledger import Match
-from ckpt.lots import Read, Wanted
-from ckpt.match import match
+from ckpt.matching.fitting import check_fits, check_numbers, differences, mark
+from ckpt.matching.ledger import Match
+from ckpt.matching.match import match
+from ckpt.matching.selection import Selection
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
-from ckpt.replicas import REPLICAS, Shares, exchanged, lot_bytes
-from ckpt.saved import Rename, Saved
-from ckpt.selection import Selection
-from ckpt.sources import Source, open_source
-from ckpt.store import Options
-from ckpt.transfer import Reading
+from ckpt.reading.bites import Fits
+from ckpt.reading.fills import Fill, Planning, read_fills
+from ckpt.reading.lots import Read, Wanted
+from ckpt.reading.replicas import REPLICAS, Shares, exchanged, lot_bytes
+from ckpt.reading.sources import Source, open_source
+from ckpt.reading.transfer import Reading
+from ckpt.states.saved import Rename, Saved
+from ckpt.stores.store import Options
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.store import Options, Store, open_store, split_url
+from ckpt.stores.store import Options, Store, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load

@@ -23,11 +23,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ckpt.bites import Array, Request, requests_for
 from ckpt.errors import Difference, MismatchError
-from ckpt.saved import Missing, Saved, join
-from ckpt.selection import Selection
-from ckpt.transfer import Transfer
+from ckpt.matching.selection import Selection
+from ckpt.reading.bites import Array, Request, requests_for
+from ckpt.reading.transfer import Transfer
+from ckpt.states.saved import Missing, Saved, join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -330,7 +330,7 @@ class _Cast:
     def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
         import torch
 
-        from ckpt.memory import memory_of, torch_dtype
+        from ckpt.states.memory import memory_of, torch_dtype
 
         here = torch_dtype(self._record.dtype.torch_name)
         there = torch_dtype(self._target.torch_name)

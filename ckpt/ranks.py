@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt import errors
-from sharding import ranks
-from sharding.agreeing import TIMEOUT_SECONDS
+from sharding.agreement import ranks
+from sharding.agreement.agreeing import TIMEOUT_SECONDS
+from sharding.agreement.ranks import HASH_BITS, attempt
 from sharding.errors import NotAMemberError
-from sharding.ranks import HASH_BITS, attempt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,7 +17,7 @@ __all__ = ["HASH_BITS", "TIMEOUT_SECONDS", "Ranks", "attempt"]
 
 
 class Ranks(ranks.Ranks):
-    """As `sharding.ranks.Ranks`, with errors that a caller of `ckpt` knows."""
+    """As `sharding.agreement.ranks.Ranks`, with errors that a caller of `ckpt` knows."""
 
     rank_error = errors.RankError
 

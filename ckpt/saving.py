@@ -2,8 +2,8 @@
 
 What the ranks tell one another, in order: what `agreed_plan` does before anything is written, one
 record per rank for rank 0 after writing, how the commit ended. In a save in the background the
-call has the first of these (`ckpt.background` the others). A failure anywhere before the commit
-leaves nothing that a reader would take for a checkpoint.
+call has the first of these (`ckpt.background.save` the others). A failure anywhere before the
+commit leaves nothing that a reader would take for a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, overload
 
-from ckpt import background, in_flight
-from ckpt.bases import lender
+from ckpt import in_flight
+from ckpt.background.save import begin
+from ckpt.background.save_handle import SaveHandle
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
-from ckpt.local_store import LocalStore
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
-from ckpt.save_handle import SaveHandle
-from ckpt.save_steps import Compress, Plan, Settings, agreed_plan, finish
-from ckpt.store import Options, Store, absolute, open_store
-from ckpt.transfer import workers_for
+from ckpt.reading.transfer import workers_for
+from ckpt.stores.local_store import LocalStore
+from ckpt.stores.store import Options, Store, absolute, open_store
+from ckpt.writing.bases import lender
+from ckpt.writing.save_steps import Compress, Plan, Settings, agreed_plan, finish
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 
@@ -148,7 +149,7 @@ def save(
             later = Ranks(group, timeout, "saves in the background")
             if not blocking and later.from_any_thread:
                 later.connect()
-                background.begin(handle, state, plan, later, progress, store.options)
+                begin(handle, state, plan, later, progress, store.options)
                 return handle
             ranks.doing("writing")
             written, failed = attempt(lambda: _write(store, plan, progress))

@@ -4,8 +4,8 @@
     ckpt.state_dict.load(full, {"model": other_model, "optim": other_optim})
 
 `convert` describes what the ranks have as `ckpt.save` does, and `load` matches it with a target as
-`ckpt.load` does; what lies between the two is no file, but `sharding.redistribute`. A user gives
-modules, optimizers, or state dicts of any kind and of any runtime.
+`ckpt.load` does; what lies between the two is no file, but `sharding.states.redistribute`. A user
+gives modules, optimizers, or state dicts of any kind and of any runtime.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.budget import memory_budget
 from ckpt.errors import StateError
-from ckpt.filling import Filling, held_locally
-from ckpt.fitting import check_fits, check_numbers, differences, mark
-from ckpt.flatten import FlatState, flatten
-from ckpt.ledger import Match
 from ckpt.loading import Patterns
-from ckpt.local_states import with_names
-from ckpt.match import match
-from ckpt.memory import torch_dtype
+from ckpt.matching.filling import Filling, held_locally
+from ckpt.matching.fitting import check_fits, check_numbers, differences, mark
+from ckpt.matching.ledger import Match
+from ckpt.matching.match import match
+from ckpt.matching.selection import Selection
 from ckpt.ranks import HASH_BITS, TIMEOUT_SECONDS, Ranks
-from ckpt.save_plan import Described, check_members
-from ckpt.saved import Rename, Saved
-from ckpt.selection import Selection
-from ckpt.together import Together, described_by, together
+from ckpt.states.described import Described, check_members
+from ckpt.states.flatten import FlatState, flatten
+from ckpt.states.local_states import with_names
+from ckpt.states.memory import torch_dtype
+from ckpt.states.saved import Rename, Saved
+from ckpt.states.together import Together, described_by, together
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
-from sharding.describing import Spread
+from sharding.describe.describing import Spread
+from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
-from sharding.kinds import converted, dtensor_like
-from sharding.local_part import LocalPart
+from sharding.states.kinds import converted, dtensor_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,6 +1,6 @@
 """The two ends a format needs: a folder to read ranges from and a folder to write files into.
 
-`ckpt.store` implements both for local disks and object stores; formats never open anything
+`ckpt.stores.store` implements both for local disks and object stores; formats never open anything
 themselves. Paths are relative, with forward slashes. A single-file checkpoint is a folder with one
 file in it. A reader also finds the files of a folder beside its own, under `../<folder>/<name>`:
 one checkpoint may borrow from another. Names are checked before they are put together so.

@@ -1,8 +1,8 @@
 """A sharding runtime with torch's two front doors, and the algebra that says who holds what.
 
-`sharding.layout`, the algebra, knows no torch; `sharding.dtensor` describes torch's tensors in its
-terms. The runtime's names are those of `torch.distributed.fsdp` and are imported when first used,
-so that whoever needs the algebra alone does not wait for torch.
+`sharding.layout`, the algebra, knows no torch; `sharding.describe.dtensor` describes torch's
+tensors in its terms. The runtime's names are those of `torch.distributed.fsdp` and are imported
+when first used, so that whoever needs the algebra alone does not wait for torch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sharding.flat_bucket import FlatParameter
+    from sharding.describe.local_part import LocalPart
+    from sharding.engine.flat_bucket import FlatParameter
     from sharding.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-    from sharding.local_part import LocalPart
     from sharding.per_parameter import fully_shard
     from sharding.policies import (
         BackwardPrefetch,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from sharding.wrapper import FullyShardedDataParallel
 
 _FROM = {
-    "FlatParameter": "flat_bucket",
+    "FlatParameter": "engine.flat_bucket",
     "FullyShardedDataParallel": "wrapper",
     "FSDPModule": "fsdp_module",
-    "LocalPart": "local_part",
+    "LocalPart": "describe.local_part",
     "UnshardHandle": "fsdp_module",
     "fully_shard": "per_parameter",
     "register_fsdp_forward_method": "fsdp_module",

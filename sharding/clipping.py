@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from sharding.flat_bucket import FlatBucket, flat_buckets
-from sharding.parameter import Parameter
-from sharding.runtime import units_of
+from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.engine.parameter import Parameter
+from sharding.engine.runtime import units_of
 
 Groups = tuple[ProcessGroup, ...]
 

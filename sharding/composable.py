@@ -22,7 +22,7 @@ from sharding.front_door import (
     ignored_of,
 )
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
-from sharding.state_dicts import hook_state_dicts
+from sharding.states.state_dicts import hook_state_dicts
 from sharding.strategies import Groups, chosen_groups, settled_strategy
 from sharding.wrap_plan import auto_wrap, planned
 

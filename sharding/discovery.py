@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sharding.bucket import Bucket
-from sharding.parameter import Parameter
-from sharding.runtime import units_of
+from sharding.engine.bucket import Bucket
+from sharding.engine.parameter import Parameter
+from sharding.engine.runtime import units_of
 
 _TIED = "_sharding_entry"
 

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.bucket import Bucket
-from sharding.chunk_bucket import local_of
 from sharding.device_rules import (
     check_one_device,
     compute_device,
@@ -26,13 +24,15 @@ from sharding.device_rules import (
     warn_of_host_memory,
 )
 from sharding.discovery import Found, borrowed_bucket, free_parameters
-from sharding.flat_bucket import FlatBucket, FlatForm
+from sharding.engine.bucket import Bucket
+from sharding.engine.chunk_bucket import local_of
+from sharding.engine.flat_bucket import FlatBucket, FlatForm
+from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.runtime import UNIT, units_of
+from sharding.engine.unit import Casts, Unit
 from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
-from sharding.parameter import Parameter, Precision
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from sharding.runtime import UNIT, units_of
 from sharding.strategies import KEEPS_AFTER_FORWARD, Groups, sharing_of
-from sharding.unit import Casts, Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from sharding.device_rules import check_trainable_on, compute_device, device_given
-from sharding.flat_bucket import CommHook, flat_buckets
+from sharding.engine.flat_bucket import CommHook, flat_buckets
+from sharding.engine.forward_hooks import ForwardHooks
+from sharding.engine.order_check import OrderCheck
+from sharding.engine.outputs import mapped
+from sharding.engine.runtime import UNIT, Runtime, units_of
 from sharding.flat_setup import FlatSettings, make_flat_unit
-from sharding.forward_hooks import ForwardHooks
 from sharding.materialize import own_modules
-from sharding.order_check import OrderCheck
-from sharding.outputs import mapped
 from sharding.policies import StateDictSettings
-from sharding.runtime import UNIT, Runtime, units_of
 from sharding.state_dict_settings import default_settings
 
 DOOR = "_sharding_door"

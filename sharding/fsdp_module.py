@@ -10,11 +10,11 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from sharding.bucket import Bucket
-from sharding.chunk_bucket import ChunkBucket
-from sharding.forward_hooks import ForwardHooks
-from sharding.runtime import UNIT, units_of
-from sharding.unit import Unit
+from sharding.engine.bucket import Bucket
+from sharding.engine.chunk_bucket import ChunkBucket
+from sharding.engine.forward_hooks import ForwardHooks
+from sharding.engine.runtime import UNIT, units_of
+from sharding.engine.unit import Unit
 
 _FORWARD_HOOKS = "_sharding_forward_hooks"
 """The attribute of a module that is called around its forward."""

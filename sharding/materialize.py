@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.peers import Sharing
+from sharding.engine.peers import Sharing
 
 
 def own_modules(

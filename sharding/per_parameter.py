@@ -12,17 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sharding.bucket import Bucket
-from sharding.chunk_bucket import ChunkBucket, MeshSharing
 from sharding.discovery import Found, borrowed_bucket, free_parameters
-from sharding.extensions import is_hooked
-from sharding.forward_hooks import ForwardHooks
+from sharding.engine.bucket import Bucket
+from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing
+from sharding.engine.extensions import is_hooked
+from sharding.engine.forward_hooks import ForwardHooks
+from sharding.engine.order_check import OrderCheck
+from sharding.engine.parameter import Parameter
+from sharding.engine.runtime import UNIT, Runtime
+from sharding.engine.unit import Casts, Unit
 from sharding.fsdp_module import FSDPModule, become_unit, reshard_setting
-from sharding.order_check import OrderCheck
-from sharding.parameter import Parameter
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from sharding.runtime import UNIT, Runtime
-from sharding.unit import Casts, Unit
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 PlacementFunction = Callable[[nn.Parameter], "Shard | None"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.peers import Peers, Sharing
+from sharding.engine.peers import Peers, Sharing
 from sharding.policies import ShardingStrategy
 
 HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from sharding.flat_bucket import FlatBucket, flat_buckets
-from sharding.runtime import units_of
-from sharding.unit import Unit
+from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.engine.runtime import units_of
+from sharding.engine.unit import Unit
 from sharding.whole_parameters import WholeParameters, is_first
 
 

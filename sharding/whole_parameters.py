@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.chunk_bucket import local_of
-from sharding.flat_bucket import FlatBucket
-from sharding.full_buffer import FullBuffer
+from sharding.engine.chunk_bucket import local_of
+from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.full_buffer import FullBuffer
 
 
 class WholeParameters:

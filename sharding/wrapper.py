@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.clipping import clip_grad_norm
-from sharding.flat_bucket import CommHook, FlatParameter, flat_buckets
+from sharding.engine.flat_bucket import CommHook, FlatParameter, flat_buckets
+from sharding.engine.runtime import units_of
+from sharding.engine.unit import Unit
 from sharding.flat_setup import FlatSettings
 from sharding.front_door import (
     DOOR,
@@ -22,7 +24,6 @@ from sharding.front_door import (
     front_doors,
     ignored_of,
 )
-from sharding.optim_methods import OptimStateDicts
 from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,
@@ -33,11 +34,10 @@ from sharding.policies import (
     StateDictSettings,
     StateDictType,
 )
-from sharding.runtime import units_of
-from sharding.state_dicts import hook_state_dicts, settings_of, with_settings
+from sharding.states.optim_methods import OptimStateDicts
+from sharding.states.state_dicts import hook_state_dicts, settings_of, with_settings
 from sharding.strategies import HYBRID, Groups, chosen_groups, settled_strategy
 from sharding.summon import summoned
-from sharding.unit import Unit
 from sharding.wrap_plan import auto_wrap, planned
 
 WRAPPED = "_fsdp_wrapped_module"

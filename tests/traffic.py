@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from sharding import redistribute
+from sharding.states import redistribute
 
 T = TypeVar("T")
 

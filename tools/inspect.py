@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ckpt.saved import join
+from ckpt.states.saved import join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from tools.exit_codes import ExitCode
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Print what the checkpoint holds."""
-    from ckpt.sources import open_source
+    from ckpt.reading.sources import open_source
 
     if options.depth is not None and options.depth < 1:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")

@@ -23,7 +23,7 @@ from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, printable, size
 
 if TYPE_CHECKING:
-    from ckpt.store import Store
+    from ckpt.stores.store import Store
 
 SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
 FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -66,7 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Print the list. Raises NotACheckpointError where there is nothing to list."""
-    from ckpt.sources import open_source
+    from ckpt.reading.sources import open_source
 
     try:
         with open_source(options.url, mapping(options.storage_options)) as source:
@@ -124,7 +124,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """The checkpoints directly in a folder, by name, numbers in names by value."""
     from ckpt.newest import natural
-    from ckpt.store import is_file, open_store
+    from ckpt.stores.store import is_file, open_store
 
     if is_file(url, told):
         return
@@ -143,8 +143,8 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
 
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     """What is at a place; None where that is no checkpoint and never began to be one."""
-    from ckpt.sources import open_source
-    from ckpt.store import open_store
+    from ckpt.reading.sources import open_source
+    from ckpt.stores.store import open_store
 
     try:
         with open_source(url, told) as source:

@@ -15,7 +15,7 @@ def late_copies(main: BaseException | None = None) -> Iterator[threading.Event]:
 
     What the main thread then copies, to help, raises `main`.
     """
-    staging: Any = import_module("ckpt.staging")
+    staging: Any = import_module("ckpt.background.staging")
     go, copy, small = threading.Event(), staging.Staging._copy, staging.SMALL_BYTES
 
     def late(*arguments: Any) -> None:

@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.arena import HEAD_BYTES, REMEMBERED, Arena, get_progress, mapped, set_progress
+from ckpt.writing.arena import HEAD_BYTES, REMEMBERED, Arena, get_progress, mapped, set_progress
 
 PAGE = 4096
 

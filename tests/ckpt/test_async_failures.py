@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.writers import WriterProcess
+from ckpt.writing.writers import WriterProcess
 from tests.ckpt.late_copies import SECONDS, late_copies
 
 
@@ -31,7 +31,7 @@ def state(numel: int = 500_000) -> dict[str, Any]:
 
 def writer() -> int:
     """The writer's process id; it is started if it has not been."""
-    return int(import_module("ckpt.workplace").workplace().writer().process.pid)
+    return int(import_module("ckpt.background.workplace").workplace().writer().process.pid)
 
 
 def limit_writer(nbytes: int) -> None:
@@ -297,7 +297,7 @@ except ckpt.CkptError:
 
 def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(tmp_path: Path) -> None:
     body = """
-from ckpt.workplace import workplace
+from ckpt.background.workplace import workplace
 ckpt.save(folder + "/1", {"w": weights[:10]}, blocking=False).wait(60)
 print(workplace().writer().process.pid, flush=True)
 input()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.bases import borrowers
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
+from ckpt.writing.bases import borrowers
 from formats.native import shard
 from formats.native.borrowed import BORROWED
 from formats.native.manifest import MANIFEST, load

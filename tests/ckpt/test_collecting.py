@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import commit, save_steps
 from ckpt.collecting import FOLDER, PART, SHARD, UPLOAD
+from ckpt.writing import commit, save_steps
 from tests.stores.server import Server, s3_client
 
 ATTEMPT = "0123456789abcdef"

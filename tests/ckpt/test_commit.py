@@ -1,8 +1,8 @@
 """A process that dies at any system call of a save leaves the old checkpoint or the new one.
 
-The calls that `ckpt.local_store` makes are counted, and a forked process ends itself without a word
-at the n-th of them: once before the call, once, where it writes, with half of it done. What is in
-the folder afterwards is then read, for every n up to the end of the save.
+The calls that `ckpt.stores.local_store` makes are counted, and a forked process ends itself without
+a word at the n-th of them: once before the call, once, where it writes, with half of it done. What
+is in the folder afterwards is then read, for every n up to the end of the save.
 """
 
 import errno
@@ -62,7 +62,7 @@ def save_and_die(folder: str, overwrite: bool, compress: bool, last: int, half: 
         status = 1
         try:
             system = DyingSystem(last, half)
-            import_module("ckpt.local_store").os = system  # type: ignore[attr-defined]
+            import_module("ckpt.stores.local_store").os = system  # type: ignore[attr-defined]
             unlink = system.unlink
             Path.unlink = lambda self, missing_ok=False: unlink(self)  # type: ignore[method-assign]
             ckpt.save(folder, new(), overwrite=overwrite, compress=compress)
@@ -137,7 +137,7 @@ class FullDisk:
 
 def save_to_a_full_disk(folder: str, full_rank: int, room_bytes: int) -> str:
     """The name of what this rank's save raises when one rank's disk is full."""
-    local_store: Any = import_module("ckpt.local_store")
+    local_store: Any = import_module("ckpt.stores.local_store")
     if dist.get_rank() == full_rank:
         local_store.os = FullDisk(room_bytes)
     note = {"note": "long" * 1000}  # a manifest that needs some room

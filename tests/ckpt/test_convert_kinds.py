@@ -32,18 +32,18 @@ import sharding
 from ckpt import outgoing
 from ckpt.converting import convert
 from ckpt.kind_layouts import layout_of, run_of
-from ckpt.local_store import LocalStore
-from ckpt.transfer import MAX_WORKERS, SCRATCH_BYTES
+from ckpt.reading.transfer import MAX_WORKERS, SCRATCH_BYTES
+from ckpt.stores.local_store import LocalStore
 from formats.dtypes import DTYPES
 from formats.errors import CorruptError, FormatError
 from formats.native.manifest import Manifest, dump, load
 from formats.native.shard import TABLE, open_shard
 from sharding import FullyShardedDataParallel
+from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
-from sharding.kinds import converted
 from sharding.layout import Layout, Mesh, Piece
 from sharding.layout import Shard as Rows
-from sharding.local_part import LocalPart
+from sharding.states.kinds import converted
 from tools.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import ckpt
-import ckpt.store
+import ckpt.stores.store
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.server import Server
 
@@ -104,7 +104,7 @@ def test_damage_that_one_rank_reads_for_all_is_an_error_on_all(
 ) -> None:
     url, options = moto.url(f"{tmp_path.name}/a"), dict(moto.options)
     clusters(1).run(save, url, options)
-    with ckpt.store.open_store(url, options) as store:
+    with ckpt.stores.store.open_store(url, options) as store:
         (name,) = [name for name in store.names() if name.endswith(".safetensors")]
         data = bytearray(store.read_whole(name, 1 << 30))
         data[len(data) // 2] ^= 1

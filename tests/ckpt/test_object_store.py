@@ -12,11 +12,11 @@ import torch
 from botocore.exceptions import NoCredentialsError
 
 import ckpt
-from ckpt import object_store
-from ckpt.drivers import Parts
 from ckpt.errors import ExistsError, StoreError
-from ckpt.store import Store, open_store
-from ckpt.uploads import PART_BYTES, Division, Sending, Upload
+from ckpt.stores import object_store
+from ckpt.stores.drivers import Parts
+from ckpt.stores.store import Store, open_store
+from ckpt.stores.uploads import PART_BYTES, Division, Sending, Upload
 from formats.errors import CorruptError
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, dead_between, once, seeded, times

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import AdamW
 
 import ckpt
+from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
-from sharding.local_part import LocalPart
 from tests.ckpt.wrappings import flat_dict, other, state_of, train, wrapped
 from tests.conftest import RankFailed
 from tests.traffic import received_while

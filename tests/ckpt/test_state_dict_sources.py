@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import ckpt
 import sharding
+from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
-from sharding.local_part import LocalPart
 from tests.ckpt.test_any_to_any import options, unlike
 from tests.ckpt.test_state_dict import same
 from tests.ckpt.trainers import KINDS, Trainer, snapshot, train, trainer, worlds

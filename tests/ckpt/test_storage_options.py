@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.store import place_elsewhere
-from ckpt.write_job import WriteJob
+from ckpt.stores.store import place_elsewhere
+from ckpt.writing.write_job import WriteJob
 from tools.exit_codes import ExitCode
 from tools.main import main
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ExistsError
-from ckpt.local_store import NO_HARD_LINKS, OPEN_FILES, LocalStore
+from ckpt.stores.local_store import NO_HARD_LINKS, OPEN_FILES, LocalStore
 from formats.errors import CorruptError
 from tests.stores.contents import content_of, fail_to_put, put
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt.flatten import FlatState, flatten
-from ckpt.save_plan import Described, stored_layouts
-from ckpt.together import _values, described_by, structure_mark
+from ckpt.states.described import Described
+from ckpt.states.flatten import FlatState, flatten
+from ckpt.states.together import _values, described_by, structure_mark
+from ckpt.writing.save_plan import stored_layouts
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor

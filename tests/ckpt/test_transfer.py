@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt.bites import Fits, Limits, Request, requests_for
-from ckpt.local_store import LocalStore
-from ckpt.transfer import SCRATCH_BYTES, transfer
+from ckpt.reading.bites import Fits, Limits, Request, requests_for
+from ckpt.reading.transfer import SCRATCH_BYTES, transfer
+from ckpt.stores.local_store import LocalStore
 from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, TensorRecord, TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError

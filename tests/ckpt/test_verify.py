@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from ckpt import verify_native
 from ckpt.converting import convert
 from ckpt.errors import NotACheckpointError
-from ckpt.local_store import LocalStore
 from ckpt.saving import save
+from ckpt.stores.local_store import LocalStore
 from ckpt.verifying import verify
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME

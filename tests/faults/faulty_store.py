@@ -23,9 +23,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-import ckpt.store
-from ckpt.promises import Promises, Unfinished
-from ckpt.store import Store
+import ckpt.stores.store
+from ckpt.stores.promises import Promises, Unfinished
+from ckpt.stores.store import Store
 from formats.errors import CorruptError
 from formats.storage import Buffer, FileWriter
 
@@ -329,7 +329,7 @@ def failing(schedule: Schedule) -> Iterator[Faults]:
     """Every store that is opened in this process fails as the schedule says."""
     faults = Faults(schedule)
     import_all()  # what is imported inside would keep what it finds
-    original = ckpt.store.open_store
+    original = ckpt.stores.store.open_store
 
     def opened(*arguments: Any, **options: Any) -> FaultyStore:
         return FaultyStore(original(*arguments, **options), faults)

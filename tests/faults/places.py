@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from formats.native.manifest import MANIFEST, load
 from tests.stores.server import Server, s3_client
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt import commit
-from ckpt.local_store import LocalStore
+from ckpt.stores.local_store import LocalStore
+from ckpt.writing import commit
 from tests.faults.commands import found_step, save, state
 from tests.faults.conftest import Jobs
 from tests.faults.places import Bucket, Disk, Place, belonging

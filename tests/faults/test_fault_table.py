@@ -272,7 +272,7 @@ def test_a_file_that_the_disk_cannot_read_is_damaged_and_gives_way_to_a_fallback
     for step in (1, 2):
         save(str(tmp_path / f"step-{step}"), step)
     (file,) = shards(tmp_path / "step-2")
-    monkeypatch.setattr("ckpt.local_store.os", BadSector(file))
+    monkeypatch.setattr("ckpt.stores.local_store.os", BadSector(file))
     (problem,) = ckpt.verify(tmp_path / "step-2").problems
     assert f"{file}: the disk cannot read all of it: Input/output error" in problem.message
     error, message, said, did = attempt(str(tmp_path / "step-2"))

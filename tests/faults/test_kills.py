@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.store import split_url
+from ckpt.stores.store import split_url
 from tests.faults.commands import found_step
 from tests.faults.conftest import Jobs
 from tests.faults.places import Bucket, Disk, Place, belonging

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import ckpt
-from ckpt import background, commit
+from ckpt.writing import commit
 from formats.errors import FormatError
 from tests.faults.faulty_store import CRASHES, Crash, Fault, at, dead_between, failing
 
@@ -206,7 +206,7 @@ def _allowed(fault: Fault | None, can_crash: bool) -> Fault | None:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "SEEN_PAUSES_SECONDS", (0.0, 0.0))
     # By a thread of this process, whose stores fail.
-    monkeypatch.setattr(background, "place_elsewhere", lambda *_: None)
+    monkeypatch.setattr("ckpt.background.save.place_elsewhere", lambda *_: None)
 
 
 def play(examples: int, steps: int) -> None:

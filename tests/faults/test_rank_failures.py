@@ -22,37 +22,37 @@ import ckpt
 
 SHORT_SECONDS, LONG_SECONDS = 2.0, 100.0
 """The time-out where a rank hangs, and where nobody should wait for one to pass."""
-SAVING = ("ckpt.save_steps:flatten", "ckpt.saving:_write", "ckpt.save_steps:packed")
-COMMIT = "ckpt.save_steps:write_manifest"
+SAVING = ("ckpt.writing.save_steps:flatten", "ckpt.saving:_write", "ckpt.writing.save_steps:packed")
+COMMIT = "ckpt.writing.save_steps:write_manifest"
 """Of rank 0 alone."""
-WAIT = "sharding.links:Link.wait"
+WAIT = "sharding.agreement.links:Link.wait"
 """Of the other ranks: for rank 0's answer."""
 INSTALL = "installing the loaded state"
 """What the ranks do together by this name."""
 STEPS = {
     "save": (*SAVING, COMMIT),
     "save later": (
-        "ckpt.save_steps:flatten",
-        "ckpt.background:_stage",
-        "ckpt.background:_Save._write",
-        "ckpt.save_steps:packed",
+        "ckpt.writing.save_steps:flatten",
+        "ckpt.background.save:_stage",
+        "ckpt.background.save:_Save._write",
+        "ckpt.writing.save_steps:packed",
         COMMIT,
     ),
     "load": ("ckpt.loading:match", "ckpt.loading:read_fills", INSTALL),
     "load, exchanging": ("ckpt.loading:Shares", "ckpt.loading:read_fills"),
-    "convert": ("ckpt.state_dict:flatten", "sharding.kinds:_mark"),
+    "convert": ("ckpt.state_dict:flatten", "sharding.states.kinds:_mark"),
     "load a state dict": (
         "ckpt.state_dict:flatten",
         "ckpt.state_dict:match",
-        "ckpt.filling:Filling._fill",
+        "ckpt.matching.filling:Filling._fill",
         INSTALL,
     ),
 }
 """What each call does, in order, until tensors travel."""
 TRAVEL = {
-    "load, exchanging": "ckpt.replicas:redistribute",
-    "convert": "sharding.kinds:redistribute",
-    "load a state dict": "ckpt.filling:redistribute",
+    "load, exchanging": "ckpt.reading.replicas:redistribute",
+    "convert": "sharding.states.kinds:redistribute",
+    "load a state dict": "ckpt.matching.filling:redistribute",
 }
 """The steps in which tensors travel: who does not take part breaks the process group itself."""
 ERRORS = {
@@ -104,7 +104,8 @@ def do(call: str, folder: str, seconds: float) -> None:
 @contextmanager
 def happening(step: str, what: str, gate: str) -> Iterator[None]:
     """Inside, something happens to this rank when it comes to a step for the first time."""
-    module, _, path = (step if ":" in step else "sharding.ranks:Ranks.compare").partition(":")
+    where = step if ":" in step else "sharding.agreement.ranks:Ranks.compare"
+    module, _, path = where.partition(":")
     *owners, name = path.split(".")
     owner: Any = import_module(module)
     for each in owners:
@@ -230,10 +231,10 @@ def rows() -> Iterator[tuple[str, str, str, int]]:
 
 SAMPLE = [
     ("save", WAIT, "is interrupted", 1),
-    ("save", "ckpt.save_steps:flatten", "is interrupted", 1),
+    ("save", "ckpt.writing.save_steps:flatten", "is interrupted", 1),
     ("save", "ckpt.saving:_write", "hangs", 1),
     ("save", COMMIT, "raises", 0),
-    ("save later", "ckpt.background:_Save._write", "leaves", 1),
+    ("save later", "ckpt.background.save:_Save._write", "leaves", 1),
     ("load", "ckpt.loading:read_fills", "hangs", 0),
     ("convert", "ckpt.state_dict:flatten", "raises", 0),
     ("load a state dict", INSTALL, "is interrupted", 0),

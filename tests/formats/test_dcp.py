@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dcp import read, write
 from formats.dcp_nest import flattened, nested

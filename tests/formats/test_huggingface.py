@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.safetensors_header import BITS, MAX_HEADER_BYTES, Entry, build, parse, read_header
 

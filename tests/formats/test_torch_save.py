@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError

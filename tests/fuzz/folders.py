@@ -6,12 +6,13 @@ from typing import cast
 
 import numpy as np
 
-from ckpt import sources, verifying
-from ckpt.bites import requests_for
+from ckpt import verifying
 from ckpt.errors import NotACheckpointError
-from ckpt.sources import Source
-from ckpt.store import Store
-from ckpt.transfer import transfer
+from ckpt.reading import sources
+from ckpt.reading.bites import requests_for
+from ckpt.reading.sources import Source
+from ckpt.reading.transfer import transfer
+from ckpt.stores.store import Store
 from formats.catalog import Catalog
 from formats.errors import CorruptError, FormatError
 from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError

@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from sharding.dtensor import describe, zeros_placed_like
+from sharding.describe.dtensor import describe, zeros_placed_like
 from sharding.errors import LocalShapeError, PartialError, ShardingError, UnknownPlacementError
 from sharding.layout import Layout, Mesh, Shape
 from sharding.layout import Replicate as OurReplicate
@@ -285,7 +285,7 @@ def test_plain_zeros_keep_shape_and_strides() -> None:
         ("import sharding, sharding.layout, sharding.errors", "torch"),
         (
             (
-                "import torch, sharding.dtensor as d, sharding.layout as l; "
+                "import torch, sharding.describe.dtensor as d, sharding.layout as l; "
                 "d.describe(torch.ones(2), 'w', l.Mesh.grid(('world',), (2,)))"
             ),
             "torch.distributed.tensor",

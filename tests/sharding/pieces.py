@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.describing import describe
+from sharding.describe.describing import describe
+from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh
-from sharding.local_part import LocalPart
 
 Held = dict[str, tuple[np.ndarray, Layout]]
 """By name, the elements of a rank's local storage, and the layout."""

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding import ranks as ranks_module
+from sharding.agreement import ranks as ranks_module
+from sharding.agreement.gathering import Gathering
+from sharding.agreement.links import Failure, Kind, Link, Message, flush
+from sharding.agreement.meeting import LOOPBACK, Meeting
+from sharding.agreement.ranks import Ranks
 from sharding.errors import RankError
-from sharding.gathering import Gathering
-from sharding.links import Failure, Kind, Link, Message, flush
-from sharding.meeting import LOOPBACK, Meeting
-from sharding.ranks import Ranks
 
 
 def pair() -> tuple[Link, socket.socket]:

@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import sharding
 from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from sharding.describing import describe_module, flat_members, part_of
+from sharding.describe.describing import describe_module, flat_members, part_of
+from sharding.describe.local_part import LocalPart
 from sharding.errors import ShardingError
-from sharding.local_part import LocalPart
 from tests.sharding.pieces import Held, Parameters, held, whole
 from tests.sharding.wrapper_models import (
     full_parameters,

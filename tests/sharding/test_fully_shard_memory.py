@@ -20,9 +20,9 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.batches import AHEAD_BYTES
-from sharding.bucket import Bucket
-from sharding.runtime import UNIT, units_of
+from sharding.engine.batches import AHEAD_BYTES
+from sharding.engine.bucket import Bucket
+from sharding.engine.runtime import UNIT, units_of
 
 UNITS = 6
 WIDTH = 768

@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import average_gradients, batch, pair, train
 
 import sharding
-from sharding.dtensor import describe
+from sharding.describe.dtensor import describe
 from sharding.layout import Mesh
 
 Library = SimpleNamespace

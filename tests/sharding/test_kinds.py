@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from sharding import kinds
+from sharding.describe.local_part import LocalPart
 from sharding.errors import ShardingError
 from sharding.kind import Kind
-from sharding.kinds import converted
 from sharding.layout import FlatShard, Layout, Mesh
 from sharding.layout.copies import copies_to
-from sharding.local_part import LocalPart
+from sharding.states import kinds
+from sharding.states.kinds import converted
 from tests.conftest import RankFailed
 from tests.traffic import received_while
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.comm_hooks import predivide_factor
-from sharding.full_buffer import FullBuffer, plain
-from sharding.packing import ChunkPacking, FlatPacking, Slot, chunk, pack
+from sharding.engine.full_buffer import FullBuffer, plain
+from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, chunk, pack
 
 SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)

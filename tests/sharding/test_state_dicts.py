@@ -25,9 +25,9 @@ from sharding import (
     ShardingStrategy,
     StateDictType,
 )
-from sharding.full_buffer import FullBuffer
-from sharding.local_part import LocalPart
-from sharding.local_state_dicts import FLAT_PARAMETERS, local_parts
+from sharding.describe.local_part import LocalPart
+from sharding.engine.full_buffer import FullBuffer
+from sharding.states.local_state_dicts import FLAT_PARAMETERS, local_parts
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
 from tests.networks import ScaledBlock

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from sharding.describing import describe, describe_module, flat_members, load_rest, part_of
+from sharding.describe.describing import describe, describe_module, flat_members, load_rest, part_of
+from sharding.describe.torch_fsdp import named_parts
 from sharding.layout import FlatShard, Mesh
 from sharding.layout import Shard as RowShard
-from sharding.torch_fsdp import named_parts
 from tests.sharding.pieces import Held, Parameters, held, whole
 
 CPU = torch.device("cpu")
@@ -332,7 +332,7 @@ def test_a_buffer_that_was_cast_is_described_in_its_own_dtype_and_loaded_in_its_
 
 def test_nobody_imports_torchs_fsdp_for_a_module_that_does_not_use_it() -> None:
     program = (
-        "import sys, torch; from sharding.describing import describe_module, part_of\n"
+        "import sys, torch; from sharding.describe.describing import describe_module, part_of\n"
         "describe_module(torch.nn.Linear(2, 3)); part_of(torch.ones(2))\n"
         "assert not any(name.startswith('torch.distributed.fsdp') for name in sys.modules)\n"
     )

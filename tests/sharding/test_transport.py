@@ -21,11 +21,11 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.collectives import Collectives
-from sharding.messages import SMALL_BYTES, Messages
-from sharding.peers import Peers, Sharing
-from sharding.runtime import units_of
-from sharding.transport import Transport, transport_between
+from sharding.engine.collectives import Collectives
+from sharding.engine.messages import SMALL_BYTES, Messages
+from sharding.engine.peers import Peers, Sharing
+from sharding.engine.runtime import units_of
+from sharding.engine.transport import Transport, transport_between
 
 WAYS: list[Callable[[Peers], Transport]] = [Messages, Collectives]
 CPU = torch.device("cpu")

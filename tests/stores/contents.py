@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.store import Store
+from ckpt.stores.store import Store
 
 
 def put(store: Store, name: str, *parts: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.store import Store, open_store
+from ckpt.stores.store import Store, open_store
 from tests.stores.server import Server
 
 SERVERS = ("moto", "radosgw", "azurite")

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 from ckpt.errors import ExistsError
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 
 PROCESSES = 4
 THREADS = 2

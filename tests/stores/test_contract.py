@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ckpt.errors import ExistsError
-from ckpt.local_store import IO_VECTORS
-from ckpt.store import Store, is_file, split_url
+from ckpt.stores.local_store import IO_VECTORS
+from ckpt.stores.store import Store, is_file, split_url
 from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE
 from tests.stores.contents import content_of, fail_to_put, put

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import ckpt
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from tests.stores.server import Server
 
 

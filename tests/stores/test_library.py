@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.store import open_store
+from ckpt.stores.store import open_store
 from tests.stores import states
 from tests.stores.places import S3, SERVERS, Place, place_at
 from tests.stores.server import Server, s3_client

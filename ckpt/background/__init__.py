@@ -1,0 +1,1 @@
+"""Saves that go on while the training does."""

@@ -1,0 +1,1 @@
+"""What of a checkpoint goes where in a target, and what of it does not fit."""

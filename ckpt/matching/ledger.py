@@ -1,0 +1,114 @@
+"""What matching a target with a checkpoint writes down: wants, differences and names used.
+
+`ckpt.matching.match` walks the target, `ckpt.matching.match_optimizer` the optimizers in it,
+`ckpt.matching.match_slices` the state of their flat parameters; all fill one ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ckpt.errors import Difference
+from ckpt.matching.selection import Selection
+from ckpt.states.memory import empty_for, torch_dtype
+from ckpt.states.saved import Missing, Saved, join
+from formats.catalog import TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
+from sharding.describe.describing import Spread
+
+Step = Callable[[], object]
+"""Installs a part of the target and returns what stands there now."""
+Check = Callable[[], Difference | None]
+"""What is wrong with numbers that were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A tensor to fill from a record of the checkpoint."""
+
+    name: str
+    record: TensorRecord
+    tensor: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A target matched with a checkpoint."""
+
+    wants: list[Want]
+    numbers: list[Want]
+    """To be read into memory of their own before anything of the target is touched."""
+    checks: list[Check]
+    """To be made once these are read."""
+    differences: list[Difference]
+    """All but the unexpected names."""
+    unexpected: list[str]
+    """The checkpoint's names that this rank's target does not have."""
+    saved_names: list[str]
+    """All of the checkpoint's names as the target knows them; the same on every rank."""
+    install: Step
+    """Sets values and calls `load_state_dict`s, once the wants are filled; returns the target."""
+
+
+@dataclass
+class Ledger:
+    """The state of one matching."""
+
+    saved: Saved
+    selection: Selection
+    wants: list[Want] = field(default_factory=list)
+    numbers: list[Want] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    """The checkpoint's names that found their place, or are known not to matter."""
+
+    def differ(self, name: str, problem: str, detail: str) -> None:
+        """Write down one way in which the two do not fit."""
+        self.differences.append(Difference(name, problem, detail))
+
+    def selects(self, path: str) -> bool:
+        """True when something below a name is to be loaded, if there is anything."""
+        below = self.saved.under(path) or [join(path, "")]
+        return any(name in self.selection for name in below)
+
+    def whole(
+        self, tree: Tree, path: str, like: Callable[[str, TensorRecord], torch.Tensor] | None = None
+    ) -> Step:
+        """What was saved, with tensors of their own; `like` makes them from name and record."""
+        if isinstance(tree, TensorRef):
+            record = self.saved.catalog.tensors[tree.name]
+            tensor = like(path, record) if like is not None else whole_tensor(record)
+            self.wants.append(Want(path, record, tensor))
+            return lambda: tensor
+        if isinstance(tree, dict):
+            items = {key: self.whole(v, join(path, key), like) for key, v in tree.items()}
+            return lambda: {key: step() for key, step in items.items()}
+        if isinstance(tree, list | tuple):
+            steps = [self.whole(v, join(path, i), like) for i, v in enumerate(tree)]
+            if isinstance(tree, tuple):
+                return lambda: tuple(step() for step in steps)
+            return lambda: [step() for step in steps]
+        if isinstance(tree, DType):
+            dtype = torch_dtype(tree.torch_name)
+            return lambda: dtype
+        return lambda: tree
+
+    def anything(self, own: object, path: str) -> Step:
+        """Whatever was saved there, for an object that knows what to do with it; else `own`."""
+        if not self.selects(path):
+            return lambda: own
+        saved = self.saved.node(path)
+        if isinstance(saved, Missing):
+            self.differ(path, "missing", "is in the target and not in the checkpoint")
+            return lambda: own
+        self.used.update(self.saved.under(path))
+        return self.whole(saved, path)
+
+
+def whole_tensor(record: TensorRecord) -> torch.Tensor:
+    """Fresh memory for a whole tensor of the checkpoint."""
+    return empty_for(record, record.shape)

@@ -1,0 +1,289 @@
+"""Which tensor and value of a checkpoint goes where in a target, and what does not fit.
+
+Walks the target the way `ckpt.states.flatten` walks a state. Touches nothing: what is to be read
+becomes a `Want`, what is to be set a step of `Match.install`, what does not fit a `Difference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.matching.ledger import Ledger, Match, Step, Want
+from ckpt.matching.match_optimizer import match_optimizer
+from ckpt.matching.selection import Selection
+from ckpt.states.local_states import by_parameters
+from ckpt.states.memory import torch_can_share
+from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join
+from ckpt.states.stateful import (
+    ParameterNames,
+    Stateful,
+    identity,
+    module_entries,
+    parameter_names,
+    unwrapped,
+)
+from formats.catalog import TensorRef, Tree
+from formats.native.tree import ROOT
+from sharding.describe.describing import Spread, clean_name, load_rest, part_of, state_dict_names
+from sharding.describe.local_part import LocalPart
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the name under which a module keeps what `get_extra_state` returns."""
+
+
+def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Match:
+    """Match a target with a checkpoint. `cast` allows another dtype."""
+    ledger = Ledger(saved, selection)
+    matcher = _Matcher(ledger, cast, parameter_names(state))
+    install = matcher.walk(state, "")
+    matcher.forgive_ties()
+    names = list(saved.leaves)
+    unexpected = [name for name in names if name not in ledger.used and name in selection]
+    return Match(
+        ledger.wants,
+        ledger.numbers,
+        ledger.checks,
+        ledger.differences,
+        unexpected,
+        names,
+        install,
+    )
+
+
+class _Matcher:
+    def __init__(self, ledger: Ledger, cast: bool, parameters: ParameterNames) -> None:
+        self._ledger = ledger
+        self._cast = cast
+        self._parameters = parameters
+        self._filled: dict[object, str] = {}
+        self._lacking: dict[str, object] = {}
+        self._keep: list[object] = []
+        """What `_filled` and `_lacking` have the identity of."""
+
+    def walk(self, node: object, path: str) -> Step:
+        """Match what the target has at a path."""
+        if isinstance(node, torch.Tensor | LocalPart):
+            self._tensor(node, path or ROOT)
+            return lambda: node
+        if isinstance(node, np.ndarray):
+            return self._array(node, path)
+        if isinstance(node, nn.Module):
+            return self._module(node, path)
+        if isinstance(node, Optimizer):
+            return match_optimizer(self._ledger, node, self._parameters.of(node), path)
+        if isinstance(node, Mapping) and node:
+            return self._mapping(node, path)
+        if isinstance(node, list | tuple) and _holds_target(node):
+            return self._sequence(node, path)
+        if isinstance(node, Stateful) and not isinstance(node, type | Mapping):
+            return self._stateful(node, path)
+        return self._value(node, path)
+
+    def forgive_ties(self) -> None:
+        """A name the checkpoint lacks does not matter when its tensor is filled by another."""
+        for name, key in self._lacking.items():
+            if key not in self._filled:
+                self._ledger.differ(name, "missing", "is in the target and not in the checkpoint")
+
+    def _tensor(self, given: Spread, name: str) -> None:
+        if name not in self._ledger.selection:
+            return
+        part = part_of(given) if isinstance(given, torch.Tensor) else given
+        tensor = given if part is None else part
+        self._keep.append(tensor)
+        key = identity(tensor)
+        saved = self._ledger.saved.leaves.get(name, MISSING)
+        if isinstance(saved, Missing):
+            self._lacking[name] = key
+            return
+        self._ledger.used.add(name)
+        if not isinstance(saved, TensorRef):
+            self._ledger.differ(
+                name, "structure", f"is {_shown(saved)} in the checkpoint, a tensor in the target"
+            )
+            return
+        record = self._ledger.saved.catalog.tensors[saved.name]
+        if record.shape != tuple(tensor.shape):
+            self._ledger.differ(
+                name,
+                "shape",
+                f"the checkpoint has shape {record.shape}, the target wants {tuple(tensor.shape)}; "
+                "pass strict=False to skip it, or rename it with rename=",
+            )
+        elif not self._cast and record.dtype.torch_name != str(tensor.dtype).removeprefix("torch."):
+            self._ledger.differ(
+                name,
+                "dtype",
+                f"the checkpoint has {record.dtype}, the target wants "
+                f"{str(tensor.dtype).removeprefix('torch.')}; pass dtype='target' to cast",
+            )
+        elif getattr(tensor, "is_meta", False):
+            self._ledger.differ(
+                name, "structure", "is on the meta device; call to_empty() on the module first"
+            )
+        elif self._filled.setdefault(key, name) == name:
+            self._ledger.wants.append(Want(name, record, tensor))
+
+    def _array(self, array: np.ndarray, path: str) -> Step:
+        """An array that torch cannot share is filled by way of a copy, a read-only one replaced."""
+        if torch_can_share(array):
+            self._tensor(torch.from_numpy(array), path or ROOT)
+            return lambda: array
+        copy = array.copy()
+        self._tensor(torch.from_numpy(copy), path or ROOT)
+
+        def install() -> object:
+            if not array.flags.writeable:
+                return copy
+            array[...] = copy
+            return array
+
+        return install
+
+    def _module(self, module: nn.Module, path: str) -> Step:
+        own = {identity(t) for t in _tensors_of(module)}
+        entries = module_entries(module)
+        aliases_only = True
+        steps: dict[str, Step] = {}
+        for key, value in entries.items():
+            if key.rpartition(".")[2] == EXTRA_STATE:
+                steps[key] = self._ledger.anything(value, join(path, key))
+            else:
+                steps[key] = self.walk(value, join(path, key))
+            is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
+            aliases_only &= is_tensor or isinstance(value, LocalPart)
+        if aliases_only and not _customised(module):
+            return lambda: module  # what was filled are the parameters and buffers themselves
+        original = {clean_name(key): key for key in state_dict_names(unwrapped(module))}
+
+        def install() -> object:
+            loaded = {original.get(key, key): step() for key, step in steps.items()}
+            load_rest(unwrapped(module), loaded)
+            return module
+
+        return install
+
+    def _mapping(self, node: Mapping[object, object], path: str) -> Step:
+        items = by_parameters(node)
+        steps = {key: self.walk(item, join(path, key)) for key, item in items.items()}
+
+        def install() -> object:
+            loaded = {key: step() for key, step in steps.items()}
+            if items is not node:
+                return node  # its flat parameters have got what belongs to their parts
+            if isinstance(node, MutableMapping):
+                node.update(loaded)
+                return node
+            return loaded
+
+        return install
+
+    def _sequence(self, node: list[object] | tuple[object, ...], path: str) -> Step:
+        steps = [self.walk(item, join(path, index)) for index, item in enumerate(node)]
+
+        def install() -> object:
+            loaded = [step() for step in steps]
+            if isinstance(node, list):
+                node[:] = loaded
+                return node
+            return type(node)(loaded) if type(node) is tuple else tuple(loaded)
+
+        return install
+
+    def _value(self, node: object, path: str) -> Step:
+        """A plain value, or a place (None, an empty dict) for whatever was saved."""
+        if not any(
+            name in self._ledger.selection for name in self._ledger.saved.under(path) or [path]
+        ):
+            return lambda: node
+        saved = self._ledger.saved.node(path)
+        if isinstance(saved, Missing):
+            if node != {}:
+                self._ledger.differ(path, "missing", "is in the target and not in the checkpoint")
+            return lambda: node
+        self._ledger.used.update(self._ledger.saved.under(path))
+        is_place = node is None or isinstance(node, dict)
+        fits = is_place or isinstance(node, list | tuple) == isinstance(saved, list | tuple)
+        if not fits or (not is_place and (holds_tensor(saved) or isinstance(saved, dict))):
+            self._ledger.differ(
+                path,
+                "structure",
+                f"is {_shown(saved)} in the checkpoint, a {type(node).__name__} in the target; put "
+                "None there to take what was saved",
+            )
+            return lambda: node
+        step = self._ledger.whole(saved, path)
+
+        def install() -> object:
+            loaded = step()
+            if isinstance(node, dict) and isinstance(loaded, dict):
+                node.update(loaded)
+                return node
+            if isinstance(node, list) and isinstance(loaded, list | tuple):
+                node[:] = loaded
+                return node
+            return loaded
+
+        return install
+
+    def _stateful(self, node: Stateful, path: str) -> Step:
+        """An object that gets whatever was saved for it, tensors whole."""
+        nothing = object()
+        step = self._ledger.anything(nothing, path)
+
+        def install() -> object:
+            loaded = step()
+            if loaded is not nothing:
+                node.load_state_dict(loaded)  # type: ignore[arg-type]
+            return node
+
+        return install
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    inner = unwrapped(module)
+    return [*inner.parameters(), *inner.buffers()]
+
+
+def _customised(module: nn.Module) -> bool:
+    """True when loading does more than copying: somebody's hook, or an overridden method.
+
+    The hooks of torch.distributed and of our runtime put shards where the state dict already found
+    them.
+    """
+    return any(
+        type(part).load_state_dict is not nn.Module.load_state_dict
+        or not all(map(_is_of_runtime, part._load_state_dict_pre_hooks.values()))
+        or not all(map(_is_of_runtime, part._load_state_dict_post_hooks.values()))
+        for part in unwrapped(module).modules()
+    )
+
+
+def _is_of_runtime(hook: object) -> bool:
+    function = getattr(hook, "hook", hook)
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(("torch.distributed.", "sharding."))
+
+
+def _holds_target(node: object) -> bool:
+    """True for a sequence with something to fill in it; other sequences are values."""
+    if isinstance(node, list | tuple):
+        return any(_holds_target(item) for item in node)
+    if isinstance(node, Mapping):
+        return any(_holds_target(item) for item in node.values())
+    return isinstance(node, torch.Tensor | np.ndarray | nn.Module | Stateful)
+
+
+def _shown(tree: Tree) -> str:
+    if isinstance(tree, TensorRef):
+        return "a tensor"
+    if isinstance(tree, dict):
+        return f"a dict of {len(tree)}" + (" with tensors" if holds_tensor(tree) else "")
+    if isinstance(tree, list | tuple):
+        return f"a {type(tree).__name__} of {len(tree)}"
+    return repr(tree)[:80]

@@ -1,0 +1,144 @@
+"""Any checkpoint as a catalog: the format is seen from what is there, not from the name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckpt import in_flight
+from ckpt.errors import NotACheckpointError
+from ckpt.stores.store import Options, Store, is_file, open_store, split_url
+from formats.catalog import Catalog
+from formats.limits import check, current
+from formats.native.manifest import MANIFEST
+
+ZIP_MAGIC = b"PK\x03\x04"
+DCP_METADATA = ".metadata"
+SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint."""
+
+    url: str
+    store: Store
+    catalog: Catalog
+
+    @property
+    def mark(self) -> int:
+        """Of a native checkpoint, a number that no other one has, nor one that replaced it."""
+        described = self.catalog.files[0] if self.catalog.format == "ckpt" else None
+        return int(described.digest[:15], 16) if described is not None else 0
+
+
+@contextmanager
+def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterator[Source]:
+    """The checkpoint at a path or URL, whatever its format; closed with the block.
+
+    One that this process still saves in the background is waited for. Raises NotACheckpointError,
+    saying what is there, when no known format is, and HostileError where one is that claims more
+    than `formats.limits` allows.
+    """
+    text = os.fspath(url)
+    current()  # limits that make no sense are not the checkpoint's fault
+    in_flight.before_loading(text)
+    with open_store(text, options) as store:
+        # First what is most likely: to a server every look is a request.
+        catalog = _read_native(store)
+        if catalog is not None or not is_file(text, options):
+            found = _read_folder(store) if catalog is None else catalog
+            yield Source(text, store, _credible(text, found))
+            return
+    folder, name = split_url(text)
+    with open_store(folder, options) as store:
+        yield Source(text, store, _credible(text, _read_file(store, name)))
+
+
+def _read_native(store: Store) -> Catalog | None:
+    from formats.native import reader
+
+    try:
+        return reader.read(store)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _credible(url: str, catalog: Catalog) -> Catalog:
+    """The catalog, whose tensors are no larger than files of its size may describe."""
+    nbytes, stored_bytes = catalog.nbytes, sum(file.size for file in catalog.files)
+    check(
+        "expansion",
+        nbytes // max(1, stored_bytes),
+        f"{url}: tensors of {nbytes} bytes in files of {stored_bytes}",
+    )
+    return catalog
+
+
+def _read_file(store: Store, name: str) -> Catalog:
+    if name == MANIFEST:
+        from formats.native import reader
+
+        return reader.read(store)
+    if store.read(name, 0, min(4, store.size(name))) == ZIP_MAGIC:
+        from formats import torch_save
+
+        return torch_save.read(store, name)
+    if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl")):
+        raise NotACheckpointError(
+            f"{store.url}/{name}: not a zip file: older than torch 1.6, or damaged; load "
+            "it with torch.load and save it again"
+        )
+    from formats import safetensors_file
+
+    return safetensors_file.read(store, name)
+
+
+def _read_folder(store: Store) -> Catalog:
+    try:
+        return _catalog_of(store)
+    except NotACheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise NotACheckpointError(
+            f"{store.url}: the checkpoint was deleted or replaced while it was opened: {error}"
+        ) from error
+
+
+def _catalog_of(store: Store) -> Catalog:
+    names = store.names()
+    if MANIFEST in names:
+        from formats.native import reader
+
+        return reader.read(store)
+    if DCP_METADATA in names:
+        from formats import dcp
+
+        return dcp.read(store)
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        if any(name.endswith(".safetensors") and _is_shard(name) for name in names):
+            raise NotACheckpointError(
+                f"{store.url}: shards without a {MANIFEST}: a save that was not finished; there is "
+                "no checkpoint here"
+            )
+        from formats import huggingface
+
+        return huggingface.read(store)
+    raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(store, names)})")
+
+
+def _is_shard(name: str) -> bool:
+    """True for the names of native shards: 16 hex digits, the rank."""
+    attempt, _, rank = name.removesuffix(".safetensors").partition("-")
+    return len(attempt) == 16 and rank.isdecimal() and not set(attempt) - set("0123456789abcdef")
+
+
+def _shown(store: Store, names: list[str]) -> str:
+    folders = store.folders()
+    if not names and not folders:
+        return "nothing is there"
+    found = names + [f"{folder}/" for folder in folders]
+    more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
+    return "there are " + ", ".join(found[:SHOWN_NAMES]) + more

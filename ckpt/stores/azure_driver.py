@@ -1,0 +1,212 @@
+"""Azure's blob storage: adlfs' credentials and client, and our own requests.
+
+A file goes as blocks that a list then makes a blob of. Blocks of which nobody makes one are removed
+by Azure after a week; `abort` makes an empty blob of them, where there is none, and removes that.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from azure.core import MatchConditions, exceptions
+from azure.storage.blob import BlobBlock
+
+from ckpt.stores.drivers import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    Found,
+    Parts,
+    PastEndError,
+    ShortAnswerError,
+    in_loop,
+)
+from ckpt.stores.promises import Promises, Unfinished
+from ckpt.stores.retries import Trouble
+
+T = TypeVar("T")
+
+_ONCE = {"retry_total": 0, "connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
+"""Retries are `ckpt.stores.retries`'."""
+_IF_ABSENT = {"match_condition": MatchConditions.IfMissing}
+_BROKEN = (
+    exceptions.ServiceRequestError,
+    exceptions.ServiceResponseError,
+    exceptions.IncompleteReadError,
+    TimeoutError,
+    ConnectionError,
+    ShortAnswerError,
+)
+
+
+class AzureDriver:
+    """The requests, through one adlfs file system."""
+
+    promises = Promises(
+        put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
+    )
+    parts = Parts(1 << 20, 50_000)
+    holds_answers = True
+
+    def __init__(self, file_system: Any) -> None:
+        self._fs = file_system
+
+    def server(self) -> str:
+        """The account."""
+        return str(self._fs.service_client.url).partition("?")[0]
+
+    def listing(self, folder: str) -> list[Found]:
+        """What is directly below a prefix."""
+        container, prefix = self._folder(folder)
+
+        async def listing() -> list[Found]:
+            found = []
+            async for blob in container.walk_blobs(name_starts_with=prefix, **_ONCE):
+                name = blob.name[len(prefix) :]
+                if name.endswith("/"):
+                    found.append(Found(name.rstrip("/"), False, 0, 0.0))
+                elif name:
+                    found.append(_found(name, blob))
+            # Accounts with real folders list each as an empty blob too.
+            folders = {one.name for one in found if not one.is_file}
+            return [one for one in found if not one.is_file or one.name not in folders]
+
+        return self._run(listing())
+
+    def status(self, path: str) -> Found:
+        """One blob."""
+        blob = self._blob(path)
+        return _found(path.rpartition("/")[2], self._run(blob.get_blob_properties(**_ONCE)))
+
+    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+        """A range in one request."""
+        length = sum(target.nbytes for target in targets)
+
+        async def fetch() -> tuple[memoryview, int]:
+            answer = await self._blob(path).download_blob(offset, length, **_ONCE)
+            size = int(str(answer.properties.content_range).rpartition("/")[2])
+            if size < offset + length:
+                raise PastEndError(size)
+            return memoryview(await answer.readall()), size
+
+        data, size = self._run(fetch())
+        if len(data) != length:
+            raise ShortAnswerError(f"the answer has {len(data)} of {length} bytes")
+        for target in targets:
+            target[:] = data[: len(target)]
+            data = data[len(target) :]
+        return size
+
+    def fetch_whole(self, path: str, limit: int) -> bytes | int:
+        """A blob, if it is not too large."""
+
+        async def fetch() -> bytes | int:
+            answer = await self._blob(path).download_blob(**_ONCE)
+            size = int(answer.properties.size)
+            if size > limit:
+                return size
+            data = bytes(await answer.readall())
+            if len(data) != size:
+                raise ShortAnswerError(f"the answer has {len(data)} of {size} bytes")
+            return data
+
+        return self._run(fetch())
+
+    def put(self, path: str, data: memoryview, absent: bool) -> None:
+        """A blob in one request."""
+        blob = self._blob(path)
+        self._run(blob.upload_blob(bytes(data), length=len(data), overwrite=not absent, **_ONCE))
+
+    def begin(self, path: str) -> str:
+        """A mark for the blocks of this upload; no request."""
+        return secrets.token_hex(8)
+
+    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
+        """One block; gives its name."""
+        name = f"{mark}{number:06}"
+        self._run(self._blob(path).stage_block(name, bytes(data), length=len(data), **_ONCE))
+        return name
+
+    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
+        """The blob, made of its blocks."""
+        blocks = [BlobBlock(name) for name in parts]
+        self._run(self._blob(path).commit_block_list(blocks, **_ONCE))
+
+    def abort(self, path: str, mark: str) -> None:
+        """The blocks are gone, unless they are those of a blob that exists."""
+
+        async def abort() -> None:
+            blob = self._blob(path)
+            with suppress(exceptions.ResourceExistsError, exceptions.ResourceModifiedError):
+                empty = await blob.commit_block_list([], **_IF_ABSENT, **_ONCE)
+                same = {"etag": empty["etag"], "match_condition": MatchConditions.IfNotModified}
+                await blob.delete_blob(**same, **_ONCE)
+
+        self._run(abort())
+
+    def pending(self, folder: str) -> list[Unfinished]:
+        """Names directly below a prefix that have blocks and no blob."""
+        container, prefix = self._folder(folder)
+
+        async def pending() -> list[Unfinished]:
+            blobs = {blob.name async for blob in container.list_blobs(prefix, **_ONCE)}
+            found = []
+            all_kinds = container.list_blobs(prefix, include=["uncommittedblobs"], **_ONCE)
+            async for blob in all_kinds:
+                name = blob.name[len(prefix) :]
+                if blob.name not in blobs and "/" not in name:
+                    began = blob.last_modified  # now, where it is not known: it is never old
+                    started = began.timestamp() if began else time.time()
+                    found.append(Unfinished(name, started, ""))
+            return found
+
+        return self._run(pending())
+
+    def remove(self, path: str) -> None:
+        """The blob is gone."""
+        self._run(self._blob(path).delete_blob(delete_snapshots="include", **_ONCE))
+
+    def remove_folder(self, folder: str) -> None:
+        """Nothing to do: a prefix is no thing."""
+
+    def trouble(self, error: BaseException) -> Trouble:
+        """What a client's error means."""
+        if isinstance(error, PastEndError):
+            return Trouble.PAST_END
+        if isinstance(error, _BROKEN):
+            return Trouble.PASSING
+        if not isinstance(error, exceptions.HttpResponseError):
+            is_denied = isinstance(error, exceptions.ClientAuthenticationError)
+            return Trouble.DENIED if is_denied else Trouble.LASTING
+        code, status = str(getattr(error, "error_code", "") or ""), error.status_code or 0
+        if code.endswith(("ContainerNotFound", "ContainerBeingDeleted")):
+            return Trouble.NO_BUCKET
+        if status in (401, 403):
+            return Trouble.DENIED
+        if status == 416:
+            return Trouble.PAST_END
+        if status == 404:
+            return Trouble.MISSING
+        if code.endswith(("BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite")):
+            return Trouble.EXISTS
+        is_passing = status in (408, 409, 429) or status >= 500
+        return Trouble.PASSING if is_passing else Trouble.LASTING
+
+    def _blob(self, path: str) -> Any:
+        container, key, _ = self._fs.split_path(path)
+        return self._fs.service_client.get_blob_client(container, key)
+
+    def _folder(self, folder: str) -> tuple[Any, str]:
+        container, key, _ = self._fs.split_path(folder)
+        prefix = f"{key.rstrip('/')}/" if key.strip("/") else ""
+        return self._fs.service_client.get_container_client(container), prefix
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return in_loop(self._fs.loop, work)
+
+
+def _found(name: str, blob: Any) -> Found:
+    return Found(name, True, int(blob.size or 0), blob.last_modified.timestamp())

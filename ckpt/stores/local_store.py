@@ -1,0 +1,401 @@
+"""A folder on a disk of this machine, through the operating system's own calls.
+
+Rules:
+
+1. A file appears under its name only when it is complete and flushed to the disk: it is written as
+   `.<name>.<random>.part` and renamed.
+2. `commit` is atomic: readers see the old content or the new, and without `replace` exactly one of
+   several writers wins.
+3. Reads are `pread`s of exact ranges into the caller's memory.
+4. The disk starts on what was written while more is being written, so that the flush which ends a
+   file has little left to wait for.
+5. A file that one store has asked the size of, or read from, is the same file until it is pushed
+   out of `OPEN_FILES`, even when another process replaces it: size and content fit together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt.errors import ExistsError
+from ckpt.stores.promises import Promises, Unfinished
+from formats.errors import CorruptError, HostileError
+from formats.storage import LOCAL_READ_BYTES, Buffer, SizeError, TooLargeError
+
+OPEN_FILES = 64
+"""How many files a store keeps open for reading."""
+IO_VECTORS = 1024
+"""Buffers per call that reads or writes: the kernel's limit."""
+EARLY_BYTES = 8 << 20
+"""Bytes after which the disk is set to work (rule 4)."""
+PART_SUFFIX = ".part"
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
+"""The name of a file that is being written."""
+NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What a file system without hard links says: there, absence is checked before the rename."""
+
+DISK_S_OWN = "lost+found"
+"""The folder that ext4 has at its root: no checkpoint's, and only root may look into it."""
+BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
+"""What a read says where the bytes are lost, or not what the file system's own checksum says."""
+
+
+class LocalStore:
+    """The store for a local folder, which need not exist until something is written."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._forgotten = 0
+        """Counts what was replaced, deleted or closed: a read begun before is not kept open."""
+        self._lock = threading.Lock()
+        self.url = os.fspath(folder)
+        self.read_bytes = LOCAL_READ_BYTES
+        self.options: Mapping[str, object] = {}
+        self.promises = Promises(
+            put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
+        )
+        self._folder = Path(folder)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[str]:
+        """The files directly in the folder, sorted; none when there is no such folder."""
+        try:
+            with os.scandir(self._folder) as entries:
+                return sorted(entry.name for entry in entries if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files directly in the folder, by name, in one listing."""
+        found = {}
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # gone since it was listed
+                        if entry.is_file():
+                            found[entry.name] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return dict(sorted(found.items()))
+
+    def folders(self) -> list[str]:
+        """The folders directly in the folder, sorted."""
+        try:
+            with os.scandir(self._folder) as entries:
+                found = sorted(entry.name for entry in entries if entry.is_dir())
+                return [name for name in found if name != DISK_S_OWN]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, name: str) -> bool:
+        """True when the folder has this file."""
+        return (self._folder / name).is_file()
+
+    def size(self, name: str) -> int:
+        """Bytes in a file."""
+        with self._reading(name) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def modified(self, name: str) -> float:
+        """When a file was last written, in seconds since 1970 by the disk's clock."""
+        return (self._folder / name).stat().st_mtime
+
+    def unfinished(self) -> list[Unfinished]:
+        """The `.part` files in the folder, some of which may be being written (rule 1)."""
+        found = []
+        for part in self.names():
+            matched = _PART.fullmatch(part)
+            if matched:
+                with suppress(FileNotFoundError):
+                    status = (self._folder / part).stat()
+                    found.append(Unfinished(matched[1], status.st_mtime, part, status.st_size))
+        return found
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Remove one; whoever still writes it fails. No error when it is gone already."""
+        with suppress(FileNotFoundError):
+            (self._folder / unfinished.mark).unlink()
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All bytes of a file, as they were at one moment."""
+        with self._reading(name) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise TooLargeError(f"{self._folder / name}", size, limit)
+            return _read_range(descriptor, 0, size)
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The last bytes of a file that should have `size` bytes."""
+        with self._reading(name) as descriptor:
+            found = os.fstat(descriptor).st_size
+            if found != size:
+                raise SizeError(f"{self._folder / name}", found, size)
+            return _read_range(descriptor, size - length, size)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes of a file."""
+        with self._reading(name) as descriptor:
+            data = os.pread(descriptor, length, offset)
+            if len(data) == length:
+                return data
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fill the buffers, end to end, from `offset` on."""
+        length = sum([target.nbytes for target in targets])
+        with self._reading(name) as descriptor:
+            if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
+                return
+            at = offset
+            for target in targets:
+                view = target.cast("B") if target.nbytes else memoryview(b"")
+                while len(view):
+                    count = os.preadv(descriptor, [view], at)
+                    if count == 0:
+                        raise CorruptError(
+                            f"{self._folder / name}: bytes {offset}:{offset + length} are wanted, "
+                            f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
+                        )
+                    at, view = at + count, view[count:]
+
+    @contextmanager
+    def create(self, name: str, rewritable: bool = False) -> Iterator[LocalFileWriter]:
+        """A new file (rule 1). `rewritable` costs nothing here: a local file always is."""
+        self._make_folder()
+        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            try:
+                yield LocalFileWriter(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(part, self._folder / name)
+            self._forget(name)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                part.unlink()
+            raise
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Write a small file atomically and flush the folder (rule 2).
+
+        Raises ExistsError, without `replace`, when the file is there already.
+        """
+        self._make_folder()
+        target = self._folder / name
+        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            try:
+                LocalFileWriter(descriptor).write([data])
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            self.flush()  # the files this one speaks of must be durable before it is
+            if replace:
+                os.replace(part, target)
+            else:
+                try:
+                    os.link(part, target)
+                except FileExistsError as error:
+                    raise ExistsError(f"{target} exists already") from error
+                except OSError as error:
+                    if error.errno not in NO_HARD_LINKS:
+                        raise
+                    if target.exists():
+                        raise ExistsError(f"{target} exists already") from error
+                    os.replace(part, target)
+            self._forget(name)
+        finally:
+            with suppress(FileNotFoundError):
+                part.unlink()
+        self.flush()
+
+    def delete(self, name: str) -> None:
+        """Remove a file; no error when it is gone already."""
+        with suppress(FileNotFoundError):
+            (self._folder / name).unlink()
+        self._forget(name)
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder, durably, if nothing is in it."""
+        with suppress(OSError):
+            self._folder.rmdir()
+            _flush(self._folder.absolute().parent)
+
+    def flush(self) -> None:
+        """Make the folder's entries durable."""
+        _flush(self._folder)
+
+    def close(self) -> None:
+        """Close the files kept open for reading."""
+        with self._lock:
+            self._forgotten += 1
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()  # as Python's own files do: whoever forgot keeps no descriptors
+
+    def __enter__(self) -> LocalStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _reading(self, name: str) -> _Reading:
+        """A descriptor for one read."""
+        return _Reading(self, name)
+
+    def _take(self, name: str) -> tuple[int, int]:
+        """A descriptor of a file, out of the cache for as long as it is used; when that was."""
+        with self._lock:
+            descriptor = self._open.pop(name, None)
+            forgotten = self._forgotten
+        if descriptor is None:
+            descriptor = _opened(self._folder / name)
+        return descriptor, forgotten
+
+    def _give_back(self, name: str, descriptor: int, forgotten: int) -> None:
+        with self._lock:
+            stale: int | None = descriptor
+            if forgotten == self._forgotten:
+                stale = self._open.pop(name, None)
+                self._open[name] = descriptor
+                if stale is None and len(self._open) > OPEN_FILES:
+                    stale = self._open.popitem(last=False)[1]
+        if stale is not None:
+            os.close(stale)
+
+    def _make_folder(self) -> None:
+        """The folder exists, and the folders above it durably know of it."""
+        made, folder = [], self._folder.absolute()
+        while not folder.exists():
+            made.append(folder)
+            folder = folder.parent
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            _flush(folder.parent)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._forgotten += 1
+            descriptor = self._open.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class _Reading:
+    """One read: the descriptor is nobody else's meanwhile, so that nobody closes it."""
+
+    __slots__ = ("_descriptor", "_forgotten", "_name", "_store")
+
+    def __init__(self, store: LocalStore, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def __enter__(self) -> int:
+        self._descriptor, self._forgotten = self._store._take(self._name)
+        return self._descriptor
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._store._give_back(self._name, self._descriptor, self._forgotten)
+        if isinstance(error, OSError) and error.errno in BAD_SECTOR:
+            raise CorruptError(
+                f"{self._store.url}/{self._name}: the disk cannot read all of it: "
+                f"{error.strerror}; restore the file from another copy"
+            ) from error
+
+
+class LocalFileWriter:
+    """Appends to one open file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._written = 0
+        self._started = 0
+        """Bytes that the disk has been told to write."""
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Append the buffers, many in one call."""
+        waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        for first in range(0, len(waiting), IO_VECTORS):
+            self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
+        if self._written - self._started >= EARLY_BYTES:
+            _start_write_back(self._descriptor, self._started, self._written - self._started)
+            self._started = self._written
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Replace the first bytes of the file."""
+        view, done = memoryview(data).cast("B"), 0
+        while done < len(view):
+            done += os.pwrite(self._descriptor, view[done:], done)
+
+
+def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
+    """Bytes `[lo, hi)` of a file, fewer where it has become shorter meanwhile."""
+    data, more = b"", os.pread(descriptor, hi - lo, lo)
+    while more:
+        data += more
+        more = os.pread(descriptor, hi - lo - len(data), lo + len(data))
+    return data
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file to read; links are followed, as a cache of downloads is made of them.
+
+    Raises HostileError for what is no file: a pipe would be waited for, a device has no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which files do not mind
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise HostileError(f"{path}: a folder, pipe or device is in the place of a file")
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, buffers: list[memoryview]) -> int:
+    """Write all of the buffers; returns their bytes."""
+    total = 0
+    while buffers:
+        count = os.writev(descriptor, buffers)
+        total += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
+    return total
+
+
+def _start_write_back(descriptor: int, offset: int, length: int) -> None:
+    """Let the disk begin to write a range, without waiting for it; Linux only, and only a hint."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -1,0 +1,409 @@
+"""A folder in a bucket, or behind any other fsspec driver: requests that are tried until they work.
+
+Rules:
+
+1. Every request goes through `_try`, which sends it again while that may help
+   (`ckpt.stores.retries`) and makes what remains one of our errors: with the URL, what was tried,
+   and what to do.
+2. A request whose answer was lost may have been done: whoever sends one that cannot be done twice
+   looks (`_finish`, `_put_absent`).
+3. Nothing is believed of a server that it has not shown: the first commit of a process asks it to
+   break its promise (`_put_absent`), and the answer holds for all folders of that server.
+4. Names of folders are prefixes: nothing is made or removed for them where there is no such thing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from errno import ENOENT
+from typing import IO, Any, TypeVar
+
+from ckpt.budget import memory_budget
+from ckpt.errors import ExistsError, StoreError
+from ckpt.stores.drivers import Found, PartsDriver, PastEndError, StreamDriver
+from ckpt.stores.promises import Promises, Unfinished
+from ckpt.stores.retries import VARIABLE, Patience, Trouble, patience
+from ckpt.stores.uploads import Division, Sending, Upload
+from formats.errors import CorruptError
+from formats.storage import (
+    BESIDE,
+    COPIED_READ_BYTES,
+    LOCAL_READ_BYTES,
+    REMOTE_READ_BYTES,
+    Buffer,
+    FileWriter,
+    SizeError,
+    TooLargeError,
+)
+
+T = TypeVar("T")
+
+_log = logging.getLogger("ckpt.stores")
+
+CANCEL_SECONDS = 10.0
+"""How long to try to take back what was begun: whoever failed or was interrupted waits for it."""
+COPY_BYTES = 8 << 20
+
+_honours: dict[str, bool] = {}
+"""Whether a server honours a condition, by its address; what commits of this process have shown."""
+
+
+class ObjectStore:
+    """The store for everything but local disks."""
+
+    def __init__(
+        self,
+        url: str,
+        root: str,
+        driver: PartsDriver | StreamDriver,
+        options: Mapping[str, Any],
+        patient: Patience | None = None,
+    ) -> None:
+        self.url = url
+        self.read_bytes = REMOTE_READ_BYTES
+        if driver.holds_answers:
+            self.read_bytes = min(
+                COPIED_READ_BYTES, max(LOCAL_READ_BYTES + 1, memory_budget() // 8)
+            )
+        self.options = options
+        self._root = root
+        self._driver = driver
+        self._patience = patience() if patient is None else patient
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def promises(self) -> Promises:
+        """What holds here, as far as it is known."""
+        claimed = self._driver.promises
+        if claimed.put_if_absent is False:
+            return claimed
+        return replace(claimed, put_if_absent=_honours.get(self._driver.server()))
+
+    def names(self) -> list[str]:
+        """The files directly in the folder, sorted; none when there is no such folder."""
+        return list(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files directly in the folder, by name, in one listing."""
+        return {found.name: found.nbytes for found in self._listing() if found.is_file}
+
+    def folders(self) -> list[str]:
+        """The folders directly in the folder, sorted."""
+        return [found.name for found in self._listing() if not found.is_file]
+
+    def exists(self, name: str) -> bool:
+        """True when the folder has this file."""
+        try:
+            self._status(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        """Bytes in a file."""
+        return self._status(name).nbytes
+
+    def modified(self, name: str) -> float:
+        """When a file was last written, in seconds since 1970 by the server's clock."""
+        return self._status(name).modified
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """All bytes of a file, in one request."""
+        path = self._path(name)
+        found = self._try("reading", name, lambda: self._driver.fetch_whole(path, limit))
+        if isinstance(found, int):
+            raise TooLargeError(f"{self.url}/{name}", found, limit)
+        return found
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """The last bytes of a file that should have `size` bytes, in one request."""
+        target = bytearray(length)
+        try:
+            found = self._fetch(name, size - length, [memoryview(target)])
+        except PastEndError as error:
+            found = error.size
+        found = self.size(name) if found is None else found
+        if found != size:
+            raise SizeError(f"{self.url}/{name}", found, size)
+        return bytes(target)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes of a file."""
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fill the buffers, end to end, from `offset` on, in one request."""
+        views = [target.cast("B") for target in targets if target.nbytes]
+        if not views:
+            return
+        try:
+            self._fetch(name, offset, views)
+        except PastEndError as error:
+            end = offset + sum(view.nbytes for view in views)
+            size = self.size(name) if error.size is None else error.size
+            raise CorruptError(
+                f"{self.url}/{name}: bytes {offset}:{end} are wanted, the file ends at {size}: it "
+                "was truncated"
+            ) from error
+
+    @contextmanager
+    def create(self, name: str, rewritable: bool = False) -> Iterator[FileWriter]:
+        """A new file, in parts; where the driver has none, a stream.
+
+        A rewritable stream is first written to a temporary local file.
+        """
+        driver = self._driver
+        if not isinstance(driver, StreamDriver):
+            with self._uploading(driver, name, rewritable) as upload:
+                yield upload
+        elif rewritable:
+            with tempfile.TemporaryFile() as local:
+                yield _Local(local)
+                local.seek(0)
+                with driver.stream(self._path(name)) as remote:
+                    while block := local.read(COPY_BYTES):
+                        remote.write([block])
+        else:
+            with driver.stream(self._path(name)) as remote:
+                yield remote
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Write a small file in one request, on condition of its absence unless `replace`."""
+        path, view = self._path(name), memoryview(data)
+        if replace:
+            self._try("writing", name, lambda: self._driver.put(path, view, absent=False))
+            return
+        if self.promises.put_if_absent is not True and self.exists(name):
+            raise ExistsError(f"{self.url}/{name} exists already")
+        self._put_absent(name, data)
+
+    def unfinished(self) -> list[Unfinished]:
+        """Uploads in parts that have begun here and not ended, some of which may be going on."""
+        return self._try("listing uploads", "", lambda: self._driver.pending(self._root))
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Take back what was uploaded; no error when it is gone already."""
+        self._abort(unfinished.name, unfinished.mark, self._patience)
+
+    def delete(self, name: str) -> None:
+        """Remove a file; no error when it is gone already."""
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            self._try("deleting", name, lambda: self._driver.remove(path))
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder where there are such things; to object stores it is only a prefix."""
+        self._driver.remove_folder(self._root)
+
+    def flush(self) -> None:
+        """Nothing to do: what a server has acknowledged is stored."""
+
+    def close(self) -> None:
+        """Nothing is kept open: drivers pool their own connections."""
+
+    def __enter__(self) -> ObjectStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> int | None:
+        path = self._path(name)
+        return self._try("reading", name, lambda: self._driver.fetch(path, offset, views))
+
+    def _listing(self) -> list[Found]:
+        try:
+            found = self._try("listing", "", lambda: self._driver.listing(self._root))
+        except FileNotFoundError:
+            return []
+        return sorted(found, key=lambda one: one.name)
+
+    def _status(self, name: str) -> Found:
+        path = self._path(name)
+        return self._try("looking for", name, lambda: self._driver.status(path))
+
+    @contextmanager
+    def _uploading(self, driver: PartsDriver, name: str, rewritable: bool) -> Iterator[FileWriter]:
+        path, stopped = self._path(name), threading.Event()
+        patient = self._patience
+        if patient.sleep is time.sleep:
+            patient = replace(patient, sleep=stopped.wait)
+
+        def send(doing: str, action: Callable[[], T]) -> T:
+            return self._try(doing, name, action, patient, stopped.is_set)
+
+        sending = Sending(
+            put=lambda data: send("writing", lambda: driver.put(path, data, absent=False)),
+            begin=lambda: send("beginning to upload", lambda: driver.begin(path)),
+            put_part=lambda mark, number, data: send(
+                f"uploading part {number} of", lambda: driver.put_part(path, mark, number, data)
+            ),
+            finish=lambda mark, tags, total: self._finish(driver, name, mark, tags, total),
+            abort=lambda mark: self._abort(
+                name, mark, replace(self._patience, deadline_seconds=CANCEL_SECONDS)
+            ),
+        )
+        upload = Upload(
+            sending, Division.within(memory_budget(), driver.parts), rewritable, stopped
+        )
+        try:
+            yield upload
+            upload.finish()
+        except BaseException:
+            with suppress(OSError):  # then `ckpt gc` finds it
+                upload.cancel()
+            raise
+
+    def _finish(
+        self, driver: PartsDriver, name: str, mark: str, tags: Sequence[Any], total: int
+    ) -> None:
+        """Parts become a file, though the answer that says so be lost (rule 2)."""
+        path, tries = self._path(name), 0
+
+        def finish() -> None:
+            nonlocal tries
+            tries += 1
+            driver.finish(path, mark, tags)
+
+        try:
+            self._try("completing", name, finish)
+        except FileNotFoundError:
+            if tries == 1 or self.size(name) != total:
+                raise
+
+    def _put_absent(self, name: str, data: bytes) -> None:
+        """Write a file that is not there, and find out whether the server saw to that (rule 3)."""
+        path, view, tries = self._path(name), memoryview(data), 0
+
+        def put() -> None:
+            nonlocal tries
+            tries += 1
+            self._driver.put(path, view, absent=True)
+
+        try:
+            self._try("writing", name, put)
+        except ExistsError:
+            self._learn(True)
+            # The answer to a try that went well may have been lost: then this is what we wrote.
+            if tries == 1 or self.read_whole(name, max(len(data), self.size(name))) != data:
+                raise
+        except UnsupportedRequestError:
+            self._learn(False)
+            self._try("writing", name, lambda: self._driver.put(path, view, absent=False))
+        else:
+            if self.promises.put_if_absent is None:
+                try:
+                    self._try("writing again", name, put)
+                except ExistsError:
+                    self._learn(True)
+                except StoreError:
+                    # The commit has happened by the first try. Only the question whether this
+                    # server keeps its promise stays open: the next commit asks it again.
+                    pass
+                else:
+                    self._learn(False)
+
+    def _learn(self, honours: bool) -> None:
+        """From now on it is known what this server does with a condition."""
+        server = self._driver.server()
+        if self._driver.promises.put_if_absent is None and server not in _honours:
+            _honours[server] = honours
+            if not honours:
+                # No warning of Python's, which may be an exception: the commit has gone well.
+                _log.warning(
+                    "%s: this server ignores the condition that a file be absent: of two jobs that "
+                    "save to one place at the same instant both may believe that they have "
+                    "(docs/stores.md)",
+                    self.url,
+                )
+
+    def _abort(self, name: str, mark: str, patient: Patience) -> None:
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            self._try("aborting", name, lambda: self._driver.abort(path, mark), patient)
+
+    def _try(
+        self,
+        doing: str,
+        name: str,
+        action: Callable[[], T],
+        patient: Patience | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> T:
+        patient = self._patience if patient is None else patient
+        place = f"{self.url}/{name}" if name else self.url
+        try:
+            return patient.run(action, self._driver.trouble, f"{place}: {doing}", is_over)
+        except PastEndError:
+            raise
+        except Exception as error:
+            raise self._explained(doing, place, error) from error
+
+    def _explained(self, doing: str, place: str, error: Exception) -> Exception:
+        """The error for a request that will not go well."""
+        said = f"{type(error).__name__}: {error}"
+        match self._driver.trouble(error):
+            case Trouble.MISSING:
+                return FileNotFoundError(ENOENT, os.strerror(ENOENT), place)
+            case Trouble.PAST_END:
+                return PastEndError(None)
+            case Trouble.EXISTS:
+                return ExistsError(f"{place} exists already")
+            case Trouble.UNSUPPORTED:
+                return UnsupportedRequestError(f"{place}: {doing} it: the server cannot: {said}")
+            case Trouble.NO_BUCKET:
+                return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
+            case Trouble.DENIED:
+                return StoreError(
+                    f"{place}: {doing} it was denied ({said}); check the credentials, where "
+                    "storage_options= or the driver's environment variables have them, and what "
+                    "they permit"
+                )
+            case Trouble.PASSING if isinstance(error, CorruptError):
+                return CorruptError(f"{place}: {doing} it failed each time: {said}")
+            case Trouble.PASSING:
+                return StoreError(
+                    f"{place}: {doing} it failed each time for {self._patience.deadline_seconds:g} "
+                    f"s ({VARIABLE}), at last with {said}; is the server up, and its address right?"
+                )
+        return StoreError(f"{place}: {doing} it failed: {said}")
+
+    def _path(self, name: str) -> str:
+        root = self._root.rstrip("/")
+        while name.startswith(BESIDE):  # to an object store dots are letters
+            root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
+        return f"{root}/{name}"
+
+
+class UnsupportedRequestError(StoreError):
+    """The server does not know a request."""
+
+
+class _Local:
+    """Collects a file locally before it is uploaded."""
+
+    def __init__(self, local: IO[bytes]) -> None:
+        self._local = local
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Append the buffers."""
+        for buffer in buffers:
+            self._local.write(buffer)
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Replace the first bytes of the file."""
+        end = self._local.tell()
+        self._local.seek(0)
+        self._local.write(data)
+        self._local.seek(end)

@@ -1,0 +1,311 @@
+"""S3, and servers that speak it: s3fs' sessions and credentials, and our own requests.
+
+Why not s3fs' files: they send the parts of a file one after another, keep three copies, finish what
+an exception has cut short, and ask twice before they answer. Here a request is one call of the
+client that s3fs has made; what a user told s3fs about requests (encryption, who pays) goes with
+each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+from botocore import exceptions
+
+from ckpt.stores.drivers import Found, Parts, PastEndError, ShortAnswerError, in_loop
+from ckpt.stores.promises import Promises, Unfinished
+from ckpt.stores.retries import Trouble
+
+T = TypeVar("T")
+
+SEND_BYTES = 256 << 10
+"""What is handed to a connection at once."""
+RECEIVE_BYTES = 1 << 20
+"""The most that is taken from one at once."""
+_MISSING = ("404", "NoSuchKey", "NoSuchUpload", "NotFound")
+_EXISTS = ("412", "PreconditionFailed")
+_DENIED = (
+    "401",
+    "403",
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+)
+_UNSUPPORTED = ("501", "NotImplemented")
+_PAST_END = ("416", "InvalidRange")
+_PASSING = (
+    "408",
+    "409",  # of a conditional put: another is under way
+    "429",
+    "ConditionalRequestConflict",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+)
+_BROKEN = (
+    exceptions.ConnectionError,
+    exceptions.HTTPClientError,
+    exceptions.IncompleteReadError,
+    aiohttp.ClientError,
+    asyncio.TimeoutError,
+    TimeoutError,
+    ConnectionError,
+    ShortAnswerError,
+)
+_NO_CREDENTIALS = (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class S3Driver:
+    """The requests, through one s3fs file system."""
+
+    promises = Promises(
+        put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
+    )
+    parts = Parts(5 << 20, 10_000)
+    holds_answers = False
+
+    def __init__(self, file_system: Any) -> None:
+        self._fs = file_system
+
+    def server(self) -> str:
+        """The address that requests go to."""
+        client = self._fs._s3
+        return "" if client is None else str(client.meta.endpoint_url)
+
+    def listing(self, folder: str) -> list[Found]:
+        """What is directly below a prefix."""
+        bucket, prefix = self._folder(folder)
+        found: list[Found] = []
+        for page in self._pages(
+            "list_objects_v2", "ContinuationToken", "NextContinuationToken", bucket, prefix
+        ):
+            for entry in page.get("CommonPrefixes", ()):
+                name = entry["Prefix"][len(prefix) :].rstrip("/")
+                found.append(Found(name, False, 0, 0.0))
+            for entry in page.get("Contents", ()):
+                if name := entry["Key"][len(prefix) :]:  # some keep an object for the folder itself
+                    modified = entry["LastModified"].timestamp()
+                    found.append(Found(name, True, int(entry["Size"]), modified))
+        return found
+
+    def status(self, path: str) -> Found:
+        """One object."""
+        head = self._do("head_object", path)
+        name = path.rpartition("/")[2]
+        return Found(name, True, int(head["ContentLength"]), head["LastModified"].timestamp())
+
+    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+        """A range in one request, put where it belongs as it comes."""
+        length = sum(target.nbytes for target in targets)
+        last = offset + length - 1
+
+        async def take(answer: Any) -> int:
+            sent = _RANGE.fullmatch(answer.get("ContentRange", ""))
+            size = int(answer["ContentLength"] if sent is None else sent[3])
+            if sent is None:
+                if offset or size != length:
+                    raise OSError(
+                        f"the server answered a request for bytes {offset}:{last + 1} with all "
+                        f"{size}: it knows no ranges, and cannot be read from"
+                    )
+            elif int(sent[1]) != offset or int(sent[2]) != last:
+                raise PastEndError(size)
+            await _fill(answer["Body"], targets)
+            return size
+
+        found: int = self._do("get_object", path, take, Range=f"bytes={offset}-{last}")
+        return found
+
+    def fetch_whole(self, path: str, limit: int) -> bytes | int:
+        """An object in one request, if it is not too large."""
+
+        async def take(answer: Any) -> bytes | int:
+            size = int(answer["ContentLength"])
+            if size > limit:
+                answer["Body"].close()
+                return size
+            data = bytearray(size)
+            await _fill(answer["Body"], [memoryview(data)])
+            return bytes(data)
+
+        found: bytes | int = self._do("get_object", path, take)
+        return found
+
+    def put(self, path: str, data: memoryview, absent: bool) -> None:
+        """An object in one request."""
+        if absent:
+            self._do("put_object", path, Body=_Body(data), IfNoneMatch="*")
+        else:
+            self._do("put_object", path, Body=_Body(data))
+
+    def begin(self, path: str) -> str:
+        """A multipart upload begins; gives its id."""
+        return str(self._do("create_multipart_upload", path)["UploadId"])
+
+    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
+        """One part; gives its ETag."""
+        body = _Body(data)
+        return self._do("upload_part", path, UploadId=mark, PartNumber=number, Body=body)["ETag"]
+
+    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
+        """The object, made of its parts."""
+        listed = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(parts, 1)]
+        what = {"Parts": listed}
+        self._do("complete_multipart_upload", path, UploadId=mark, MultipartUpload=what)
+
+    def abort(self, path: str, mark: str) -> None:
+        """The upload and its parts are gone."""
+        self._do("abort_multipart_upload", path, UploadId=mark)
+
+    def pending(self, folder: str) -> list[Unfinished]:
+        """The multipart uploads anywhere below a prefix."""
+        bucket, prefix = self._folder(folder)
+        found = []
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        told: dict[str, Any] = {}
+        while True:
+            page = self._call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **told)
+            for entry in page.get("Uploads", ()):
+                name = entry["Key"][len(prefix) :]
+                found.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))
+            if not page.get("IsTruncated"):
+                return found
+            told = {key: page[next_key] for key, next_key in following.items() if page[next_key]}
+
+    def remove(self, path: str) -> None:
+        """The object is gone; one that is not there is no error."""
+        self._do("delete_object", path)
+
+    def remove_folder(self, folder: str) -> None:
+        """Nothing to do: a prefix is no thing."""
+
+    def trouble(self, error: BaseException) -> Trouble:
+        """What a client's error means."""
+        if isinstance(error, PastEndError):
+            return Trouble.PAST_END
+        if isinstance(error, _NO_CREDENTIALS):
+            return Trouble.DENIED
+        if isinstance(error, _BROKEN):
+            return Trouble.PASSING
+        if not isinstance(error, exceptions.ClientError):
+            return Trouble.LASTING
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        if code == "NoSuchBucket":
+            return Trouble.NO_BUCKET
+        for codes, trouble in (
+            (_PASSING, Trouble.PASSING),
+            (_MISSING, Trouble.MISSING),
+            (_EXISTS, Trouble.EXISTS),
+            (_DENIED, Trouble.DENIED),
+            (_UNSUPPORTED, Trouble.UNSUPPORTED),
+            (_PAST_END, Trouble.PAST_END),
+        ):
+            if code in codes or str(status) in codes:
+                return trouble
+        return Trouble.PASSING if status >= 500 else Trouble.LASTING
+
+    def _folder(self, folder: str) -> tuple[str, str]:
+        bucket, key, _ = self._fs.split_path(folder)
+        return bucket, f"{key.rstrip('/')}/" if key.strip("/") else ""
+
+    def _pages(
+        self, method: str, told: str, following: str, bucket: str, prefix: str
+    ) -> Iterator[Any]:
+        page = self._call(method, Bucket=bucket, Prefix=prefix, Delimiter="/")
+        yield page
+        while page.get("IsTruncated") and page.get(following):
+            more = {told: page[following]}
+            page = self._call(method, Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+            yield page
+
+    def _do(
+        self,
+        method: str,
+        path: str,
+        take: Callable[[Any], Awaitable[Any]] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        bucket, key, _ = self._fs.split_path(path)
+        return self._call(method, take, Bucket=bucket, Key=key, **arguments)
+
+    def _call(
+        self,
+        method: str,
+        take: Callable[[Any], Awaitable[Any]] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """The answer to one request, or what `take` makes of it."""
+
+        async def call() -> Any:
+            await self._fs.set_session()
+            client = await self._fs.get_s3(arguments["Bucket"])
+            action = getattr(client, method)
+            answer = await action(**self._fs._get_s3_method_kwargs(action, **arguments))
+            return answer if take is None else await take(answer)
+
+        return in_loop(self._fs.loop, call())
+
+
+class _Body:
+    """Memory that is sent: botocore reads it as a file to sign it, aiohttp block by block.
+
+    Its bytes are never copied here, and a try that fails leaves it as it was.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def tell(self) -> int:
+        """The position, for whoever signs."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move there."""
+        self._at = offset + (0, self._at, len(self._data))[whence]
+        return self._at
+
+    def read(self, nbytes: int | None = -1) -> memoryview:
+        """The next bytes."""
+        end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
+        part = self._data[self._at : end]
+        self._at += len(part)
+        return part
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for at in range(0, len(self._data), SEND_BYTES):
+            yield self._data[at : at + SEND_BYTES]
+
+
+async def _fill(body: Any, targets: Sequence[memoryview]) -> None:
+    """Fill buffers with an answer as it comes."""
+    async with body:
+        read = partial(body.read, RECEIVE_BYTES)
+        data = memoryview(b"")
+        for target in targets:
+            at, end = 0, len(target)
+            while at < end:
+                if not data:
+                    data = memoryview(await read())
+                    if not data:
+                        raise ShortAnswerError("the answer ended before all of it had come")
+                part = data[: end - at]
+                target[at : at + len(part)] = part
+                at, data = at + len(part), data[len(part) :]

@@ -1,0 +1,196 @@
+"""Where checkpoints live: the one file that imports fsspec.
+
+`open_store(url)` gives a folder to read ranges from and stream files into. A path, or a `file://`
+URL, is a local folder and goes through the operating system (`ckpt.stores.local_store`); any other
+URL is a `ckpt.stores.object_store`, on the fsspec file system of its protocol.
+
+What the commit protocol needs of a store is `commit`: a small file written atomically, and without
+`replace` only when it is absent. Local disks promise it by `link`, object stores by a conditional
+request. `Store.promises` says what holds here (docs/stores.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt.errors import NotACheckpointError
+from ckpt.stores.local_store import LocalStore
+from ckpt.stores.promises import Promises, Unfinished
+from formats.storage import FileWriter, Reader
+
+Options = Mapping[str, Any] | None
+"""What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
+
+
+class Store(Reader, Protocol):
+    """A folder on a disk or in a bucket. Close it, or use it in a `with`."""
+
+    options: Mapping[str, Any]
+    """What it was opened with, for stores beside it. Never to be shown: it may hold secrets."""
+
+    @property
+    def promises(self) -> Promises:
+        """What may be relied on here."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the files directly in the folder, by name, in one listing."""
+        ...
+
+    def folders(self) -> list[str]:
+        """The folders directly in the folder, sorted."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """True when the folder has this file."""
+        ...
+
+    def create(self, name: str, rewritable: bool = False) -> AbstractContextManager[FileWriter]:
+        """A new file: complete and durable when the block ends well, absent otherwise.
+
+        `rewrite_start` works only with `rewritable`, and on what the first buffer that is written
+        has.
+        """
+        ...
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Write a small file atomically; raises ExistsError when it exists, unless `replace`."""
+        ...
+
+    def modified(self, name: str) -> float:
+        """When a file was last written: seconds since 1970, by the store's clock.
+
+        Raises FileNotFoundError naming it.
+        """
+        ...
+
+    def unfinished(self) -> list[Unfinished]:
+        """Files whose writing has begun here, and not ended; some may be being written now."""
+        ...
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Let go of one; whoever still writes it fails. No error when it is gone already."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file; no error when it is gone already."""
+        ...
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder itself, if it is one and nothing is in it."""
+        ...
+
+    def flush(self) -> None:
+        """Files that were created are durable under their names."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        ...
+
+    def __enter__(self) -> Store: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
+    """The folder at a path or URL. It need not exist; nothing is created until a file is.
+
+    `options` are the fsspec driver's; a local folder has none.
+    """
+    text = os.fspath(url)
+    if "://" not in text and "::" not in text:
+        return LocalStore(text)
+    if text.startswith("file://"):
+        return LocalStore(text.removeprefix("file://"))
+    try:
+        return _bucket(text, dict(options or {}))
+    except ImportError as error:
+        protocol = text.partition("://")[0]
+        raise NotACheckpointError(
+            f"{url}: {error}; install the fsspec driver for {protocol}:// (docs/stores.md)"
+        ) from error
+
+
+def _bucket(url: str, options: dict[str, Any]) -> Store:
+    import fsspec
+
+    from ckpt.stores.drivers import driver_of, settings_of
+    from ckpt.stores.object_store import ObjectStore
+
+    place = url if url.endswith("://") else url.rstrip("/")
+    told = settings_of(url.partition("://")[0], options)
+    file_system, root = fsspec.core.url_to_fs(place, **told)
+    return ObjectStore(place, root, driver_of(file_system), options)
+
+
+def absolute(url: str | os.PathLike[str]) -> str:
+    """The same place, by a path or URL that holds whatever folder the process is in later."""
+    text = os.fspath(url)
+    if text.startswith("file://"):
+        return "file://" + os.path.abspath(text.removeprefix("file://"))
+    return text if "://" in text or "::" in text else os.path.abspath(text)
+
+
+def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder and the name of the last part of a path or URL.
+
+    >>> split_url("s3://bucket/run/model.safetensors")
+    ('s3://bucket/run', 'model.safetensors')
+    >>> split_url("model.safetensors")
+    ('.', 'model.safetensors')
+    >>> split_url("memory://model.safetensors")
+    ('memory://', 'model.safetensors')
+    """
+    text = os.fspath(url).rstrip("/")
+    folder, _, name = text.rpartition("/")
+    if not folder:
+        folder = "/" if text.startswith("/") else "."
+    return (f"{folder}/" if folder.endswith(":/") and "://" in text else folder), name
+
+
+def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
+    """True when the path or URL is one file, not a folder."""
+    text = os.fspath(url)
+    if "://" not in text or text.startswith("file://"):
+        return Path(text.removeprefix("file://")).is_file()
+    folder, name = split_url(text)
+    with open_store(folder, options) as store:
+        return store.exists(name)
+
+
+def place_elsewhere(
+    url: str | os.PathLike[str], options: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The URL and options by which another process on this machine reaches the same folder.
+
+    None if none does: memory is this process's own, and so are drivers that the program registered
+    itself, and options that are no JSON.
+    """
+    text = absolute(url)
+    if text.startswith("file://") or ("://" not in text and "::" not in text):
+        return text, {}
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    for part in text.split("::"):
+        protocol = part.partition("://")[0]
+        known = str(known_implementations.get(protocol, {}).get("class", ""))
+        module, _, name = known.rpartition(".")
+        used = fsspec.registry.get(protocol)
+        if used is not None and used is not getattr(sys.modules.get(module), name, None):
+            return None
+        set_here = fsspec.config.conf.get(protocol)
+        if protocol == "memory" or not known or (set_here and "::" in text):
+            return None
+        options = {**(set_here or {}), **options}  # as fsspec takes them together
+    try:
+        return (text, options) if json.loads(json.dumps(options)) == options else None
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""From memory into files: who writes what, how, and when it counts."""

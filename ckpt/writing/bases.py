@@ -1,0 +1,195 @@
+"""Checkpoints that borrow from one another: those of one run, in folders side by side.
+
+Rules:
+
+1. A base lies beside what borrows from it: the folders move together or not at all.
+2. A checkpoint that another borrows from is neither deleted nor overwritten. Who borrows stands in
+   the borrowers' manifests alone, and they are looked through each time: no list is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from ckpt.errors import InUseError, NotACheckpointError, StoreError
+from ckpt.stores.store import Options, Store, open_store, split_url
+from formats.errors import CorruptError, FormatError
+from formats.limits import current
+from formats.native.borrowed import kept
+from formats.native.lending import Lender
+from formats.native.manifest import MANIFEST, Base, load, read_manifest
+
+SHOWN_NAMES = 5
+HEAD_BYTES = 128
+"""Of a manifest: digest, format and version come first, and version 1 borrows nothing."""
+
+
+def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> str:
+    """The name of the folder of `base`, which lies in the folder that `url` lies in.
+
+    Raises ValueError where it lies elsewhere, or is `url` itself.
+
+    >>> folder_beside("s3://bucket/run/step-2", "s3://bucket/run/step-1/")
+    'step-1'
+    """
+    own, other = _whole(url), _whole(base)
+    parent, name = split_url(other)
+    if parent != split_url(own)[0] or own == other or not name:
+        raise ValueError(
+            f"base={os.fspath(base)!r} does not lie beside {os.fspath(url)!r}: what borrows from a "
+            "checkpoint must be in the same folder as that"
+        )
+    return name
+
+
+@contextmanager
+def lender(
+    url: str | os.PathLike[str], base: str | os.PathLike[str], options: Options = None
+) -> Iterator[Lender]:
+    """The base of a checkpoint at `url`, opened for the time of the block.
+
+    Raises as `folder_beside` does, and NotACheckpointError where there is no base.
+    """
+    folder = folder_beside(url, base)
+    with open_store(base, options) as store:
+        mark = None
+        try:
+            found = Lender(store, folder)
+            mark = found.mark
+            yield found
+        except CorruptError as error:
+            if mark is None or is_as_it_was(os.fspath(base), mark, options):
+                raise
+            raise StoreError(
+                f"{store.url}: the base was deleted or replaced while it was being borrowed from; "
+                "nothing was committed: save again"
+            ) from error
+        except FileNotFoundError as error:
+            raise NotACheckpointError(
+                f"{store.url}: cannot be the base: no checkpoint of ckpt's own format is there"
+            ) from error
+
+
+def borrowed_from(
+    url: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    used: Mapping[str, int],
+    options: Options = None,
+) -> tuple[Base | None, ...]:
+    """The bases for the manifest of a checkpoint at `url`.
+
+    `used` has a bit for every number of a base that something was borrowed from, by the digest of
+    the base's manifest as whoever borrowed saw it. Raises StoreError where it is another one now.
+    """
+    if not used:
+        return ()
+    with lender(url, base, options) as found:
+        if set(used) != {found.mark}:
+            raise StoreError(
+                f"{os.fspath(base)}: the base was replaced while it was being borrowed from; "
+                "nothing was committed: save again"
+            )
+        return kept(found.bases, used[found.mark])
+
+
+def is_as_it_was(base: str, mark: str, options: Options = None) -> bool:
+    """Whether the manifest of a base is still the one with this mark."""
+    with open_store(base, options) as store:
+        try:
+            return store.read_whole(MANIFEST, current().manifest_bytes)[11:43] == mark.encode()
+        except FileNotFoundError:
+            return False
+
+
+def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
+    """Raise InUseError when a checkpoint beside this one borrows from it."""
+    found = borrowers(url, options)
+    if found:
+        more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
+        raise InUseError(
+            f"{os.fspath(url)}: {', '.join(found[:SHOWN_NAMES])}{more} beside it borrow from it "
+            "and cannot be read without it: delete those first, or make each whole with "
+            "`ckpt convert`"
+        )
+
+
+def borrowers(url: str | os.PathLike[str], options: Options = None) -> list[str]:
+    """The folders beside a checkpoint whose manifests say that they borrow from it, sorted."""
+    parent, name = split_url(_whole(url))
+    with open_store(parent, options) as store:
+        return [folder for folder in store.folders() if _borrows(store, folder, name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loans:
+    """What checkpoints side by side have borrowed from one another."""
+
+    files: frozenset[tuple[str, str]]
+    """Folder and file."""
+    damaged: tuple[bytes, ...]
+    """Manifests that nobody can read: what they seem to name is taken to be borrowed."""
+
+    def cover(self, folder: str, file: str) -> bool:
+        """Whether somebody needs this file."""
+        named = _quoted(folder)
+        return (folder, file) in self.files or any(named in data for data in self.damaged)
+
+
+def loans(parent: Store) -> Loans:
+    """The loans among the checkpoints whose folders lie directly in `parent`."""
+    files: set[tuple[str, str]] = set()
+    damaged = []
+    for folder in parent.folders():
+        found = _bases_of(parent, folder)
+        if isinstance(found, bytes):
+            damaged.append(found)
+        else:
+            files |= {(base.folder, file.name) for base in found for file in base.files}
+    return Loans(frozenset(files), tuple(damaged))
+
+
+def loans_beside(url: str | os.PathLike[str], options: Options = None) -> tuple[Loans, str]:
+    """The loans among a checkpoint and those beside it, and the name of its folder."""
+    parent, name = split_url(_whole(url))
+    with open_store(parent, options) as store:
+        return loans(store), name
+
+
+def _borrows(store: Store, folder: str, name: str) -> bool:
+    found = () if folder == name else _bases_of(store, folder)
+    if isinstance(found, bytes):  # it is taken at its word
+        return _quoted(name) in found
+    return any(base.folder == name for base in found)
+
+
+def _bases_of(store: Store, folder: str) -> tuple[Base, ...] | bytes:
+    """What the checkpoint in a folder borrows from; its whole manifest where that is damaged."""
+    manifest = f"{folder}/{MANIFEST}"
+    try:
+        with suppress(CorruptError):  # shorter than that: it is read whole
+            if b'"version":1,' in store.read(manifest, 0, HEAD_BYTES):
+                return ()
+        data = read_manifest(store, manifest)
+    except FileNotFoundError:
+        return ()
+    try:
+        return tuple(base for base in load(data, f"{store.url}/{manifest}").bases if base)
+    except FormatError:
+        return data
+
+
+def _quoted(folder: str) -> bytes:
+    """The name of a folder as a manifest has it."""
+    return json.dumps(folder).encode()
+
+
+def _whole(url: str | os.PathLike[str]) -> str:
+    """A path without links and dots, or a URL as it is; without a slash at the end."""
+    text = os.fspath(url)
+    if "://" in text and not text.startswith("file://"):
+        return text.rstrip("/")
+    return os.path.realpath(text.removeprefix("file://"))

@@ -1,0 +1,112 @@
+"""Who writes what: pure functions from layouts to stored layouts, the same on every rank.
+
+Rules:
+
+1. Each element is stored once. A tensor's stored layout is its layout with `Split` or `Only` in the
+   place of every `Replicate`.
+2. A replicated tensor of at least `SPLIT_BYTES` a replica is divided evenly among its replicas. The
+   smaller ones go to one replica each: those of one kind of layout are laid end to end in the
+   state's order, and that line is cut into as many equal parts as there are replicas. So every rank
+   writes about as much, and neighbours (a norm's mean and variance) come from one rank.
+3. Nothing here communicates or depends on the rank that asks; the work does not grow with the
+   number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ckpt.states.described import with_layout
+from formats.native.manifest import StoredTensor
+from sharding.layout import Layout, Mesh, Only, Placement, Replicate, Split
+
+SPLIT_BYTES = 256 << 10
+"""A replicated tensor of this many bytes or more is written by all of its replicas together."""
+
+
+def stored_layouts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Every tensor with the layout it is stored in (rules 1 and 2).
+
+    Tensors whose descriptions are one object share one in the result, too.
+    """
+    small: dict[tuple[Mesh, tuple[int, ...]], _Line] = {}
+    ways: dict[int, _Line | StoredTensor] = {}
+    """By the id of a description: the line its tensors stand in, or how they are stored."""
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        way = ways.get(id(tensor))
+        if way is None:
+            way = ways[id(tensor)] = _way(tensor, small)
+        if isinstance(way, _Line):
+            way.names.append(name)
+            way = tensor  # keeps the state's order; replaced below
+        stored[name] = way
+    for line in small.values():
+        stored |= line.divided(tensors)
+    return stored
+
+
+def _way(
+    tensor: StoredTensor, small: dict[tuple[Mesh, tuple[int, ...]], _Line]
+) -> _Line | StoredTensor:
+    """How a tensor is stored, or the line of small ones that it stands in."""
+    layout = tensor.layout
+    axes = tuple(
+        axis
+        for axis, placement in enumerate(layout.placements)
+        if isinstance(placement, Replicate) and layout.mesh.sizes[axis] > 1
+    )
+    if not axes:
+        return tensor
+    if _bytes_per_replica(tensor) >= SPLIT_BYTES:
+        return _placed(tensor, dict.fromkeys(axes, Split()))
+    return small.setdefault((layout.mesh, axes), _Line(axes, [layout.mesh.sizes[i] for i in axes]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Small tensors, replicated over the same axes of one mesh, end to end (rule 2)."""
+
+    axes: Sequence[int]
+    sizes: Sequence[int]
+    names: list[str] = field(default_factory=list)
+
+    def divided(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Each with the one replica that stores it."""
+        nbytes: dict[int, int] = {}
+        for name in self.names:
+            if id(tensors[name]) not in nbytes:
+                nbytes[id(tensors[name])] = _bytes_per_replica(tensors[name])
+        total = sum(nbytes[id(tensors[name])] for name in self.names)
+        replicas, before = prod(self.sizes), 0
+        made: dict[tuple[int, int], StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
+        for name in self.names:
+            tensor = tensors[name]
+            owner = before * replicas // total if total else 0
+            before += nbytes[id(tensor)]
+            if (id(tensor), owner) not in made:
+                made[id(tensor), owner] = _placed(tensor, self._only(owner))
+            stored[name] = made[id(tensor), owner]
+        return stored
+
+    def _only(self, owner: int) -> dict[int, Placement]:
+        """The placements by which replica number `owner` alone stores a tensor."""
+        chosen: dict[int, Placement] = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            chosen[axis] = Only(owner % size)
+            owner //= size
+        return chosen
+
+
+def _bytes_per_replica(tensor: StoredTensor) -> int:
+    """Bytes that one replica of a tensor is spread over: all ranks see the same number."""
+    return tensor.dtype.nbytes(tensor.shape) * tensor.layout.replicas // tensor.layout.mesh.size
+
+
+def _placed(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTensor:
+    layout = tensor.layout
+    placements = tuple(chosen.get(axis, p) for axis, p in enumerate(layout.placements))
+    return with_layout(tensor, Layout(layout.shape, layout.mesh, placements))

@@ -1,0 +1,213 @@
+"""The steps of a save, blocking or not: agree on a plan; make a manifest of what was written.
+
+`agreed_plan` communicates once, after describing: errors, a hash of the structure, the attempt's
+number; summaries only if the structures differ. `finish` does twice: when all have written, and
+when rank 0 has committed. It may run in the background, by connections of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+from warnings import warn
+
+import torch
+
+from ckpt.errors import ExistsError, RankError, StateError
+from ckpt.ranks import HASH_BITS, Ranks, attempt
+from ckpt.states.described import Described, check_members
+from ckpt.states.flatten import FlatState, flatten
+from ckpt.states.together import described_by, summary, together
+from ckpt.stores.store import Store
+from ckpt.version import __version__
+from ckpt.writing.bases import borrowed_from, check_unused, folder_beside
+from ckpt.writing.commit import commit, now
+from ckpt.writing.own_parts import OwnPart, own_parts
+from ckpt.writing.save_plan import stored_layouts
+from formats.native.manifest import MANIFEST, Manifest
+from formats.native.shard import ShardSummary
+from sharding.agreement.agreeing import ENDED, LATE
+from sharding.layout import Mesh
+
+Compress = bool | Literal["delta"]
+"""Whether chunks are compressed, and by what they differ in from a base's where that is less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user decided about one save."""
+
+    overwrite: bool
+    compress: Compress
+    metadata: Mapping[str, str]
+    base: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One save that all ranks agreed on, as one of them sees it."""
+
+    parts: Sequence[OwnPart]
+    """What this rank writes, in the state's order."""
+    described: Described
+    """The whole state, in the layouts that it is stored in; the same on every rank."""
+    mesh: Mesh
+    """The ranks that save, by their rank in the default process group."""
+    rank: int
+    """This one among them."""
+    number: int
+    """The attempt's, the same on every rank."""
+    settings: Settings
+    began: float
+    """When nothing of it had been written yet, by `ckpt.writing.commit.now`."""
+
+    @property
+    def file_name(self) -> str:
+        """Of this rank's shard file."""
+        return self.file_of(self.rank)
+
+    def file_of(self, rank: int) -> str:
+        """The name of a rank's shard file."""
+        return f"{self.number:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
+
+
+def agreed_plan(
+    ranks: Ranks, store: Store, state: object, settings: Settings, check: Callable[[], None]
+) -> Plan:
+    """The plan for saving `state`, the same on all ranks; or the error of one of them on all.
+
+    Called by all ranks. `check` may raise what stands against this save on this rank.
+    """
+
+    def described() -> FlatState:
+        check()
+        _check_place(ranks, store, settings)
+        flat = flatten(state, ranks.mesh)
+        check_members(described_by(flat).tensors, ranks.mesh)
+        return flat
+
+    began = now()
+    mark = repr((settings.compress, settings.base)).encode()
+    held = together(ranks, "describing the state", described, mark, secrets.randbits(HASH_BITS))
+    whole = held.whole
+    if not held.same_values:
+        _warn_of_values(ranks, whole)
+    tensors = stored_layouts(whole.tensors)
+    return Plan(
+        own_parts(held.flat, tensors, ranks.here),
+        Described(tensors, whole.aliases, whole.tree),
+        ranks.mesh,
+        ranks.rank,
+        held.number,
+        settings,
+        began,
+    )
+
+
+def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
+    if ranks.rank == 0 and not settings.overwrite and store.exists(MANIFEST):
+        raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+    if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
+        check_unused(store.url, store.options)
+    if settings.compress not in (False, True, "delta"):
+        raise ValueError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
+    if settings.compress == "delta" and settings.base is None:
+        raise ValueError("compress='delta' needs a base= to take the deltas from")
+    if settings.base is not None:
+        folder_beside(store.url, settings.base)
+    for key, text in settings.metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
+
+
+def _warn_of_values(ranks: Ranks, described: Described) -> None:
+    mine = summary(described)
+    if ranks.broadcast(mine, 0) != mine:
+        warn(
+            f"rank {ranks.rank} has other plain values in the state than rank 0, whose "
+            "values are stored; give what differs between ranks keys of its own",
+            stacklevel=4,
+        )
+
+
+def packed(summary: ShardSummary | None) -> bytes:
+    """What the manifest needs of a rank's file; nothing where the rank wrote none."""
+    if summary is None:
+        return b""
+    s = summary
+    sizes = f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}"
+    return (f"{sizes} {s.used:x} {s.base_mark}" if s.used else sizes).encode()
+
+
+def unpacked(record: bytes) -> ShardSummary:
+    """What a rank packed of its file."""
+    size, header, table, digest, *borrowed = record.decode().split()
+    used, mark = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
+    return ShardSummary(int(size), int(header), int(table), digest, used, base_mark=mark)
+
+
+def finish(
+    store: Store, ranks: Ranks, plan: Plan, written: ShardSummary | None, error: Exception | None
+) -> None:
+    """All ranks' files become a checkpoint, or none does and all ranks raise.
+
+    Called by all ranks, each with what came of its own file.
+    """
+    try:
+        records = ranks.gather("writing", packed(written), error)
+    except Exception as failed:
+        # If there is a file: nothing will ever refer to it, where rank 0 knows of the failure.
+        if not _is_without_word(failed):
+            with suppress(OSError):
+                store.delete(plan.file_name)
+        raise
+    failure = None
+    ranks.doing("committing")
+    if ranks.rank == 0:
+        _, failure = attempt(lambda: write_manifest(store, plan, records))
+    # From here on the manifest may be there, whatever goes wrong: the files stay.
+    try:
+        ranks.agree("committing", failure)
+    except RankError as failed:
+        if not _is_without_word(failed):
+            raise
+        said = f"{failed.message}; look whether there is a manifest"
+        raise RankError("committing", failed.rank, failed.error, said) from failed
+
+
+def _is_without_word(error: Exception) -> bool:
+    """Whether rank 0 has not said how it ended: it may have written the manifest."""
+    return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
+
+
+def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
+    """The checkpoint exists when this returns. `records` has what each rank packed, by rank.
+
+    To be called by rank 0 alone, when all ranks have written.
+    """
+    settings = plan.settings
+    files = []
+    used: dict[str, int] = {}
+    for rank, record in enumerate(records):
+        if record:
+            summary = unpacked(record)
+            files.append(summary.named(plan.file_of(rank), plan.mesh.rank((rank,))))
+            if summary.used:
+                used[summary.base_mark] = used.get(summary.base_mark, 0) | summary.used
+    writer = {
+        "ckpt": __version__,
+        "torch": torch.__version__,
+        "world_size": str(plan.mesh.size),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **settings.metadata,
+    }
+    base, options = settings.base, store.options
+    bases = borrowed_from(store.url, base, used, options) if base is not None else ()
+    d = plan.described
+    manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
+    lender = None if base is None or not used else (base, next(iter(used)))
+    commit(store, manifest, plan.began, settings.overwrite, lender)

@@ -1,0 +1,432 @@
+"""How the ranks of a group come to one answer, or all to one error, each within its time.
+
+A *call* is what a user calls on all ranks: a save, a load. It consists of *operations*: every rank
+brings something, rank 0 joins it all to one answer, and all get it. Calls are counted on each rank.
+
+Rules:
+
+1. Nobody waits longer for another than its call allows. Rank 0 waits as long as the least patient
+   of those that have come, and then names who has not; the others wait ANSWER_SECONDS longer for
+   rank 0, so that they hear whom it was waiting for.
+2. One failure ends the call for all. Who fails outside an operation says so as it leaves. Rank 0
+   gives the others ERROR_SECONDS to come, so that of several failures the lowest rank's is told; of
+   a rank that only missed what another was to send, the other's.
+3. A failure is told to all ranks, present or not, together with the number of the call. A rank that
+   comes late finds it, raises it too, and counts on from there: the next call is the same for all.
+4. A rank whose process has ended fails every call from then on, at once.
+5. Ranks that do different things are out of step: an error that names both.
+6. Calls inside a call are part of it. Two threads do not mix: one waits for the other's call.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from threading import RLock
+from time import monotonic
+from typing import ClassVar
+from weakref import WeakSet
+
+from sharding.agreement.links import Failure, Kind, Link, Message, flush
+from sharding.agreement.meeting import Meeting
+from sharding.errors import TransferError
+
+TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for another where nobody says otherwise."""
+ANSWER_SECONDS = 5.0
+"""How much longer the others wait than rank 0."""
+ERROR_SECONDS = 5.0
+"""How long rank 0 waits for the rest once one has failed."""
+ENDED, LATE, OUT_OF_STEP = "ProcessEnded", "TimeoutError", "OutOfStep"
+"""Errors of ranks that could not say them themselves."""
+
+Join = Callable[[Sequence[bytes]], bytes]
+"""What all ranks brought, by rank -> the answer."""
+
+_seconds: ContextVar[float] = ContextVar("seconds", default=TIMEOUT_SECONDS)
+
+
+def waiting_seconds() -> float:
+    """How long a rank waits for another in the call that this thread is in."""
+    return _seconds.get()
+
+
+@dataclass(slots=True)
+class Call:
+    """What a rank is in."""
+
+    number: int
+    name: str
+    seconds: float
+    stage: str
+    """What it is doing."""
+    ops: int = 0
+    failure: Failure | None = None
+    """By which it is over, for this rank."""
+
+
+class Channel(ABC):
+    """The ranks of one group, as one of them reaches them."""
+
+    from_any_thread: ClassVar[bool] = True
+    """Whether it may be used by a thread of its own, beside everything else that ranks do."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._lock = RLock()
+        self._call: Call | None = None
+        self._number = 0
+        """The last call that began here, or that others have left."""
+
+    @contextmanager
+    def call(self, name: str, seconds: float) -> Iterator[Call]:
+        """Be in a call, the same on all ranks; or, inside of one, in that."""
+        with self._lock:
+            if self._call is not None:
+                yield self._call
+                return
+            self._number += 1
+            call = self._call = Call(self._number, name, seconds, name)
+            token = _seconds.set(seconds)
+            try:
+                call.failure = self._open(call)
+                yield call
+            except BaseException as error:
+                if call.failure is None:
+                    self._leave(call, Failure.of(call.stage, self.rank, error))
+                raise
+            finally:
+                _seconds.reset(token)
+                self._call = None
+
+    def meet(
+        self, call: Call, stage: str, record: bytes, failure: Failure | None, join: Join
+    ) -> bytes | Failure:
+        """The answer to what all ranks bring, or the failure of one, on all of them."""
+        call.stage = stage
+        if call.failure is None:
+            call.ops += 1
+            mine = Message(
+                *(Kind.HERE, call.number, call.ops, call.name, stage, call.seconds),
+                *(failure, record),
+            )
+            found = self._meet(call, mine, join)
+            if not isinstance(found, Failure):
+                return found
+            call.failure = found
+        return call.failure
+
+    @abstractmethod
+    def _open(self, call: Call) -> Failure | None:
+        """Be ready for a call, or say why it fails."""
+
+    @abstractmethod
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure: ...
+
+    @abstractmethod
+    def _leave(self, call: Call, failure: Failure) -> None:
+        """Tell the others."""
+
+
+class _Linked(Channel):
+    """A channel with connections, which end with it and are not a forked child's."""
+
+    def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._meeting = meeting
+        _linked.add(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nobody is reached any more."""
+
+
+class Leader(_Linked):
+    """Rank 0's end."""
+
+    def __init__(self, meeting: Meeting, world_size: int) -> None:
+        super().__init__(meeting, 0, world_size)
+        self._links: dict[int, Link] = {}
+        self._is_closed = False
+        self._strangers: set[Link] = set()
+        """That have connected and not said who they are."""
+        self._listener: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        """Of all these; its data are ranks, 0 for who has not said one."""
+
+    def close(self) -> None:
+        """Nobody is reached any more."""
+        for link in (*self._links.values(), *self._strangers):
+            link.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+        self._is_closed = True
+
+    def _open(self, call: Call) -> Failure | None:
+        if self._listener is None:
+            try:
+                self._listener = self._meeting.listen(self.world_size)
+            except (OSError, RuntimeError) as error:
+                return Failure.of(call.stage, 0, error)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        return None
+
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+        records: dict[int, bytes] = {0: mine.data}
+        failures = {} if mine.failure is None else {0: mine.failure}
+        missing = set(range(1, self.world_size))
+        patience = call.seconds
+        until = monotonic() + patience
+        has_failed = False
+        news: Sequence[int] = tuple(missing)
+        while True:
+            for rank in news:
+                found = self._brought(rank, mine) if rank in missing else None
+                if found is None:
+                    continue
+                missing.discard(rank)
+                if isinstance(found, Failure):
+                    failures[rank] = found
+                else:
+                    records[rank] = found.data
+                    if monotonic() + found.seconds < until:
+                        patience, until = found.seconds, monotonic() + found.seconds
+            if failures and not has_failed:
+                has_failed, until = True, min(until, monotonic() + ERROR_SECONDS)
+            if not missing or (left := until - monotonic()) <= 0:
+                break
+            news = self._news(left)
+        self._news(0)
+        for rank in records.keys() - {0}:  # whoever has come waits for the answer, or is gone
+            found = self._brought(rank, mine)
+            if isinstance(found, Failure):
+                failures[rank] = found
+        causes = [rank for rank in failures if failures[rank].error != TransferError.__name__]
+        if causes:
+            return self._tell(call, failures[min(causes)])
+        if missing:
+            return self._tell(call, _late(mine.stage, sorted(missing), patience))
+        if failures:
+            return self._tell(call, failures[min(failures)])
+        try:
+            answer = join([records[rank] for rank in range(self.world_size)])
+        except Exception as error:
+            return self._tell(call, Failure.of(mine.stage, 0, error))
+        self._send(replace(mine, kind=Kind.ANSWER, data=answer), call.seconds)
+        return answer
+
+    def _leave(self, call: Call, failure: Failure) -> None:
+        self._news(0)
+        self._tell(call, failure)
+
+    def _tell(self, call: Call, failure: Failure) -> Failure:
+        """End the call for all: and those that others have left while this rank was away."""
+        for link in self._links.values():
+            left = [message.call for message in link.messages if message.kind is Kind.LEFT]
+            self._number = max([self._number, *left])
+        if len(self._links) < self.world_size - 1 and not self._is_closed:
+            # Who connects from here on finds the word; who has is let in, to be told with the rest.
+            self._meeting.leave_word(self._number, failure)
+            while self._let_in():
+                pass
+        self._send(Message(Kind.LEFT, self._number, failure=failure), ANSWER_SECONDS)
+        return failure
+
+    def _let_in(self) -> bool:
+        """Whether somebody has connected, or said who it is, since the last look."""
+        before = len(self._links), len(self._strangers)
+        self._news(0)
+        return before != (len(self._links), len(self._strangers))
+
+    def _send(self, message: Message, seconds: float) -> None:
+        packed = message.packed()
+        links = tuple(self._links.values())
+        for link in links:
+            link.send(packed)
+        if any(link.is_sending for link in links):
+            flush(links, seconds)
+
+    def _brought(self, rank: int, mine: Message) -> Message | Failure | None:
+        """What a rank has brought to an operation, if it has come."""
+        link = self._links.get(rank)
+        if link is None:
+            return None
+        while link.messages:
+            found = link.messages[0]
+            if found.call > mine.call:
+                return _out_of_step(rank, found, mine)
+            link.messages.popleft()
+            if found.call < mine.call:
+                continue  # it has been told that this is over
+            if found.failure is not None:
+                return found.failure
+            if (found.op, found.name, found.stage) != (mine.op, mine.name, mine.stage):
+                return _out_of_step(rank, found, mine)
+            return found
+        return _ended(mine.stage, rank) if link.is_lost else None
+
+    def _news(self, seconds: float) -> list[int]:
+        """The ranks that something has come from, if within so many seconds."""
+        ranks: list[int] = []
+        if self._is_closed:
+            return ranks
+        for key, _ in self._selector.select(seconds):
+            link = key.fileobj
+            if not isinstance(link, Link):
+                self._accept()
+                continue
+            link.receive()
+            rank = key.data or self._introduced(link)
+            if link.is_lost:
+                self._selector.unregister(link)
+            if link.is_lost and link in self._strangers:
+                self._strangers.discard(link)
+                link.close()
+            if rank:
+                ranks.append(rank)
+        return ranks
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with suppress(BlockingIOError, ConnectionError):
+            while True:
+                link = Link(self._listener.accept()[0])
+                self._strangers.add(link)
+                self._selector.register(link, selectors.EVENT_READ, 0)
+
+    def _introduced(self, link: Link) -> int:
+        """The rank of one that says who it is; 0 if it does not."""
+        if not link.messages:
+            return 0
+        said = link.messages.popleft()
+        is_known = (said.kind, said.name) == (Kind.HELLO, self._meeting.word)
+        if not is_known or said.op in self._links:
+            link.is_lost = True  # and not listened to
+            return 0
+        self._strangers.discard(link)
+        self._links[said.op] = link
+        self._selector.modify(link, selectors.EVENT_READ, said.op)
+        if len(self._links) == self.world_size - 1 and self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._meeting.withdraw()
+        return said.op
+
+
+class Follower(_Linked):
+    """The end of any other rank."""
+
+    def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
+        super().__init__(meeting, rank, world_size)
+        self._link: Link | None = None
+
+    def close(self) -> None:
+        """Nobody is reached any more."""
+        if self._link is not None:
+            self._link.close()
+
+    def _open(self, call: Call) -> Failure | None:
+        if self._link is not None:
+            return None
+        try:
+            self._link = self._meeting.connect(self.rank, call.seconds + ANSWER_SECONDS)
+            left = self._meeting.left()
+        except (OSError, RuntimeError) as error:
+            return Failure.of(call.stage, 0, error)
+        finally:
+            self._meeting.forget()
+        if left is not None and left[0] >= call.number:
+            self._number = left[0]
+            return left[1]
+        return None
+
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+        link = self._link
+        if link is None:
+            return _ended(mine.stage, 0)
+        link.send(mine.packed())
+        patience = call.seconds + ANSWER_SECONDS
+        until = monotonic() + patience
+        while True:
+            while link.messages:
+                found = link.messages.popleft()
+                if found.failure is not None and found.call >= call.number:
+                    self._catch_up(link, found)
+                    return found.failure
+                if (found.call, found.op) == (call.number, mine.op):
+                    return found.data
+            if link.is_lost:
+                return _ended(mine.stage, 0)
+            if (left := until - monotonic()) <= 0:
+                failure = _late(mine.stage, [0], patience)
+                self._leave(call, failure)
+                return failure
+            link.wait(left)
+
+    def _catch_up(self, link: Link, found: Message) -> None:
+        """Count on from the last call that is known to be over."""
+        link.receive()
+        left = [one.call for one in (found, *link.messages) if one.kind is Kind.LEFT]
+        self._number = max([self._number, *left])
+
+    def _leave(self, call: Call, failure: Failure) -> None:
+        if self._link is not None:
+            self._link.send(Message(Kind.LEFT, call.number, failure=failure).packed())
+
+
+class Pretended(Channel):
+    """Ranks that are not there, as in a process group of torch's backend "fake": they all agree."""
+
+    def _open(self, call: Call) -> Failure | None:
+        return None
+
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+        return mine.failure or join([mine.data] * self.world_size)
+
+    def _leave(self, call: Call, failure: Failure) -> None:
+        pass
+
+
+def _ended(stage: str, rank: int) -> Failure:
+    return Failure(stage, rank, ENDED, "its process has ended, or has left the process group")
+
+
+def _late(stage: str, missing: Sequence[int], seconds: float) -> Failure:
+    others = f", nor have ranks {list(missing[1:9])}" if missing[1:] else ""
+    said = f"it has not come within {seconds:g} s{others}"
+    return Failure(stage, missing[0], LATE, said)
+
+
+def _out_of_step(rank: int, found: Message, mine: Message) -> Failure:
+    said = (
+        "it is in no call" if found.kind is Kind.LEFT else f"it is in {found.name} ({found.stage})"
+    )
+    return Failure(
+        mine.stage,
+        rank,
+        OUT_OF_STEP,
+        f"{said}, and rank 0 in {mine.name} ({mine.stage}): call the same on all ranks, in the "
+        "same order",
+    )
+
+
+_linked: WeakSet[_Linked] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A child that held a connection open would hide its parent's end from the others.
+    for channel in tuple(_linked):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,40 @@
+"""Agreement by collectives, for process groups that have no store: those of MPI.
+
+A rank that does not come holds the others up for as long as the group's own time-out, and one that
+leaves a call does so unheard: what `sharding.agreement.agreeing` promises cannot be had without a
+store.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from sharding.agreement.agreeing import Call, Channel, Join
+from sharding.agreement.links import Failure, Message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Gathering(Channel):
+    """All ranks get what each brings, and join it alike."""
+
+    from_any_thread = False
+
+    def __init__(self, group: ProcessGroup | None, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._group = group
+
+    def _open(self, call: Call) -> Failure | None:
+        return None
+
+    def _leave(self, call: Call, failure: Failure) -> None:
+        pass
+
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+        everyone: list[tuple[Failure | None, bytes]] = [(None, b"")] * self.world_size
+        dist.all_gather_object(everyone, (mine.failure, mine.data), group=self._group)
+        failures = [failure for failure, _ in everyone if failure is not None]
+        return failures[0] if failures else join([data for _, data in everyone])

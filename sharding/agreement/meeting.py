@@ -1,0 +1,219 @@
+"""Where the ranks of a group find each other: rank 0 listens, the others connect to it.
+
+The store at which the process group itself has met is asked once, for rank 0's address. Everything
+else goes by the connections (`sharding.agreement.links`), so that it neither depends on the kind of
+store nor holds up those who use it.
+
+Rules:
+
+1. Ranks of one machine meet at its loopback address. Others take the address by which rank 0's
+   machine reaches the store, or that of the store itself where it is on rank 0's machine, or else
+   what the machine's name stands for. `CKPT_HOST`, set for rank 0, is taken in their place.
+2. Who connects must know a word that is in the store: as much protection as the store has itself.
+3. A group may be made where an earlier one has met: a place is gone when all have connected, and
+   what is left for those who come late goes by the place's word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cached_property, lru_cache
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from sharding.agreement.links import Failure, Kind, Link, Message
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+PLACE, LEFT = "ckpt/place", "ckpt/left"
+"""Keys: rank 0's address; with its word, the last call that ended before all had connected."""
+LOOPBACK = "127.0.0.1"
+SLICE_SECONDS = 0.5
+"""How long the store is waited for at once: it does not heed signals meanwhile."""
+REFUSED_SECONDS = 5.0
+"""How long an address may refuse before rank 0 counts as ended: it may be an earlier one's."""
+CONNECT_SECONDS = 10.0
+"""How long one address is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where rank 0 listens."""
+
+    word: str
+    machine: str
+    hosts: list[str]
+    port: int
+    is_at_store: bool
+    """The store is on its machine: whoever has reached the one reaches the other."""
+
+
+class Meeting:
+    """The store of one group, used by one of its ranks. `purpose` tells several meetings apart."""
+
+    def __init__(self, store: Store, purpose: str) -> None:
+        self._given = store
+        self._purpose = purpose
+        self.word = secrets.token_hex(16)
+        """What those who connect have to know; theirs once they have."""
+
+    @cached_property
+    def _store(self) -> Store:
+        """By a connection of our own: to wait does not stop the training's."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        clone = getattr(self._given, "clone", None)
+        return PrefixStore(self._purpose, self._given if clone is None else clone())
+
+    def listen(self, world_size: int) -> socket.socket:
+        """On rank 0: where the others connect to, once they have looked into the store."""
+        backlog = max(128, world_size)
+        if socket.has_dualstack_ipv6():
+            server = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        else:
+            server = socket.create_server(("", 0), backlog=backlog)
+        server.setblocking(False)
+        hosts, is_at_store = _own_hosts(_host_of(self._given))
+        place = _Place(self.word, _machine(), hosts, server.getsockname()[1], is_at_store)
+        self._store.set(PLACE, json.dumps(asdict(place)))
+        return server
+
+    def connect(self, rank: int, seconds: float) -> Link:
+        """On the others: a connection to rank 0, which has begun its call.
+
+        Raises TimeoutError where it has not within so many seconds, ConnectionError where it cannot
+        be reached.
+        """
+        until = monotonic() + seconds
+        refused = None
+        while True:
+            place = self._place(until)
+            if place is None:
+                raise TimeoutError(f"it has not come within {seconds:g} s")
+            found, why = self._reached(place, until)
+            if found is not None:
+                self.word = place.word
+                link = Link(found)
+                link.send(Message(Kind.HELLO, 0, rank, place.word).packed())
+                return link
+            refused = monotonic() if refused is None else refused
+            if monotonic() > min(until, refused + REFUSED_SECONDS):
+                raise ConnectionError(
+                    f"it cannot be reached ({why}): it has ended, or its address is to be given "
+                    "to it in CKPT_HOST"
+                )
+            time.sleep(0.05)
+
+    def leave_word(self, call: int, failure: Failure) -> None:
+        """On rank 0: whoever connects from now on finds that this call is over."""
+        with suppress(RuntimeError):  # the store is lost: they will see for themselves
+            self._store.set(self._left, json.dumps([call, asdict(failure)]))
+
+    def left(self) -> tuple[int, Failure] | None:
+        """On the others: the last call that was over before they connected."""
+        if not self._store.check([self._left]):
+            return None
+        call, failure = json.loads(self._store.get(self._left))
+        return call, Failure(**failure)
+
+    def withdraw(self) -> None:
+        """On rank 0: all have connected, and nobody is to find this place any more (rule 3)."""
+        with suppress(RuntimeError):  # the store is lost, or keeps what it has
+            self._store.delete_key(PLACE)
+        self.forget()
+
+    @property
+    def _left(self) -> str:
+        return f"{LEFT}/{self.word}"
+
+    def forget(self) -> None:
+        """Give up the connection to the store: it is not needed once all are connected."""
+        self.__dict__.pop("_store", None)
+
+    def _place(self, until: float) -> _Place | None:
+        try:
+            while not self._is_there(max(0.001, min(SLICE_SECONDS, until - monotonic()))):
+                if monotonic() > until:
+                    return None
+            return _Place(**json.loads(self._store.get(PLACE)))
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"the store of the process group cannot be reached: {error}"
+            ) from error
+
+    def _is_there(self, seconds: float) -> bool:
+        with suppress(RuntimeError):  # its kind differs from store to store
+            self._store.wait([PLACE], timedelta(seconds=seconds))
+            return True
+        return bool(self._store.check([PLACE]))
+
+    def _reached(self, place: _Place, until: float) -> tuple[socket.socket | None, str]:
+        said = []
+        for host in self._hosts(place):
+            try:
+                seconds = max(0.1, min(CONNECT_SECONDS, until - monotonic()))
+                found = socket.create_connection((host, place.port), seconds)
+            except OSError as error:
+                said.append(f"{host} port {place.port}: {error}")
+                continue
+            if found.getsockname() != found.getpeername():  # a free port can connect to itself
+                return found, ""
+            found.close()
+            said.append(f"{host} port {place.port}: nobody listens")
+        return None, "; ".join(said)
+
+    def _hosts(self, place: _Place) -> Iterator[str]:
+        """The addresses to try, in order."""
+        if place.machine == _machine():
+            yield LOOPBACK
+            return
+        yield from place.hosts
+        host = _host_of(self._given)
+        if place.is_at_store and host is not None:
+            yield host
+
+
+def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
+    """Addresses of this machine for others, and whether the store is on it."""
+    given = os.environ.get("CKPT_HOST")
+    if given:
+        return [given], False
+    if store_host is not None:
+        with suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as towards:
+                towards.connect(address)  # sends nothing: it only chooses an address of our own
+                own = towards.getsockname()[0]
+            is_local = own.startswith("127.") or own == "::1"
+            return [] if is_local else [own], is_local or own == address[0]
+    return [socket.gethostname()], False
+
+
+def _host_of(store: Store) -> str | None:
+    """The host of a TCPStore, whatever it is wrapped in; None for another store."""
+    found: object = store
+    while (inner := getattr(found, "underlying_store", None)) is not None:
+        found = inner
+    host = getattr(found, "host", None)
+    return host if isinstance(host, str) else None
+
+
+@lru_cache(1)
+def _machine() -> str:
+    """What two processes have in common that reach each other by the loopback address."""
+    with suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()

@@ -1,0 +1,288 @@
+"""What the processes of a job tell one another: small records, never tensors.
+
+Rules:
+
+1. Every rank enters every operation, in the same order. What can fail is done before one, and the
+   failure is what the operation carries; then all ranks raise.
+2. Each wait has an end: within the time-out of the call all ranks have one answer, or one error
+   that names a rank that failed, has ended or has not come (`sharding.agreement.agreeing`).
+3. An operation is a message to rank 0 and one back, by connections of our own; where a process
+   group has no store to find each other by, it is a collective.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from struct import Struct
+from typing import TYPE_CHECKING, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from sharding.agreement.agreeing import (
+    Call,
+    Channel,
+    Follower,
+    Join,
+    Leader,
+    Pretended,
+    waiting_seconds,
+)
+from sharding.agreement.links import Failure
+from sharding.agreement.meeting import Meeting
+from sharding.errors import NotAMemberError, RankError, TransferError
+from sharding.layout import Mesh
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+HASH_BITS = 62
+"""Bits of a hash: it and rank 0's number fit into an int64."""
+_channels: WeakKeyDictionary[ProcessGroup, dict[str, Channel]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What every rank knows after `Ranks.agree`."""
+
+    same: tuple[bool, ...]
+    """For each hash that was compared: whether it is the same on every rank."""
+    number: int
+    """Rank 0's number."""
+
+
+class Ranks:
+    """The processes that act together; one alone where there is no process group.
+
+    `seconds` is how long a rank waits for another; by default as long as in the call that it is
+    in. `purpose` keeps apart what different threads tell: each has connections of its own.
+    """
+
+    rank_error: type[RankError] = RankError
+    """What is raised where another rank failed."""
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        seconds: float | None = None,
+        purpose: str = "calls",
+    ) -> None:
+        self.rank, self.world_size = 0, 1
+        self.mesh = _world(1)
+        """The processes by their rank in the default group, which is what layouts speak of."""
+        self.is_subgroup = group is not None
+        self.told: tuple[int, str] | None = None
+        """The failure that the ranks agreed on: the rank and the class of its error. The same on
+        all of them, also where several failed."""
+        self._seconds = seconds
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            if self.rank < 0:
+                raise NotAMemberError("this rank is not in the process group it was given")
+            if group is None:
+                self.mesh = _world(self.world_size)
+            else:
+                members = dist.get_process_group_ranks(group)
+                self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
+        self._channel = None if self.alone else _channel(group, self.rank, purpose)
+
+    @property
+    def here(self) -> int:
+        """This process in layouts: its rank in the default group."""
+        return self.mesh.rank((self.rank,))
+
+    @property
+    def alone(self) -> bool:
+        """True when there is nobody to talk to."""
+        return self.world_size == 1
+
+    @property
+    def from_any_thread(self) -> bool:
+        """Whether another thread may use this, and do so beside what the process group does."""
+        return self._channel is None or self._channel.from_any_thread
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Be in a call that all ranks are in: what ends it on one, ends it on all."""
+        with self._call(name):
+            yield
+
+    def doing(self, stage: str) -> None:
+        """What the others are told that this rank did, if it leaves the call."""
+        with self._call(stage) as call:
+            if call is not None:
+                call.stage = stage
+
+    def connect(self) -> None:
+        """From now on it is noticed when another rank ends. Called by all ranks, outside calls."""
+        with self._call("connecting"):
+            pass
+
+    def agree(
+        self,
+        stage: str,
+        error: BaseException | None = None,
+        hashes: Sequence[int] = (),
+        number: int = 0,
+    ) -> Agreement:
+        """Raises on all ranks when any has an error; compares hashes.
+
+        A rank that failed raises its own exception; the others raise a RankError that names the
+        lowest rank that failed. `number`, below 2**62, is rank 0's to give.
+        """
+        numbers = Struct(f"!{1 + len(hashes)}q")
+
+        def join(records: Sequence[bytes]) -> bytes:
+            first, *values = map(numbers.unpack, records)
+            same = bytes(all(row[i] == first[i] for row in values) for i in range(1, len(first)))
+            return records[0][:8] + same
+
+        record = numbers.pack(number, *hashes)
+        answer = self._meet(stage, record, join, error)
+        return Agreement(tuple(map(bool, answer[8:])), int.from_bytes(answer[:8], "big"))
+
+    def attempt(self, stage: str, action: Callable[[], T]) -> T:
+        """Run something that may fail on any rank; returns when it has succeeded on all."""
+        return self.compare(stage, action, lambda result: (), 0)[0]
+
+    def compare(
+        self,
+        stage: str,
+        action: Callable[[], T],
+        hashes: Callable[[T], Sequence[int]],
+        count: int,
+        number: int = 0,
+    ) -> tuple[T, Agreement]:
+        """`attempt`, and whether each of `count` hashes of the result is the same on every rank."""
+        with self._call(stage):
+            self.doing(stage)
+            results, error = attempt(action)
+            given = hashes(results[0]) if results else [0] * count
+            agreement = self.agree(stage, error, given, number)
+        return results[0], agreement
+
+    def common(self, flags: bytes) -> bytes:
+        """The bytewise minimum over ranks of equally long byte strings."""
+        return self._meet("comparing names", flags, _minimum) if flags else flags
+
+    def all_hashes(self, value: int) -> list[int]:
+        """Every rank's number, by rank: used only after `agree` found that they differ."""
+        one = Struct("!q")
+        answer = self._meet("comparing descriptions", one.pack(value), b"".join)
+        return [number for (number,) in one.iter_unpack(answer)]
+
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        """The bytes that rank `source` gives, on every rank; compressed on the way."""
+        if self.alone:
+            return data
+        record = zlib.compress(data, 1) if self.rank == source else b""
+        answer = self._meet(f"telling what rank {source} has", record, lambda r: r[source])
+        return data if self.rank == source else zlib.decompress(answer)
+
+    def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
+        """Every rank's record, by rank, on rank 0; nothing on the others. Raises as `agree`."""
+        everyone: list[bytes] = []
+
+        def join(records: Sequence[bytes]) -> bytes:
+            everyone[:] = records
+            return b""
+
+        self._meet(stage, record, join, error)
+        return everyone if self.rank == 0 else []
+
+    @contextmanager
+    def _call(self, name: str) -> Iterator[Call | None]:
+        """The call that this rank is in, or else one by this name; None where there is nobody."""
+        if self._channel is None:
+            yield None
+            return
+        seconds = waiting_seconds() if self._seconds is None else self._seconds
+        with self._channel.call(name, seconds) as call:
+            if call.failure is not None:
+                raise self._error(call.failure)
+            yield call
+
+    def _meet(
+        self, stage: str, record: bytes, join: Join, error: BaseException | None = None
+    ) -> bytes:
+        """The answer to what all ranks bring."""
+        failure = None if error is None else Failure.of(stage, self.rank, error)
+        if self._channel is None:
+            if error is not None and failure is not None:
+                self.told = failure.rank, failure.error
+                raise error
+            return join([record])
+        with self._call(stage) as call:
+            assert call is not None
+            answer = self._channel.meet(call, stage, record, failure, join)
+            if isinstance(answer, Failure):
+                other = self._error(answer)
+                if isinstance(error, TransferError) and answer.rank != self.rank:
+                    raise other from error  # there is the cause
+                raise other if error is None else error
+        return answer
+
+    def _error(self, failure: Failure) -> RankError:
+        self.told = failure.rank, failure.error
+        return self.rank_error(failure.stage, failure.rank, failure.error, failure.message)
+
+
+@lru_cache(16)
+def _world(size: int) -> Mesh:
+    """The mesh of the default group; of equal ones the same object."""
+    return Mesh.grid(("world",), (size,))
+
+
+def _minimum(records: Sequence[bytes]) -> bytes:
+    return bytes(map(min, zip(*records, strict=True)))
+
+
+def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """What an action returned, alone in a list, or an empty one and the exception it raised."""
+    try:
+        return [action()], None
+    except Exception as error:
+        return [], error
+
+
+def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
+    """How this rank reaches the others of a group; one for each group and purpose."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    over = distributed_c10d._get_default_group() if group is None else group
+    found = _channels.setdefault(over, {})
+    if purpose not in found:
+        # None for MPI, whatever torch declares.
+        store = cast("Store | None", distributed_c10d._get_process_group_store(over))
+        world_size = dist.get_world_size(over)
+        if "fake" in str(dist.get_backend(over)):
+            found[purpose] = Pretended(rank, world_size)
+        elif store is None:
+            from sharding.agreement.gathering import Gathering
+
+            found[purpose] = Gathering(group, rank, world_size)
+        elif rank == 0:
+            found[purpose] = Leader(Meeting(store, f"ckpt/{purpose}"), world_size)
+        else:
+            found[purpose] = Follower(Meeting(store, f"ckpt/{purpose}"), rank, world_size)
+    return found[purpose]
+
+
+def message_device(group: ProcessGroup | None) -> torch.device:
+    """Where a group's messages lie: in host memory if it can, else on the current accelerator."""
+    import torch
+    import torch.distributed as dist
+
+    backend = str(dist.get_backend(group))
+    if any(name in backend for name in ("gloo", "mpi", "ucc", "fake")):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

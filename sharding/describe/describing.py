@@ -1,0 +1,148 @@
+"""A module's state in the words of the layout algebra: what this rank has of every tensor.
+
+This is all that a checkpoint needs to know of a runtime: names, local tensors and layouts. It
+knows two that flatten parameters: ours (`sharding.describe.own_members`) and torch's
+FullyShardedDataParallel (`sharding.describe.torch_fsdp`).
+
+Rules:
+
+1. Nothing communicates and nothing is gathered. Whatever of the modules is whole is resharded; a
+   gather that is on its way is awaited.
+2. Names are those that the modules have in themselves, without what wrappers add. A tied parameter
+   has all of its names, and one part.
+3. A local part shares the memory of what the optimizer sees: what is written to it is loaded.
+4. State that an optimizer keeps for what it sees is divided as that is (`FlatSlice.of`).
+
+The parameters of `fully_shard` are DTensors, which `sharding.describe.dtensor` describes. A flat
+parameter is a run of parameters end to end, cut evenly over the ranks that share it: of each, a
+rank has a range of its row-major elements, `FlatShard` in the algebra. Whoever holds the same shard
+is a replica. Where tensor parallelism divided the parameters first, the range is one of what that
+left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sharding.describe import dtensor, own_members, sharded_tensor, torch_fsdp
+from sharding.describe.local_part import LocalPart, check_holds
+from sharding.describe.members import WRAPPERS as WRAPPERS
+from sharding.describe.members import FlatMember as FlatMember
+from sharding.describe.members import clean_name as clean_name
+from sharding.layout import Layout, Mesh
+
+Spread = torch.Tensor | LocalPart
+"""A tensor of a state: a plain one, a DTensor, torch's ShardedTensor, or a part."""
+
+
+def describe(tensor: Spread, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
+    """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
+
+    As `sharding.describe.dtensor.describe`, of which this knows two kinds more. Raises
+    LocalShapeError for a part that is not what its layout gives this rank.
+    """
+    if isinstance(tensor, LocalPart):
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        check_holds(name, tensor.local, tensor.layout, rank)
+        return tensor.local, tensor.layout
+    if sharded_tensor.is_sharded(tensor):
+        return sharded_tensor.describe(tensor, name)
+    return dtensor.describe(tensor, name, world)
+
+
+def describe_module(module: nn.Module) -> dict[str, object]:
+    """The module's state by name: a `LocalPart` for every parameter that lies in a flat one.
+
+    The rest is what `module.state_dict(keep_vars=True)` has: tensors and DTensors, which
+    `describe` takes, and what modules add to their state dicts.
+
+    >>> import torch.distributed as dist
+    >>> from sharding import FullyShardedDataParallel, ShardingStrategy
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> strategy = ShardingStrategy.NO_SHARD
+    >>> model = FullyShardedDataParallel(nn.Linear(2, 3), sharding_strategy=strategy)
+    >>> [(k, v.shape, str(v.layout)) for k, v in describe_module(model).items()]
+    [('weight', (3, 2), 'replicate:1=R'), ('bias', (3,), 'replicate:1=R')]
+    >>> dist.destroy_process_group()
+    """
+    own_members.check_is_whole(module)
+    torch_fsdp.check_is_whole(module)
+    members = {id(member.parameter): member for member in flat_members(module)}
+    with _local_state_dicts(module):
+        state = module.state_dict(keep_vars=True)
+    buffer_dtypes = torch_fsdp.buffer_dtypes(module)
+    entries: dict[str, object] = {}
+    for path, value in state.items():
+        name = clean_name(path)
+        member = members.get(id(value))
+        if member is None:
+            entries[name] = value
+            if torch_fsdp.is_flattened(value):  # and not divided: as it was before it was wrapped
+                entries[name] = value.detach()
+            elif name in buffer_dtypes and isinstance(value, torch.Tensor):
+                entries[name] = value.to(buffer_dtypes[name])
+        elif member.is_original:
+            [own] = member.slices
+            entries[name] = own.of(member.parameter, own.key)
+        else:
+            entries |= dict(member.parts())
+    for member in members.values():  # one may be outside, but for what is tied to it
+        if not member.is_original:
+            for name, part in member.parts():
+                entries.setdefault(name, part)
+    return entries
+
+
+def flat_members(module: nn.Module) -> Iterator[FlatMember]:
+    """What an optimizer sees of all flat parameters in a module.
+
+    Original parameters that are not divided are not among them: they are what they were.
+    """
+    yield from own_members.flat_members(module)
+    yield from torch_fsdp.flat_members(module)
+
+
+def part_of(tensor: torch.Tensor) -> LocalPart | None:
+    """The part that an original parameter is by itself, without its module; None if it is none.
+
+    Raises ShardingError for a parameter of torch's FullyShardedDataParallel: without its module
+    nobody knows which part of what it is.
+    """
+    if torch_fsdp.is_flattened(tensor) and tensor.ndim == 1:
+        raise torch_fsdp.loose(tensor)
+    return own_members.part_of(tensor)
+
+
+def is_divided(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer sees in it a part, of which it does not say itself of what.
+
+    One-dimensional parameters that torch's FullyShardedDataParallel replicates are taken for parts.
+    """
+    if torch_fsdp.is_flattened(parameter):
+        return parameter.ndim == 1
+    return own_members.is_flat(parameter) or own_members.part_of(parameter) is not None
+
+
+def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
+    """The module's `load_state_dict` for what is no `LocalPart`: what was filled stays as it is."""
+    rest = {name: value for name, value in state.items() if not isinstance(value, LocalPart)}
+    with _local_state_dicts(module):
+        module.load_state_dict(rest, strict=False)
+
+
+def state_dict_names(module: nn.Module) -> list[str]:
+    """The names that the module's `state_dict()` has, made without gathering anything."""
+    with _local_state_dicts(module):
+        return list(module.state_dict())
+
+
+@contextmanager
+def _local_state_dicts(module: nn.Module) -> Iterator[None]:
+    """Inside, state dicts have what this rank has, whatever kind a user has set."""
+    with own_members.local_state_dicts(module), torch_fsdp.local_state_dicts(module):
+        yield

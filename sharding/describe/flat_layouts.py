@@ -1,0 +1,72 @@
+"""Where the parameters of a flat one are: each as a layout over all ranks that have some of it.
+
+The axes of the mesh are, in this order and where there are more ranks than one: those that
+replicate the shards, those that share them, those over which tensor parallelism divided the
+parameters before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from sharding.describe.dtensor import describe
+from sharding.describe.local_part import FlatSlice
+from sharding.describe.rank_grid import check_divides_evenly, grid_around
+from sharding.engine.chunk_bucket import as_dtensor
+from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.peers import Peers
+from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
+
+NOWHERE = Mesh.grid((), ())
+
+
+def slices_of(bucket: FlatBucket) -> list[FlatSlice]:
+    """By parameter, what of it is in this rank's shard, and where."""
+    found = []
+    grids: dict[Mesh | None, tuple[Mesh, int]] = {}
+    sharing = bucket.sharing
+    axes = {"replicate": _ranks(sharing.replicas), "shard": _ranks(sharing.peers)}
+    me = axes["shard"][sharing.peers.rank]
+    for index, before in enumerate(_divided_before(bucket)):
+        begin, lo, hi = bucket.piece(index)
+        slot, stride = bucket.packing.slots[index], bucket.packing.shard_numel
+        key = None if before is None else before.mesh
+        if key not in grids:
+            grids[key] = grid_around(me, axes, key)
+        mesh, count = grids[key]
+        own: list[Placement] = [Replicate()] * count
+        if bucket.is_divided and slot.numel:
+            own[-1] = FlatShard(slot.at, stride)
+        if before is None:
+            layout = Layout(slot.shape, mesh, tuple(own))
+        else:
+            layout = Layout(before.shape, mesh, (*own, *before.placements))
+        found.append(FlatSlice(begin, begin + hi - lo, layout, (id(bucket), index)))
+    return found
+
+
+def _divided_before(bucket: FlatBucket) -> Iterator[Layout | None]:
+    """By parameter, how tensor parallelism divided it before it was flattened; None if it did not.
+
+    Raises UnknownPlacementError where it divided one unevenly: the flat parameters of its ranks are
+    cut in different places then, and no one layout says where.
+    """
+    for entry in bucket.parameters:
+        if entry.distributed is None:
+            yield None
+            continue
+        like = as_dtensor(torch.empty(entry.shape, device="meta"), entry.distributed)
+        _, layout = describe(like, entry.name, NOWHERE)
+        check_divides_evenly(layout, entry.name)
+        yield layout
+
+
+def _ranks(peers: Peers) -> list[int]:
+    """Ranks in the default group."""
+    if peers.group is None:
+        return [dist.get_rank()]
+    ranks = dist.get_process_group_ranks(peers.group)
+    return [ranks[member] for member in peers.members]

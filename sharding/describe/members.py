@@ -1,0 +1,95 @@
+"""What an optimizer sees of flat parameters, and the names that parameters have in a module.
+
+The vocabulary that the runtimes which flatten parameters are described in: ours
+(`sharding.describe.own_members`) and torch's first one (`sharding.describe.torch_fsdp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sharding.describe.local_part import FlatSlice, LocalPart
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What wrappers put into names: FSDP's class, activation checkpointing, torch.compile."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatMember:
+    """A parameter that an optimizer sees, and what of which parameters of the modules it is."""
+
+    parameter: nn.Parameter
+    names: tuple[tuple[str, ...], ...]
+    """For each slice the names of its parameter, in the order of the modules."""
+    slices: tuple[FlatSlice, ...]
+    is_original: bool
+    """Whether it stands in the modules in the place of its one parameter."""
+    is_idle: bool = False
+    """Whether it never gets a gradient on this rank, which has nothing of it, while others do."""
+
+    def parts(self) -> Iterator[tuple[str, LocalPart]]:
+        """What is in it, under all names."""
+        for names, part in zip(self.names, self.slices, strict=True):
+            found = part.of(self.parameter, part.key)
+            for name in names:
+                yield name, found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedParameter:
+    """A parameter that an optimizer sees, by the names of what it is in a module."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    """One, unless it is a flat parameter; of a tied one the first."""
+    slices: tuple[FlatSlice, ...] = ()
+    """For each name which part of the parameter it is; none where it is the name's own."""
+    is_idle: bool = False
+    """Whether this rank has nothing of it, and so its optimizer keeps no state for it."""
+
+    @classmethod
+    def of(cls, member: FlatMember) -> NamedParameter:
+        """One that has parts of the module's."""
+        names = tuple(tied[0] for tied in member.names)
+        return cls(member.parameter, names, member.slices, member.is_idle)
+
+
+def clean_name(name: str) -> str:
+    """A name without what wrappers put into it.
+
+    >>> clean_name("_fsdp_wrapped_module.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def clean_prefix(path: str) -> str:
+    """What a module's path puts before the names of what is in it.
+
+    >>> clean_prefix("layers.0._fsdp_wrapped_module"), clean_prefix("")
+    ('layers.0.', '')
+    """
+    return clean_name(f"{path}.") if path else ""
+
+
+Places = Sequence[tuple[nn.Module, str]]
+"""The modules that a parameter is in, and the attribute it is there."""
+
+
+def names_in(module: nn.Module, parameters: Sequence[Places]) -> list[tuple[str, ...]]:
+    """By parameter its names in a module, in the order of the modules; none for one outside."""
+    places: dict[nn.Module, list[tuple[str, int]]] = {}
+    for index, parameter in enumerate(parameters):
+        for owner, attribute in parameter:
+            places.setdefault(owner, []).append((attribute, index))
+    found: list[dict[str, None]] = [{} for _ in parameters]
+    for path, part in module.named_modules(remove_duplicate=False):
+        for attribute, index in places.get(part, ()):
+            found[index][clean_prefix(path) + attribute] = None
+    return [tuple(names) for names in found]

@@ -1,0 +1,252 @@
+"""Torch's FullyShardedDataParallel (FSDP1) in the words of the layout algebra, nothing gathered.
+
+A unit of it flattens its parameters into one, as units of ours do, and cuts that evenly over the
+ranks of its process group, `FlatShard`; under a hybrid strategy other groups hold copies. What is
+particular to it:
+
+1. With `use_orig_params=True` torch puts padding between parameters, so that each begins at an
+   aligned address. The offsets here count it, and no part has it.
+2. A parameter of which a rank has nothing is an empty tensor there, which torch gives no gradient:
+   the optimizer of that rank keeps no state of it (`FlatMember.is_idle`).
+3. A parameter whose elements do not lie in row-major order is flattened in the order of its memory,
+   which no layout describes.
+4. After a forward without a backward, torch keeps some parameters whole and the next forward uses
+   them as they are. They are let go of, as what is loaded would be ignored.
+5. Torch's hooks around state dicts gather, refuse device meshes and change names. They are taken
+   off for as long as a state dict is read or loaded here.
+
+Torch's FSDP takes a second to import: where nobody has imported it, nothing here does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sharding.describe import sharded_tensor
+from sharding.describe.local_part import FlatSlice
+from sharding.describe.members import FlatMember, clean_name, clean_prefix, names_in
+from sharding.describe.torch_fsdp_layouts import slices_of
+from sharding.errors import LocalShapeError, ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+
+FSDP_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+FLAT_PARAMETER = "_flat_param"
+"""What torch calls a unit's flat parameter in its module and in local state dicts."""
+HOOKS_MODULE = "torch.distributed.fsdp._state_dict_utils"
+HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where a module keeps its hooks around state dicts."""
+
+
+def is_unit(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
+    """Whether it is an instance of torch's wrapper."""
+    found = sys.modules.get(FSDP_MODULE)
+    return found is not None and isinstance(module, found.FullyShardedDataParallel)
+
+
+def is_flattened(value: object) -> TypeGuard[nn.Parameter]:
+    """Whether it is a flat parameter of torch's wrapper, or one that was made a part of one."""
+    return isinstance(value, nn.Parameter) and hasattr(value, "_fsdp_flattened")
+
+
+def flat_members(module: nn.Module) -> Iterator[FlatMember]:
+    """What an optimizer sees of the flat parameters in a module; what was whole is resharded.
+
+    Original parameters that are not divided are not among them: they are what they were.
+    """
+    for unit, handle in _units(module):
+        _reshard(handle)
+        names, flat = _names(module, handle), handle.flat_param
+        if not handle._use_orig_params:
+            _check_numel(flat, names[0][0], flat._sharded_size.numel())
+            yield FlatMember(flat, tuple(names), tuple(slices_of(unit, handle)), is_original=False)
+        elif handle.uses_sharded_strategy:
+            for parameter, tied, part in zip(
+                _originals(flat), names, slices_of(unit, handle), strict=True
+            ):
+                numel = part.hi - part.lo
+                _check_numel(parameter, tied[0], numel)
+                own = FlatSlice(0, numel, part.layout, part.key)
+                idle = numel == 0 and part.layout.numel > 0
+                yield FlatMember(parameter, (tied,), (own,), is_original=True, is_idle=idle)
+
+
+def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """By name, what the buffers were that mixed precision has cast."""
+    found: dict[str, torch.dtype] = {}
+    for path, unit in module.named_modules():
+        if is_unit(unit) and unit.mixed_precision.buffer_dtype is not None:
+            for name, dtype in unit._buffer_name_to_orig_dtype.items():
+                if name not in unit._ignored_buffer_names:
+                    found[clean_prefix(path) + clean_name(name)] = dtype
+    return found
+
+
+def named_parts(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
+    """A local state dict of this module by the names of its parameters, nothing communicated.
+
+    In the place of every flat parameter, a ShardedTensor or this rank's shard with or without its
+    padding, are `LocalPart`s of it; they share its memory. Everything else stays as it is.
+
+    Raises LocalShapeError for a shard that is missing, truncated, or of another world size.
+    """
+    units = {
+        clean_prefix(path) + FLAT_PARAMETER: (unit, unit._handle)
+        for path, unit in module.named_modules()
+        if is_unit(unit) and unit._handle is not None
+    }
+    parts: dict[str, object] = {}
+    inside: set[str] = set()
+    given = {clean_name(key): value for key, value in state.items()}
+    for key, (unit, handle) in units.items():
+        if key in given:
+            shard = _shard(key, given[key], handle)
+            for tied, part in zip(_names(module, handle), slices_of(unit, handle), strict=True):
+                inside.update(tied)
+                parts |= dict.fromkeys(tied, part.of(shard, part.key))
+        elif handle.uses_sharded_strategy:
+            raise LocalShapeError(
+                f"{key}: the state dict has no local shard of this flat parameter; give one that "
+                "the module returned under StateDictType.LOCAL_STATE_DICT"
+            )
+    rest = {k: v for k, v in given.items() if k not in units and k not in inside}
+    return parts | rest
+
+
+def check_is_whole(module: nn.Module) -> None:
+    """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
+    if FSDP_MODULE not in sys.modules:
+        return
+    bare = [("", module)]
+    while bare:
+        path, part = bare.pop(0)
+        if is_unit(part):
+            continue
+        bare += [(f"{path}.{name}", child) for name, child in part.named_children()]
+        if not getattr(part, "_is_fsdp_managed_module", False):
+            continue
+        shown = path.removeprefix(".") or type(module).__name__
+        for parameter in part._parameters.values():
+            if is_flattened(parameter):
+                raise loose(parameter, shown)
+        is_emptied = not getattr(part, "_fsdp_use_orig_params", True)
+        if is_emptied and any(isinstance(value, torch.Tensor) for value in vars(part).values()):
+            raise loose(None, shown)
+
+
+def loose(parameter: torch.Tensor | None, where: str = "") -> ShardingError:
+    """What to raise for a parameter, or a module of that name, that is given without its unit."""
+    shape = "" if parameter is None else f" of shape {tuple(parameter.shape)}"
+    what = f"{where} has its parameters" if where else f"a parameter{shape} is, or may be, a part"
+    return ShardingError(
+        f"{what} in a flat parameter of torch's FullyShardedDataParallel, which only its module "
+        "knows; put the module that is wrapped into the state, not what is inside of it"
+    )
+
+
+@contextmanager
+def local_state_dicts(module: nn.Module) -> Iterator[None]:
+    """Inside, state dicts have what this rank has, under the names inside the wrappers."""
+    units = [part for part in module.modules() if is_unit(part)]
+    before = [(hooks := getattr(unit, kind), dict(hooks)) for unit in units for kind in HOOKS]
+    for hooks, every in before:
+        for key, hook in every.items():
+            if getattr(getattr(hook, "hook", hook), "__module__", "") == HOOKS_MODULE:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, every in before:
+            hooks.clear()
+            hooks.update(every)
+
+
+def _units(module: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParamHandle]]:
+    """The instances in a module that have parameters of their own."""
+    for part in module.modules():
+        if is_unit(part) and part._handle is not None:
+            yield part, part._handle
+
+
+def _reshard(handle: FlatParamHandle) -> None:
+    """The optimizer's view of the parameters is what the modules have, and no other is left."""
+    flat = handle.flat_param
+    if handle._training_state.name == "SUMMON_FULL_PARAMS":
+        raise ShardingError(
+            f"the parameters {flat._fqns[:3]} are whole, in summon_full_params of torch's "
+            "FullyShardedDataParallel; leave it before saving or loading"
+        )
+    if not handle.uses_sharded_strategy:
+        return
+    whole = [
+        storage
+        for name in ("_full_param_padded", "_full_prec_full_param_padded")
+        if (tensor := getattr(flat, name, None)) is not None
+        and (storage := tensor.untyped_storage()).size() > 0
+    ]
+    if whole:
+        with torch.no_grad():
+            handle._use_sharded_flat_param()
+        for storage in whole:
+            storage.resize_(0)
+        handle._prefetched = False
+
+
+def _names(module: nn.Module, handle: FlatParamHandle) -> list[tuple[str, ...]]:
+    """By parameter of a flat one its names in a module."""
+    flat = handle.flat_param
+    places = [[(info.module, info.param_name)] for info in flat._param_infos]
+    first = {place[0]: index for index, place in enumerate(places)}
+    for tied in flat._shared_param_infos:
+        places[first[tied.prim_module, tied.prim_param_name]].append((tied.module, tied.param_name))
+    return names_in(module, places)
+
+
+def _originals(flat: FlatParameter) -> Iterator[nn.Parameter]:
+    """What the modules have as parameters now: what they had, or what the user put there."""
+    for info, parameter in zip(flat._param_infos, flat._params or (), strict=True):
+        registered = info.module._parameters.get(info.param_name)
+        yield registered if isinstance(registered, nn.Parameter) else parameter
+
+
+def _check_numel(parameter: nn.Parameter, name: str, numel: int) -> None:
+    if parameter.numel() != numel:
+        raise LocalShapeError(
+            f"{name} has {parameter.numel()} elements, but this rank's shard of it has {numel}: "
+            "its data was replaced by a tensor of another shape"
+        )
+
+
+def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
+    """This rank's shard of a flat parameter in a local state dict, if it is what it should be."""
+    flat, rank = handle.flat_param, dist.get_rank()
+    padded = flat._sharded_size.numel()
+    numel, at = padded - flat._shard_numel_padded, padded * handle.rank
+    if not isinstance(value, torch.Tensor):
+        raise LocalShapeError(f"{key}: rank {rank} has a {type(value).__name__}, not a tensor")
+    shard, begin = value, at
+    if sharded_tensor.is_sharded(value):
+        shards = value.local_shards()
+        shard = shards[0].tensor if shards else torch.empty(0, dtype=flat.dtype)
+        begin = shards[0].metadata.shard_offsets[0] if shards else at
+    if shard.ndim != 1 or shard.numel() not in (numel, padded) or begin != at:
+        raise LocalShapeError(
+            f"{key}: rank {rank} has a local shard of shape {tuple(shard.shape)} from element "
+            f"{begin} on; expected are {numel} elements, or {padded} with padding, from element "
+            f"{at} on: it was cut short, or saved by another number of ranks"
+        )
+    return shard.detach()

@@ -1,0 +1,102 @@
+"""Where the parameters of a flat one of torch's FSDP1 are: each as a layout over its ranks.
+
+The axes of the mesh are those of `sharding.describe.flat_layouts`: where there are more ranks than
+one, those that replicate the shards, those that share them, and those over which tensor parallelism
+divided the parameters before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from sharding.describe import dtensor
+from sharding.describe.local_part import FlatSlice
+from sharding.describe.rank_grid import check_divides_evenly, grid_around
+from sharding.errors import UnknownPlacementError
+from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+
+NOWHERE = Mesh.grid((), ())
+
+
+def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterator[FlatSlice]:
+    """By parameter, what of it is in this rank's shard, and where."""
+    flat, stride = handle.flat_param, handle.flat_param._sharded_size.numel()
+    first = stride * handle.rank if handle.uses_sharded_strategy else 0
+    ends = accumulate(flat._numels_with_padding)
+    spans = [
+        (end - numel, end)
+        for end, numel, is_padding in zip(
+            ends, flat._numels_with_padding, flat._is_padding_mask, strict=True
+        )
+        if not is_padding
+    ]
+    me, axes = dist.get_rank(), _axes(unit, handle)
+    grids: dict[Mesh | None, tuple[Mesh, int]] = {}
+    for index, (begin, end) in enumerate(spans):
+        _check_order(flat, index)
+        before = _divided_before(flat, index)
+        key = None if before is None else before.mesh
+        if key not in grids:
+            grids[key] = grid_around(me, axes, key)
+        mesh, count = grids[key]
+        own: list[Placement] = [Replicate()] * count
+        if handle.uses_sharded_strategy and end > begin:
+            own[-1] = FlatShard(begin, stride)
+        lo, hi = (min(max(at - first, 0), stride) for at in (begin, end))
+        if before is None:
+            layout = Layout(tuple(flat._shapes[index]), mesh, tuple(own))
+        else:
+            layout = Layout(before.shape, mesh, (*own, *before.placements))
+        yield FlatSlice(lo, hi, layout, (id(flat), index))
+
+
+def _axes(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> dict[str, list[int]]:
+    """The ranks that hold the same shard as this one, and those that share the shards."""
+    sharing = dist.get_process_group_ranks(handle.process_group)
+    across = getattr(unit, "_inter_node_pg", None)
+    if across is not None:
+        return {"replicate": dist.get_process_group_ranks(across), "shard": sharing}
+    if handle.uses_sharded_strategy:
+        return {"replicate": [dist.get_rank()], "shard": sharing}
+    return {"replicate": sharing, "shard": [dist.get_rank()]}
+
+
+def _check_order(flat: FlatParameter, index: int) -> None:
+    """Raise UnknownPlacementError for a parameter that was not flattened in row-major order."""
+    shape, strides = flat._shapes[index], flat._strides[index]
+    if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
+        raise UnknownPlacementError(
+            f"{flat._fqns[index]}: its elements lie in torch's flat parameter in the order of the "
+            f"strides {tuple(strides)}, which for the shape {tuple(shape)} is not row-major; make "
+            "the parameter contiguous before the module is wrapped"
+        )
+
+
+def _divided_before(flat: FlatParameter, index: int) -> Layout | None:
+    """How tensor parallelism divided a parameter before it was flattened; None if it did not."""
+    spec = flat._param_extensions[index]
+    if spec is None:
+        return None
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    name = flat._fqns[index]
+    if not isinstance(spec, DTensorSpec):
+        raise UnknownPlacementError(
+            f"{name}: an extension of torch's FSDP, {type(spec).__name__}, has changed it before "
+            "it was flattened, in a way that is not known here; use sharding.fully_shard"
+        )
+    local = torch.empty(flat._shapes[index], device="meta")
+    like = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    _, layout = dtensor.describe(like, name, NOWHERE)
+    check_divides_evenly(layout, name)
+    return layout

@@ -1,0 +1,196 @@
+"""What starts at the same time travels together: one message each way for many small buckets.
+
+A message has a fixed price, whatever it carries: system calls, and processes that wake each other.
+Buckets that are shared by the same ranks and gathered or reduced in the same dtype share it.
+
+Rules:
+
+1. All ranks put the same into a batch, in the same order: then their messages fit.
+2. Nothing is on its way before the batch starts.
+3. What travels together has the tag of its first.
+4. Only small buckets travel together: all ranks count their bytes alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sharding.engine.transport import Gathering, Summing, Transport
+
+if TYPE_CHECKING:
+    from sharding.engine.bucket import Bucket, Finished, Reduction
+
+AHEAD_BYTES = 2 << 20
+"""Of full buffers that are gathered and not used yet."""
+TOGETHER_BYTES = 1 << 20
+"""Of whole gradients that wait for others."""
+IN_FLIGHT = 1
+"""How many batches of reductions may be on their way."""
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Gathers:
+    """Gathers that start when the `with` ends."""
+
+    def __init__(self) -> None:
+        self._joint: dict[object, JointGather] = {}
+
+    def add(
+        self, transport: Transport, mine: Tensors, places: Sequence[Tensors], tag: int
+    ) -> Gathering:
+        """One more: what `transport.gather` would return."""
+        key = transport.peers, mine[0].dtype, mine[0].device
+        joint = self._joint.setdefault(key, JointGather(transport, tag))
+        joint.add(mine, places)
+        return joint
+
+    def __enter__(self) -> Gathers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for joint in self._joint.values():
+            joint.start()
+
+
+class JointGather:
+    """One gather for several buckets."""
+
+    def __init__(self, transport: Transport, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self._mine: list[torch.Tensor] = []
+        self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
+        self._gathering: Gathering | None = None
+        self._arrived = False
+        self._error: BaseException | None = None
+
+    def add(self, mine: Tensors, places: Sequence[Tensors]) -> None:
+        """Another bucket's."""
+        self._mine += mine
+        for of_rank, more in zip(self._places, places, strict=True):
+            of_rank += more
+
+    def start(self) -> None:
+        """It is on its way."""
+        self._gathering = self._transport.gather(self._mine, self._places, self._tag)
+        self._mine, self._places = [], []
+
+    def wait(self) -> None:
+        """What was gathered is in its places. Every bucket asks."""
+        if self._arrived:
+            return
+        if self._error is not None:
+            raise self._error
+        if self._gathering is None:  # what started before it ended with an error
+            self.start()
+        assert self._gathering is not None
+        try:
+            self._gathering.wait()
+        except BaseException as error:
+            self._error = error
+            raise
+        self._arrived = True
+        self._gathering = None
+
+
+class Reductions:
+    """The reductions of a backward: in order, small ones together, few on their way."""
+
+    def __init__(self) -> None:
+        self._joint: dict[object, JointSum] = {}
+        self._nbytes = 0
+        self._waiting: list[Reduction | Finished] = []
+        """What travels together when enough has come."""
+        self._in_flight: deque[list[Reduction | Finished]] = deque()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Reduce a bucket's gradients, now or when enough has come."""
+        if self._nbytes + bucket.gradient_bytes > TOGETHER_BYTES:
+            self.start()
+            self._finish_all_but(IN_FLIGHT - 1)
+        self._waiting.append(bucket.reduce(self))
+        self._nbytes += bucket.gradient_bytes
+        if self._nbytes > TOGETHER_BYTES:
+            self.start()
+
+    def add(self, transport: Transport, parts: Sequence[Tensors], tag: int) -> Summing:
+        """One more: what `transport.reduce` would return."""
+        own = parts[transport.peers.rank]
+        key = transport.peers, own[0].dtype, own[0].device
+        return self._joint.setdefault(key, JointSum(transport, tag)).add(parts)
+
+    def start(self) -> None:
+        """What came is on its way."""
+        if not self._waiting:
+            return
+        self._finish_all_but(IN_FLIGHT - 1)
+        for joint in self._joint.values():
+            joint.start()
+        self._in_flight.append(self._waiting)
+        self._joint, self._waiting, self._nbytes = {}, [], 0
+
+    def finish(self) -> None:
+        """All gradients are in their shards."""
+        self.start()
+        self._finish_all_but(0)
+
+    def forget(self) -> None:
+        """A backward ended with an error: nothing is on its way."""
+        while self._in_flight:
+            for reduction in self._in_flight.popleft():
+                reduction.abandon()
+        self._joint, self._waiting, self._nbytes = {}, [], 0
+
+    def _finish_all_but(self, count: int) -> None:
+        while len(self._in_flight) > count:
+            for reduction in self._in_flight.popleft():
+                reduction.finish()
+
+
+class JointSum:
+    """One sum for several buckets."""
+
+    def __init__(self, transport: Transport, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self._parts: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
+        self._summing: Summing | None = None
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, parts: Sequence[Tensors]) -> Summing:
+        """Another bucket's."""
+        own = self._parts[self._transport.peers.rank]
+        first = len(own)
+        for of_rank, more in zip(self._parts, parts, strict=True):
+            of_rank += more
+        return _Share(self, first, len(own))
+
+    def start(self) -> None:
+        """It is on its way."""
+        self._summing = self._transport.reduce(self._parts, self._tag)
+        self._parts = []
+
+    def wait(self) -> list[torch.Tensor]:
+        """All the sums. Every bucket asks."""
+        if self._summing is not None:
+            summing, self._summing = self._summing, None  # an error is not waited for again
+            self._sums = summing.wait()
+        return self._sums
+
+
+class _Share:
+    """One bucket's sums of several buckets'."""
+
+    def __init__(self, joint: JointSum, first: int, end: int) -> None:
+        self._joint = joint
+        self._first = first
+        self._end = end
+
+    def wait(self) -> list[torch.Tensor]:
+        """This rank's sums."""
+        return self._joint.wait()[self._first : self._end]

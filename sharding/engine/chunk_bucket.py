@@ -1,0 +1,270 @@
+"""The bucket of `fully_shard`: each parameter a DTensor, divided by torch.chunk's rule.
+
+Parameters that are DTensors already, over a mesh of tensor parallelism, are divided further: the
+whole parameter is then the DTensor that it was, on the memory of the full buffer.
+
+[Note: which dimension comes first]
+Where tensor parallelism and sharding divide the same dimension, tensor parallelism did it first,
+though its mesh dimension stands behind: torch's `_StridedShard` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from sharding.engine.bucket import Bucket
+from sharding.engine.packing import ChunkPacking, pack
+from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.peers import Peers, Sharing
+from sharding.policies import MixedPrecisionPolicy
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSharing:
+    """A mesh, and the ranks of it that share and that replicate."""
+
+    mesh: DeviceMesh
+    sharing: Sharing
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshSharing:
+        """Sharded over a mesh of one dimension; of two, replicated over the first."""
+        if mesh.ndim == 1:
+            return cls(mesh, Sharing(Peers.of(mesh.get_group()), Peers.alone()))
+        if mesh.ndim == 2:
+            peers, replicas = Peers.of(mesh.get_group(1)), Peers.of(mesh.get_group(0))
+            return cls(mesh, Sharing(peers, replicas))
+        raise ValueError(
+            f"fully_shard takes a mesh of one or two dimensions, to shard over or to replicate and "
+            f"to shard over, not of {mesh.ndim}: {mesh}"
+        )
+
+    def parameter(self, given: nn.Parameter, dim: int, offload: bool) -> nn.Parameter:
+        """The sharded parameter: this rank's part in memory of its own."""
+        whole = given.detach()
+        spec = self._spec(whole, dim)
+        if isinstance(whole, DTensor):
+            whole = whole.to_local()
+        part = whole
+        if whole.ndim:
+            parts, rank = torch.chunk(whole, self.sharing.peers.size, dim), self.sharing.peers.rank
+            part = parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+        part = part.clone(memory_format=torch.contiguous_format)
+        if offload and part.device.type not in ("cpu", "meta"):
+            part = part.cpu()
+        return nn.Parameter(as_dtensor(part, spec), requires_grad=given.requires_grad)
+
+    def _spec(self, whole: torch.Tensor, dim: int) -> DTensorSpec:
+        placement: Placement = Shard(dim) if whole.ndim else Replicate()
+        mesh = self.mesh
+        behind: tuple[Placement, ...] = ()
+        if isinstance(whole, DTensor):
+            mesh = DeviceMesh._concatenate([self.mesh, whole.device_mesh])
+            behind = tuple(whole.placements)
+            cuts = 1
+            for axis, other in enumerate(behind):
+                if isinstance(other, Shard | _StridedShard) and other.dim == dim:
+                    cuts *= whole.device_mesh.size(axis)
+            if cuts > 1:
+                placement = _StridedShard(dim, split_factor=cuts)
+        replicated = [Replicate()] * (self.mesh.ndim - 1)
+        stride = torch.empty(whole.shape, device="meta").stride()
+        meta = TensorMeta(whole.shape, stride, whole.dtype)
+        return DTensorSpec(mesh, (*replicated, placement, *behind), tensor_meta=meta)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of this spec with this local tensor, which it shares."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """This rank's part of a tensor that may be a DTensor, placed as a spec says."""
+    if spec is None or not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.placements != spec.placements:
+        tensor = tensor.redistribute(spec.mesh, spec.placements)
+    local = tensor.to_local()
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
+def stored(parameter: Parameter) -> torch.Tensor:
+    """This rank's shard, the very tensor that is in the sharded parameter."""
+    tensor: torch.Tensor = parameter.sharded._local_tensor  # type: ignore[attr-defined]
+    return tensor
+
+
+class ChunkBucket(Bucket):
+    """See the top of this file."""
+
+    def __init__(
+        self,
+        parameters: list[Parameter],
+        placing: MeshSharing,
+        policy: MixedPrecisionPolicy,
+        tag: int,
+    ) -> None:
+        precision = Precision(policy.param_dtype, policy.reduce_dtype)
+        super().__init__(parameters, placing.sharing, precision, tag)
+        self.placing = placing
+        self.policy = policy
+        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
+        """Called on what was reduced, flat, with the flags behind."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What the shards are kept in."""
+        return stored(self.parameters[0]).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are used."""
+        device = stored(self.parameters[0]).device
+        if device.type == "meta":
+            names = ", ".join(parameter.name for parameter in self.parameters[:3])
+            raise RuntimeError(
+                f"parameters are on the meta device ({names}); materialize them with "
+                "module.to_empty(device=...) and initialize or load them before the first forward"
+            )
+        if device.type == "cpu" and self.placing.mesh.device_type != "cpu":
+            return torch.device(
+                self.placing.mesh.device_type, torch.accelerator.current_device_index()
+            )
+        return device
+
+    def versions(self) -> list[int]:
+        """An operation on a DTensor counts at the DTensor alone, one on its local tensor there.
+
+        Under foreach and fused optimizers neither moves.
+        """
+        shards = [parameter.sharded for parameter in self.parameters]
+        return [s._version + s._local_tensor._version for s in shards]  # type: ignore[attr-defined]
+
+    def wants_gradient(self, index: int) -> bool:
+        """Whether a parameter is to be trained."""
+        return self.parameters[index].sharded.requires_grad
+
+    def take_over_replaced(self) -> None:
+        """`to_empty()`, `load_state_dict(assign=True)` and the like replace the parameters."""
+        before = self.stored_dtype if self.is_used else None
+        for parameter in self.parameters:
+            module, attribute = parameter.owners[0]
+            current = module._parameters[attribute]
+            if current is parameter.sharded or current is None:
+                continue
+            if not _fits(current, parameter.sharded):
+                raise TypeError(
+                    f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, "
+                    f"was replaced by {_described(current)}; replace it by a DTensor with its mesh "
+                    "and placements, or copy_ into it"
+                )
+            parameter.sharded = current
+            parameter.place(current)
+        if before is not None and self.stored_dtype != before:  # module.to(dtype)
+            self._forget_forms()
+
+    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+        """The shards have got what was reduced."""
+        sums, flags = self._through_hook(sums, flags)
+        for parameter, flag, flat in zip(self.parameters, flags, sums, strict=True):
+            if flag > 0:
+                self._accumulate(parameter, self._as_shard(parameter, flat))
+
+    def _through_hook(
+        self, sums: list[torch.Tensor], flags: list[float]
+    ) -> tuple[list[torch.Tensor], list[float]]:
+        """What the user's hook makes of them, where there is one."""
+        if self.reduced_hook is None:
+            return sums, flags
+        marks = torch.tensor(flags, dtype=sums[0].dtype, device=sums[0].device)
+        flat = torch.cat([*(part.reshape(-1) for part in sums), marks])
+        self.reduced_hook(flat)
+        *parts, marks = torch.split(flat, [*(part.numel() for part in sums), len(flags)])
+        return parts, marks.tolist()
+
+    def _pack(self) -> ChunkPacking:
+        dtype = self.dtype
+        shapes = [parameter.shape for parameter in self.parameters]
+        dims = [parameter.dim for parameter in self.parameters]
+        slots = pack(shapes, dims, max(1, ALIGN_BYTES // dtype.itemsize))
+        return ChunkPacking(slots, self.sharing.peers.size)
+
+    def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        flat, device = [], self.device
+        for parameter in self.parameters:
+            local = stored(parameter).detach()
+            if parameter.dim:
+                local = local.movedim(parameter.dim, 0)
+            if local.dtype != dtype or local.device != device:
+                local = local.to(device, dtype)
+            flat.append(local.contiguous().view(-1))
+        return flat
+
+    def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        spec = self.parameters[index].distributed
+        if spec is not None:
+            view = as_dtensor(view, spec)
+        return nn.Parameter(view, requires_grad=False)
+
+    def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return local_of(gradient, self.parameters[index].distributed)
+
+    def place_whole(self) -> None:
+        """The modules have the whole parameters."""
+        for parameter, whole in zip(self.parameters, self.whole, strict=True):
+            parameter.place(whole)
+
+    def place_sharded(self) -> None:
+        """The modules have the sharded parameters."""
+        for parameter in self.parameters:
+            parameter.place(parameter.sharded)
+
+    def _as_shard(self, parameter: Parameter, flat: torch.Tensor) -> torch.Tensor:
+        """What was reduced, rows first, in the shape that the shard has."""
+        shape = stored(parameter).shape
+        if not parameter.dim:
+            return flat.view(shape)
+        moved = (shape[parameter.dim], *shape[: parameter.dim], *shape[parameter.dim + 1 :])
+        return flat.view(moved).movedim(0, parameter.dim).contiguous()
+
+    def _accumulate(self, parameter: Parameter, gradient: torch.Tensor) -> None:
+        sharded, shard = parameter.sharded, stored(parameter)
+        if gradient.dtype != shard.dtype or gradient.device != shard.device:
+            gradient = gradient.to(shard.device, shard.dtype)
+        if sharded.grad is None:
+            sharded.grad = as_dtensor(gradient, sharded._spec)  # type: ignore[attr-defined]
+        else:
+            sharded.grad._local_tensor += gradient  # type: ignore[attr-defined]
+        for hook in tuple((getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(sharded)
+
+
+def _fits(current: nn.Parameter, sharded: nn.Parameter) -> bool:
+    """Whether a parameter can take the place of a sharded one."""
+    if not isinstance(current, DTensor) or not isinstance(sharded, DTensor):
+        return False
+    alike = current.shape == sharded.shape and current.placements == sharded.placements
+    if not alike or current.device_mesh != sharded.device_mesh:
+        return False
+    return current._local_tensor.shape == sharded._local_tensor.shape
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    local = tuple(tensor._local_tensor.shape)
+    return (
+        f"a DTensor of shape {tuple(tensor.shape)}, {local} on this rank, with "
+        f"{tensor.placements} over {tensor.device_mesh}"
+    )

@@ -1,0 +1,118 @@
+"""Gathering and reducing by the library's collectives: where messages are not to be had or slower.
+
+NCCL prefers one collective per bucket, on a stream of its own; ranks that are threads of one
+process have nothing else. Parts are packed end to end, padded to the largest, and copied to their
+places. The order of a sum is the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+from sharding.engine.peers import Peers
+
+Tensors = Sequence[torch.Tensor]
+# torch 2.13 gave them other names, and warns of the former ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_parts: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+"""Groups of some of a group's members, by their ranks in it."""
+
+
+class Gathering:
+    """An all-gather on its way."""
+
+    def __init__(
+        self, work: Work | None, packed: torch.Tensor, places: Sequence[Tensors], size: int
+    ) -> None:
+        self._work = work
+        self._packed = packed
+        self._places = places
+        self._size = size
+
+    def wait(self) -> None:
+        """What was gathered is in its places."""
+        if self._work is not None:
+            self._work.wait()
+        for row, places in zip(self._packed.chunk(self._size), self._places, strict=True):
+            if places:
+                parts = torch.split(row[: sum(p.numel() for p in places)], _sizes(places))
+                torch._foreach_copy_(list(places), list(parts))
+
+
+class Summing:
+    """A reduce-scatter on its way."""
+
+    def __init__(self, work: Work | None, result: torch.Tensor, sizes: list[int]) -> None:
+        self._work = work
+        self._result = result
+        self._sizes = sizes
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sums of this rank's parts."""
+        if self._work is not None:
+            self._work.wait()
+        return list(torch.split(self._result[: sum(self._sizes)], self._sizes))
+
+
+class Collectives:
+    """The transport of all ranks of a group."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self._group = _group_of(peers)
+
+    def gather(self, mine: Tensors, places: Sequence[Tensors], tag: int) -> Gathering:
+        """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
+        size = self.peers.size
+        numel = max(sum(_sizes(of_rank)) for of_rank in places)
+        like = mine[0]
+        packed = torch.empty(size * numel, dtype=like.dtype, device=like.device)
+        own = packed[self.peers.rank * numel :][: sum(_sizes(mine))]
+        torch.cat(list(mine), out=own)
+        if size == 1:
+            return Gathering(None, packed, places, size)
+        padded = packed[self.peers.rank * numel :][:numel].clone()
+        work = _all_gather(packed, padded, group=self._group, async_op=True)
+        return Gathering(work, packed, places, size)
+
+    def reduce(self, parts: Sequence[Tensors], tag: int) -> Summing:
+        """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
+        size, mine = self.peers.size, parts[self.peers.rank]
+        numel = max(sum(_sizes(of_rank)) for of_rank in parts)
+        packed = torch.zeros(size * numel, dtype=mine[0].dtype, device=mine[0].device)
+        for rank, of_rank in enumerate(parts):
+            torch.cat(list(of_rank), out=packed[rank * numel :][: sum(_sizes(of_rank))])
+        if size == 1:
+            return Summing(None, packed, _sizes(mine))
+        result = packed.new_empty(numel)
+        work = _reduce_scatter(result, packed, group=self._group, async_op=True)
+        return Summing(work, result, _sizes(mine))
+
+    def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
+        """`flat` is the sum of all ranks', on all of them the same. Waits."""
+        if self.peers.size > 1:
+            dist.all_reduce(flat, group=self._group)
+
+
+def _group_of(peers: Peers) -> ProcessGroup | None:
+    """A group of just these peers, made by them when it is first asked for."""
+    group = peers.group
+    if group is None or peers.size == dist.get_world_size(group):
+        return group
+    groups = _parts.setdefault(group, {})
+    if peers.members not in groups:
+        ranks = [dist.get_global_rank(group, member) for member in peers.members]
+        groups[peers.members] = dist.new_group(
+            ranks, backend=dist.get_backend(group), use_local_synchronization=True
+        )
+    return groups[peers.members]
+
+
+def _sizes(tensors: Tensors) -> list[int]:
+    return [tensor.numel() for tensor in tensors]

@@ -1,0 +1,382 @@
+"""Parameters that say themselves how they are gathered: the two hooks of a local tensor.
+
+    fsdp_pre_all_gather(mesh) -> (inputs, metadata)
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype) -> (whole, tensors to free)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, out=whole) -> None
+
+A shard may be stored, gathered and used in three different forms: quantized, two tensors for one,
+a subclass or not. The hooks are methods of a tensor subclass, or attributes of one plain tensor;
+what counts is which hooks there are when the parameter is first gathered.
+
+Rules:
+
+1. An output is the ranks' inputs, joined along the dimension that the parameter is sharded on (the
+   first, where an input has fewer). Where a parameter divides unevenly, each input has this rank's
+   rows, or is padded to the most that a rank has, and the padding does not travel.
+2. Outputs and the tensors to free keep their storages for good: emptied by `reshard`, filled again
+   by `unshard`. What autograd saved of the whole parameter is right again in backward, and to it
+   the whole parameter never changes.
+3. The hooks run without autograd, and on all ranks in the same order.
+4. A gradient of the shard's own subclass, if that is made of floating-point tensors of its own
+   shape, is reduced tensor by tensor and is of that subclass again. Other gradients are reduced as
+   the one plain tensor that they are, or that they can be copied to.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import islice
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding.engine.batches import Gathers
+from sharding.engine.bucket import Bucket
+from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing, stored
+from sharding.engine.gathered import GATHER
+from sharding.engine.joining import Form, Output
+from sharding.engine.packing import ChunkPacking, chunk, pack
+from sharding.engine.parameter import Parameter
+from sharding.engine.transport import Gathering
+from sharding.policies import MixedPrecisionPolicy
+
+TAGS_APART = 512
+"""How far the tags of hooked parameters are from those of the bucket that they were found in."""
+
+PLAIN, PARTED = 1, 2
+"""Marks of a gradient: one plain tensor, or tensor by tensor. 0 is none."""
+
+
+def is_hooked(sharded: nn.Parameter, name: str) -> bool:
+    """Whether a sharded parameter has the hooks. Raises AssertionError if it has only one."""
+    local: torch.Tensor = sharded._local_tensor  # type: ignore[attr-defined]
+    pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if pre != post:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined: the local tensor "
+            f"of {name}, a {type(local).__name__}, has only "
+            f"fsdp_{'pre' if pre else 'post'}_all_gather"
+        )
+    return pre
+
+
+def settled(bucket: Bucket) -> list[Bucket]:
+    """The buckets for a bucket's parameters: those with hooks have one of their own.
+
+    Asked before a bucket is first gathered; all units that use it get the same answer.
+    """
+    if bucket.is_used or isinstance(bucket, ExtensionBucket) or not isinstance(bucket, ChunkBucket):
+        return [bucket]
+    if all(parameter.bucket is bucket for parameter in bucket.parameters):
+        bucket.take_over_replaced()
+        hooked = [p for p in bucket.parameters if is_hooked(p.sharded, p.name)]
+        taken = {id(parameter) for parameter in hooked}
+        plain = [p for p in bucket.parameters if id(p) not in taken]
+        if hooked:
+            placing, policy, tag = bucket.placing, bucket.policy, bucket.tag
+            _move(hooked, ExtensionBucket(hooked, placing, policy, tag + TAGS_APART), bucket)
+            if plain:
+                _move(plain, ChunkBucket(plain, placing, policy, tag), bucket)
+    return list(dict.fromkeys(p.bucket for p in bucket.parameters if p.bucket is not None))
+
+
+def _move(parameters: list[Parameter], to: ChunkBucket, of: ChunkBucket) -> None:
+    to.reduces, to.replicates, to.divide = of.reduces, of.replicates, of.divide
+    to.reduced_hook = of.reduced_hook
+    for parameter in parameters:
+        parameter.bucket = to
+
+
+class ExtensionBucket(ChunkBucket):
+    """See the rules at the top of this file."""
+
+    _extensions: Sequence[_Extension] = ()
+    _wholes: Sequence[torch.Tensor] = ()
+
+    @property
+    def whole(self) -> list[torch.Tensor]:
+        """The whole parameters, as the hooks made them."""
+        return list(self._wholes)
+
+    @property
+    def is_used(self) -> bool:
+        """True once it has been gathered."""
+        return bool(self._wholes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all whole parameters together."""
+        dtypes = {whole.dtype for whole in self._wholes if whole.is_floating_point()}
+        return reduce(torch.promote_types, dtypes) if dtypes else super().dtype
+
+    def _pack(self) -> ChunkPacking:
+        slots = [e.entry for e in self._extensions for _ in range(e.parts_of_gradient)]
+        packed = pack([p.shape for p in slots], [p.dim for p in slots])
+        return ChunkPacking(packed, self.sharing.peers.size)
+
+    def _gather(self, batch: Gathers) -> Gathering:
+        _, transport = self._settled()
+        if not self._extensions:
+            self._extensions = [
+                _Extension(parameter, self.placing, self.policy) for parameter in self.parameters
+            ]
+        mine: list[torch.Tensor] = []
+        places: list[list[torch.Tensor]] = [[] for _ in range(self.sharing.peers.size)]
+        with torch.inference_mode(False), torch.no_grad():
+            for extension in self._extensions:
+                for piece, output in extension.start():
+                    mine.append(piece)
+                    for rank, of_rank in enumerate(places):
+                        of_rank.append(output.place(rank))
+        return batch.add(transport, mine, places, self._next_tag(GATHER))
+
+    def _assemble(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            wholes = [extension.finish() for extension in self._extensions]
+        if not self._wholes:
+            self._wholes = wholes
+            self._packing = self._pack()
+
+    def _free(self) -> None:
+        for extension in self._extensions:
+            extension.free()
+
+    def keep_part(self, size: int) -> None:
+        """What hooks make of parts of what they gathered cannot be known: nothing is kept."""
+
+    # Gradients: a slot for each of the tensors that they are made of.
+
+    def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
+        flat: list[torch.Tensor] = []
+        for index, (extension, whole) in enumerate(
+            zip(self._extensions, self._wholes, strict=True)
+        ):
+            gradient, whole.grad = whole.grad, None
+            gradient = self._plus_held(index, gradient)
+            self._held[index] = None
+            if gradient is None:
+                shape, device = extension.entry.shape, whole.device
+                tensors = [torch.zeros(shape, dtype=self.reduce_dtype, device=device)]
+                tensors *= extension.parts_of_gradient
+            else:
+                present[index], tensors = extension.taken_apart(gradient.detach())
+                if present[index] == PARTED:
+                    present[index] = self.sharing.size + 1  # more than plain ones of all ranks
+            dim = extension.entry.dim
+            for tensor in tensors:
+                rows_first = tensor.to(self.reduce_dtype)
+                rows_first = rows_first.movedim(dim, 0) if dim else rows_first
+                flat.append(rows_first.contiguous().view(-1))
+        return flat
+
+    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+        """The shards have got what was reduced, put together again."""
+        sums, flags = self._through_hook(sums, flags)
+        left = iter(sums)
+        for extension, flag in zip(self._extensions, flags, strict=True):
+            entry = extension.entry
+            mine = list(islice(left, extension.parts_of_gradient))
+            if flag > 0:
+                tensors = [self._as_shard(entry, tensor) for tensor in mine]
+                mark = PARTED if flag > self.sharing.size else PLAIN
+                self._accumulate(entry, extension.put_together(mark, tensors))
+
+
+class _Extension:
+    """One parameter with hooks: what it gathers, and the whole parameter made of it."""
+
+    def __init__(
+        self, entry: Parameter, placing: MeshSharing, policy: MixedPrecisionPolicy
+    ) -> None:
+        self.entry = entry
+        self._peers = placing.sharing.peers
+        self._mesh = _shard_mesh(placing.mesh)
+        self._policy = policy
+        self._outputs: list[Output] = []
+        self._metadata: object = None
+        self._whole: nn.Parameter | None = None
+        self._inner: list[torch.Tensor] = []
+        """The plain tensors to free, and those that the whole parameter is made of."""
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
+        """What to free, and its bytes."""
+        self._names: list[str] = []
+        """The attributes of the subclass by which a gradient is reduced (rule 4)."""
+
+    @property
+    def parts_of_gradient(self) -> int:
+        """How many tensors the gradient is reduced as."""
+        return len(self._names) or 1
+
+    def start(self) -> list[tuple[torch.Tensor, Output]]:
+        """This rank's inputs as bytes, each with the output that it is a part of."""
+        inputs, self._metadata = self._inputs()
+        forms = [self._form(tensor) for tensor in inputs]
+        if self._outputs and forms != [output.form for output in self._outputs]:
+            raise RuntimeError(
+                f"fsdp_pre_all_gather of {self.entry.name} returned {forms} this time and "
+                f"{[output.form for output in self._outputs]} before; what it gathers must keep "
+                "its shapes and dtypes"
+            )
+        if not self._outputs:
+            self._outputs = [
+                Output(form, tensor.device) for form, tensor in zip(forms, inputs, strict=True)
+            ]
+        for output in self._outputs:
+            output.allocate()
+        pieces = [
+            form.rows_first(t, self._peers.rank) for form, t in zip(forms, inputs, strict=True)
+        ]
+        return list(zip(pieces, self._outputs, strict=True))
+
+    def finish(self) -> nn.Parameter:
+        """The whole parameter, made of the outputs, which have arrived."""
+        hook = getattr(stored(self.entry), "fsdp_post_all_gather")  # noqa: B009
+        outputs = tuple(output.joined() for output in self._outputs)
+        dtype = self.entry.sharded.dtype
+        if dtype.is_floating_point:
+            dtype = self._policy.param_dtype or dtype
+        metadata, self._metadata = self._metadata, None
+        if self._whole is None:
+            whole, inner = hook(outputs, metadata, dtype)
+            self._whole = self._made(whole, inner)
+            return self._whole
+        for storage, nbytes in self._freed:
+            storage.resize_(nbytes)
+        with _unsafe_preserve_version_counter((self._whole, *self._inner)):
+            hook(outputs, metadata, dtype, out=self._whole)
+        return self._whole
+
+    def free(self) -> None:
+        """Outputs and inner tensors have no memory."""
+        for output in self._outputs:
+            output.free()
+        for storage, _ in self._freed:
+            storage.resize_(0)
+
+    def taken_apart(self, gradient: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        """A gradient's mark, and the tensors that it is reduced as."""
+        if self._names and type(gradient) is type(stored(self.entry)):
+            return PARTED, [getattr(gradient, name) for name in self._names]
+        if type(gradient) is not torch.Tensor:
+            plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            gradient = plain.copy_(gradient)
+        return PLAIN, [gradient] * self.parts_of_gradient
+
+    def put_together(self, mark: int, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The shard's gradient, of this rank's part of the tensors it was reduced as."""
+        if mark == PLAIN:
+            return tensors[0]
+        local = stored(self.entry).detach()
+        _, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {
+            name: _at_its_beginning(tensor.to(getattr(local, name).dtype))
+            for name, tensor in zip(self._names, tensors, strict=True)
+        }
+        gradient = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
+            inner, context, local.shape, local.stride()
+        )
+        assert isinstance(gradient, torch.Tensor)
+        return gradient
+
+    def _inputs(self) -> tuple[list[torch.Tensor], object]:
+        """What the first hook returns, in either of its forms."""
+        entry = self.entry
+        if not is_hooked(entry.sharded, entry.name):
+            raise RuntimeError(
+                f"the local tensor of {entry.name} was replaced by one without "
+                "fsdp_pre_all_gather and fsdp_post_all_gather; set them on the new one"
+            )
+        hook = getattr(stored(entry), "fsdp_pre_all_gather")  # noqa: B009
+        signature = inspect.signature(hook)
+        if len(signature.parameters) == 1:
+            inputs, metadata = hook(self._mesh)
+        elif len(signature.parameters) == 5:
+            size = torch.Size(entry.shape)
+            stride = torch.empty(size, device="meta").stride()
+            inputs, metadata = hook(self._mesh, size, stride, entry.owners[0][0], self._policy)
+        else:
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {signature} of {entry.name}; it takes (mesh) or "
+                "(mesh, outer_size, outer_stride, module, mp_policy)"
+            )
+        for tensor in inputs:
+            if hasattr(tensor, "__tensor_flatten__"):
+                raise TypeError(
+                    f"fsdp_pre_all_gather of {entry.name} returned a {type(tensor).__name__}, "
+                    "which has no memory of its own; return the plain tensors it is made of"
+                )
+        return [t if t.ndim else t.reshape(1) for t in inputs], metadata
+
+    def _form(self, tensor: torch.Tensor) -> Form:
+        """How the ranks' inputs lie in an output (rule 1)."""
+        entry, peers = self.entry, self._peers
+        rows = entry.shape[entry.dim] if entry.shape else 1
+        along = entry.dim if entry.dim < tensor.ndim else 0
+        chunks = (chunk(rows, peers.size, rank) for rank in range(peers.size))
+        counts = tuple(hi - lo for lo, hi in chunks)
+        given = tensor.shape[along]
+        if rows % peers.size == 0:
+            counts = (given,) * peers.size
+        elif given not in (counts[peers.rank], counts[0]):
+            raise AssertionError(
+                f"{entry.name} of shape {entry.shape} is unevenly sharded over {peers.size} ranks: "
+                f"fsdp_pre_all_gather must return tensors with {counts[peers.rank]} rows, or "
+                f"padded to {counts[0]}, but one has shape {tuple(tensor.shape)}"
+            )
+        rest = (*tensor.shape[:along], *tensor.shape[along + 1 :])
+        return Form(counts, tuple(rest), along, tensor.dtype)
+
+    def _made(self, whole: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
+        """The whole parameter, and what is to be known of it from now on."""
+        entry = self.entry
+        size = torch.Size(entry.shape)
+        if whole.shape != size:
+            if whole.numel() < size.numel():
+                raise ValueError(
+                    f"fsdp_post_all_gather of {entry.name} returned a tensor of shape "
+                    f"{tuple(whole.shape)}; the parameter has shape {entry.shape}"
+                )
+            whole = whole.as_strided(size, torch.empty(size, device="meta").stride())
+        parameter = nn.Parameter(whole, requires_grad=False)
+        to_free = [plain for tensor in inner for plain in _plain_tensors(tensor)]
+        self._inner = [*to_free, *_plain_tensors(whole)]
+        self._freed = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in to_free]
+        local = stored(entry)
+        if type(whole) is type(local) and hasattr(whole, "__tensor_flatten__"):
+            names: list[str] = list(whole.__tensor_flatten__()[0])
+            tensors = [getattr(whole, name) for name in names]
+            if all(t.shape == size and t.is_floating_point() for t in tensors):
+                self._names = names
+        return parameter
+
+
+def _at_its_beginning(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor at offset 0 of its storage: subclasses may want all inner tensors at the same."""
+    return tensor.clone() if tensor.storage_offset() else tensor
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own that a tensor is made of: itself, if it is plain."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimension of a mesh that is sharded over."""
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"a mesh of {mesh.ndim} dimensions needs names for fsdp_pre_all_gather to get the last "
+            "of them; pass mesh_dim_names to init_device_mesh"
+        )
+    return mesh[names[-1]]

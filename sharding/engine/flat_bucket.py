@@ -1,0 +1,419 @@
+"""The bucket of the wrapper class: all its parameters end to end in one flat parameter, cut evenly.
+
+The flat parameter is this rank's shard. What the optimizer sees is the flat parameter itself, or,
+with `use_orig_params`, the original parameters, each a view of what of it lies in this rank's
+shard, which may be nothing. Over one rank (NO_SHARD) the shard is the full buffer: nothing is
+copied, and original parameters keep their shapes.
+
+Rules:
+
+1. The shard's memory is the truth. A user who replaces the data of an original parameter
+   (`param.data = ...`, `module.to(...)`) has it copied in before the next gather.
+2. With flat parameters, modules have plain tensors in the place of their parameters, always the
+   same: views of the full buffer, which are leaves of autograd and have no memory when sharded.
+3. A communication hook is called with the padded flat gradient, in the same order on all ranks;
+   what it leaves is the gradient, in the dtype it leaves it in if its state has a `parameter_type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sharding.engine.batches import Reductions
+from sharding.engine.bucket import Bucket, Finished, Reduction
+from sharding.engine.chunk_bucket import as_dtensor, local_of
+from sharding.engine.full_buffer import FullBuffer
+from sharding.engine.gathered import REDUCE
+from sharding.engine.packing import ChunkPacking, FlatPacking, pack
+from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.peers import Sharing
+
+FLATTENED = "_sharding_flattened"
+"""The attribute of a module that lists the flat buckets which have its parameters."""
+
+
+class FlatParameter(nn.Parameter):
+    """This rank's shard of several parameters, end to end, padded to the same size on all ranks.
+
+    `_fqns`, `_shapes` and `_numels` say which, in order, by their names in the wrapped module.
+    """
+
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """A communication hook and its state."""
+
+    state: object
+    hook: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatForm:
+    """What a user sees of a flat bucket."""
+
+    use_orig_params: bool
+    home: nn.Module
+    """The module that has the flat parameter, where a user sees it."""
+    name: str = "_flat_param"
+    unsafe_setattr: bool = False
+    """Whether views go past a module's own `__setattr__`."""
+
+
+class FlatBucket(Bucket):
+    """See the rules at the top of this file."""
+
+    def __init__(
+        self,
+        parameters: list[Parameter],
+        sharing: Sharing,
+        precision: Precision,
+        tag: int,
+        form: FlatForm,
+    ) -> None:
+        super().__init__(parameters, sharing, precision, tag)
+        self.form = form
+        self.compute_device: torch.device | None = None
+        """Where parameters are used; None: where they are."""
+        self.hook: CommHook | None = None
+        shapes = [parameter.shape for parameter in parameters]
+        self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), sharing.peers.size)
+        self.keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
+        """The order of each module's parameters before."""
+        if not form.use_orig_params:
+            for owner in self.keys:
+                owner.__dict__.setdefault(FLATTENED, []).append(self)
+        self.flat = self._flattened()
+        for parameter in parameters:
+            if not form.use_orig_params:
+                parameter.sharded = self.flat
+            self._let_go_of_original(parameter)
+        if form.use_orig_params:
+            self._view_shard()
+        else:
+            form.home.register_parameter(form.name, self.flat)
+            self._buffer(self.dtype).free()
+        self.place_sharded()
+
+    # What the kinds of bucket say.
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What the shards are kept in."""
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are used."""
+        return self.flat.device if self.compute_device is None else self.compute_device
+
+    @property
+    def is_divided(self) -> bool:
+        """False where every rank has everything."""
+        return self.sharing.peers.size > 1
+
+    def versions(self) -> list[int]:
+        """The version counters of what the optimizer sees."""
+        if self.form.use_orig_params:
+            return [parameter.sharded._version for parameter in self.parameters]
+        return [self.flat._version]
+
+    def wants_gradient(self, index: int) -> bool:
+        """Whether a parameter is to be trained."""
+        return self.parameters[index].sharded.requires_grad
+
+    def seen(self) -> list[nn.Parameter]:
+        """What the optimizer sees."""
+        if self.form.use_orig_params:
+            return [parameter.sharded for parameter in self.parameters]
+        return [self.flat]
+
+    def gradient_part(self, index: int) -> torch.Tensor | None:
+        """This rank's part of a parameter's gradient, in the memory of the gradient."""
+        gradient = self.parameters[index].sharded.grad
+        if gradient is None or self.form.use_orig_params:
+            return gradient
+        return self.shard_view(index, gradient)
+
+    def registered(self) -> list[nn.Parameter]:
+        """What the modules have in the place of what the optimizer sees: replaced perhaps."""
+        if not self.form.use_orig_params:
+            return [_first(self.form.home._parameters.get(self.form.name), self.flat)]
+        found = []
+        for parameter in self.parameters:
+            module, attribute = parameter.owners[0]
+            found.append(_first(module._parameters.get(attribute), parameter.sharded))
+        return found
+
+    def piece(self, index: int) -> tuple[int, int, int]:
+        """Where in the shard a parameter's part begins; which of its elements `[lo, hi)` it is."""
+        lo, hi = self.packing.piece(index, self.sharing.peers.rank)
+        begin = self.packing.slots[index].at + lo - self.sharing.peers.rank * self._shard_numel
+        return (begin if hi > lo else 0), lo, hi
+
+    def shard_view(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """A parameter's part of a tensor that is laid out as the shard is."""
+        begin, lo, hi = self.piece(index)
+        part = flat[begin : begin + hi - lo]
+        return part if self.is_divided else part.view(self.parameters[index].shape)
+
+    def take_over_replaced(self) -> None:
+        """Rule 1."""
+        if not self.form.use_orig_params:
+            current = self.form.home._parameters.get(self.form.name)
+            if current is not None and current is not self.flat:
+                self._take_over_flat(current)
+            return
+        flat, start = self.flat, self.flat.data_ptr()
+        moved = False
+        for index, parameter in enumerate(self.parameters):
+            module, attribute = parameter.owners[0]
+            current = module._parameters.get(attribute)
+            if current is not None and not self._is_shown:
+                parameter.sharded = current
+            sharded = parameter.sharded
+            begin, lo, hi = self.piece(index)
+            same = sharded.dtype == flat.dtype and sharded.device == flat.device
+            here = start + begin * flat.element_size()
+            if same and (hi == lo or sharded.data_ptr() == here):
+                continue
+            moved = True
+            if sharded.numel() != hi - lo:
+                raise RuntimeError(
+                    f"{parameter.name} has {sharded.numel()} elements, but this rank's shard of it "
+                    f"has {hi - lo}; replace its data by a tensor of the same shape "
+                    f"{tuple(self.shard_view(index, flat).shape)}, or use summon_full_params"
+                )
+        if moved:
+            self._take_over_originals()
+
+    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+        """The shards have got what was reduced."""
+        [summed] = sums
+        if not any(flag > 0 for flag in flags):
+            return
+        if not (self._hook_casts or self.precision.keep_low_precision_grads):
+            summed = summed.to(self.flat.dtype)
+        summed = summed.to(self.flat.device)
+        if not self.form.use_orig_params:
+            _accumulate(self.flat, summed)
+            return
+        for index, (parameter, flag) in enumerate(zip(self.parameters, flags, strict=True)):
+            if flag > 0:
+                _accumulate(parameter.sharded, self.shard_view(index, summed))
+                _step_in_backward(parameter.sharded)
+
+    def reduce(self, batch: Reductions) -> Reduction | Finished:
+        """Start reducing; or, with a communication hook, have it done by that."""
+        if self.hook is None:
+            return super().reduce(batch)
+        self.reduced = True
+        self.arrived.clear()
+        present = [0] * len(self.parameters)
+        gradient = self._padded(self._flat_gradients(present))
+        flags = torch.tensor(present, dtype=torch.float32, device=self.device)
+        self.sum_now(flags)
+        output = gradient
+        if self.is_divided:
+            output = torch.empty(self._shard_numel, dtype=gradient.dtype, device=gradient.device)
+            self.hook.hook(self.hook.state, gradient, output)
+        else:
+            self._between_replicas().all_reduce(flags, self._next_tag(REDUCE))
+            self.hook.hook(self.hook.state, gradient)
+        self.deliver([output], flags.tolist())
+        return Finished()
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients are sent and summed in; a hook that casts does so itself."""
+        return self.dtype if self._hook_casts else super().reduce_dtype
+
+    @property
+    def _hook_casts(self) -> bool:
+        return self.hook is not None and hasattr(self.hook.state, "parameter_type")
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Every place in the modules that has a parameter of the bucket, or the flat one."""
+        yield from super().places()
+        yield self.form.home, self.form.name
+
+    def placed_more(self, parameter: Parameter) -> None:
+        """A parameter has more places than before."""
+        self._let_go_of_original(parameter)
+        self._place_one(self.parameters.index(parameter), parameter, self._is_shown)
+
+    # Inside.
+
+    @property
+    def _shard_numel(self) -> int:
+        return self.packing.shard_numel
+
+    def _pack(self) -> ChunkPacking | FlatPacking:
+        return self.packing
+
+    def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [self.flat.detach().to(self.device, dtype)]
+
+    def _needs_gathering(self, buffer: FullBuffer) -> bool:
+        return not buffer.is_over(self.flat)
+
+    def _buffer(self, dtype: torch.dtype) -> FullBuffer:
+        if dtype not in self._buffers:
+            shared = not self.is_divided and dtype == self.stored_dtype
+            over = self.flat.data if shared and self.flat.device == self.device else None
+            packing = self.packing
+            self._buffers[dtype] = FullBuffer(
+                packing.slots, packing.numel, dtype, self.device, self._leaf, over
+            )
+        return self._buffers[dtype]
+
+    def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        view = self.as_it_was(index, view)
+        if self.form.use_orig_params:
+            return nn.Parameter(view, requires_grad=False)
+        return view
+
+    def as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        """The whole parameter: a DTensor, where it was divided before."""
+        spec = self.parameters[index].distributed
+        return view if spec is None else as_dtensor(view, spec)
+
+    def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return local_of(gradient, self.parameters[index].distributed)
+
+    def _parts(
+        self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
+    ) -> list[list[torch.Tensor]]:
+        flat = self._padded(gradients)
+        spans = [packing.spans(rank)[0] for rank in range(self.sharing.peers.size)]
+        return [[flat[lo:hi]] for lo, hi in spans]
+
+    def _padded(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        missing = self.packing.numel - sum(gradient.numel() for gradient in gradients)
+        if missing:
+            like = gradients[0]
+            gradients = [*gradients, like.new_zeros(missing)]
+        return torch.cat(gradients)
+
+    def _flattened(self) -> FlatParameter:
+        """This rank's shard, filled from the whole parameters."""
+        first = self.parameters[0].sharded
+        local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
+        for index, parameter in enumerate(self.parameters):
+            begin, lo, hi = self.piece(index)
+            whole = local_of(parameter.sharded.detach(), parameter.distributed).reshape(-1)
+            local[begin : begin + hi - lo].copy_(whole[lo:hi])
+        return self._named(FlatParameter(local, requires_grad=first.requires_grad))
+
+    def _named(self, flat: FlatParameter) -> FlatParameter:
+        """The flat parameter, which says what is in it."""
+        flat._fqns = tuple(parameter.name for parameter in self.parameters)
+        flat._shapes = tuple(torch.Size(parameter.shape) for parameter in self.parameters)
+        flat._numels = tuple(slot.numel for slot in self.packing.slots)
+        return flat
+
+    def _view_shard(self) -> None:
+        """The original parameters are views of the shard."""
+        for index, parameter in enumerate(self.parameters):
+            view = self.shard_view(index, self.flat.data)
+            if isinstance(parameter.sharded, DTensor):  # whose data cannot be other than it is
+                trained = parameter.sharded.requires_grad
+                parameter.sharded = nn.Parameter(view, requires_grad=trained)
+            else:
+                parameter.sharded.data = view
+
+    def _take_over_originals(self) -> None:
+        first = self.parameters[0].sharded
+        if any(p.sharded.dtype != first.dtype for p in self.parameters):
+            raise TypeError(
+                "the original parameters of one flat parameter have got different dtypes: "
+                + ", ".join(f"{p.name} {p.sharded.dtype}" for p in self.parameters)
+            )
+        with torch.no_grad():
+            local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
+            for index, parameter in enumerate(self.parameters):
+                self.shard_view(index, local).copy_(parameter.sharded)
+            self.flat.data = local
+        self._view_shard()
+        self._forget_forms()
+
+    def _take_over_flat(self, current: nn.Parameter) -> None:
+        if current.shape != self.flat.shape:
+            raise RuntimeError(
+                f"{self.form.name} of shape {tuple(self.flat.shape)} was replaced by a tensor of "
+                f"shape {tuple(current.shape)}"
+            )
+        self.flat = self._named(FlatParameter(current.detach(), current.requires_grad))
+        for parameter in self.parameters:
+            parameter.sharded = self.flat
+        self.form.home.register_parameter(self.form.name, self.flat)
+        self._forget_forms()
+
+    def _let_go_of_original(self, parameter: Parameter) -> None:
+        """The modules have no parameter of this name, where the flat one is seen instead."""
+        if not self.form.use_orig_params:
+            for module, attribute in parameter.owners:
+                module._parameters.pop(attribute, None)
+
+    def place_whole(self) -> None:
+        """The modules have the whole parameters."""
+        for index, parameter in enumerate(self.parameters):
+            self._place_one(index, parameter, True)
+
+    def place_sharded(self) -> None:
+        """The modules have the sharded parameters."""
+        for index, parameter in enumerate(self.parameters):
+            self._place_one(index, parameter, False)
+
+    def _place_one(self, index: int, parameter: Parameter, whole: bool) -> None:
+        if not self.form.use_orig_params or whole:
+            leaves = (self.buffer or self._buffer(self.dtype)).leaves
+            self._set(parameter, leaves[index])
+        else:
+            self._set(parameter, parameter.sharded)
+
+    def _set(self, parameter: Parameter, tensor: torch.Tensor) -> None:
+        for module, attribute in parameter.owners:
+            is_plain = type(module).__setattr__ is nn.Module.__setattr__
+            if not (is_plain or self.form.unsafe_setattr):
+                setattr(module, attribute, tensor)
+            elif self.form.use_orig_params:
+                module._parameters[attribute] = tensor  # type: ignore[assignment]
+            else:
+                module.__dict__[attribute] = tensor
+
+
+def _first(one: nn.Parameter | None, other: nn.Parameter) -> nn.Parameter:
+    return other if one is None else one
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add to a parameter's gradient, which may have another dtype than the parameter."""
+    if parameter.grad is not None:
+        parameter.grad += gradient
+    elif gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+    else:  # torch checks the dtype where a gradient is set, not where its data is
+        parameter.grad = torch.empty_like(parameter)
+        parameter.grad.data = gradient
+
+
+def _step_in_backward(parameter: nn.Parameter) -> None:
+    """Run the optimizers that a user gave the parameter, to step as soon as there is a gradient."""
+    for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def flat_buckets(buckets: Sequence[Bucket]) -> list[FlatBucket]:
+    """Those that are flat."""
+    return [bucket for bucket in buckets if isinstance(bucket, FlatBucket)]

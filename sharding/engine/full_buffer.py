@@ -1,0 +1,182 @@
+"""The memory that whole parameters are views of: it comes and goes, its storages stay.
+
+Autograd saves views of parameters in forward and reads them in backward. The buffer is emptied in
+between and filled again, in the same storages: what was saved is right again. What fills it writes
+through second tensors over the same storages, with version counters of their own: to autograd the
+parameters never change.
+
+[Note: slabs]
+A large buffer is several storages, slabs of at most `SLAB_BYTES` where parameters allow. The C
+library gives memory of more than 32 MiB back to the system at once, and what comes from there again
+costs a page fault for every 4 KiB: more than filling it. Smaller memory is kept and used again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, Span, slabs
+
+SLAB_BYTES = 28 << 20
+"""Smaller ones leave more holes between them: more memory, and no time gained."""
+
+Leaf = Callable[[int, torch.Tensor], torch.Tensor]
+"""Makes the parameter of a slot's index and the view of its elements."""
+
+
+class FullBuffer:
+    """One buffer, and a leaf of autograd for every slot."""
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        leaf: Leaf,
+        over: torch.Tensor | None = None,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        """Memory of its own; or, `over` a flat tensor, that tensor's, which is never given back."""
+        self.slots = slots
+        self.numel = numel
+        self.dtype = dtype
+        self.device = device
+        self._owns = over is None
+        limit = slab_bytes // dtype.itemsize if over is None else numel
+        ranges = slabs(slots, numel, limit)
+        self._slabs = [_Slab(lo, hi, dtype, device, over) for lo, hi in ranges]
+        self._begins = [slab.lo for slab in self._slabs]
+        self._places: list[list[torch.Tensor]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            self.leaves = [
+                leaf(index, self._slab_of(slot.at).view(slot)) for index, slot in enumerate(slots)
+            ]
+            """By slot, the whole parameter."""
+
+    @classmethod
+    def of(
+        cls, slots: tuple[Slot, ...], numel: int, dtype: torch.dtype, device: torch.device
+    ) -> FullBuffer:
+        """A buffer in one piece, whose leaves are plain tensors."""
+        return cls(slots, numel, dtype, device, plain, slab_bytes=numel * dtype.itemsize)
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """All of a buffer in one piece, as who fills it sees it."""
+        [slab] = self._slabs
+        return slab.raw
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are live now."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes when it has memory."""
+        return self.numel * self.dtype.itemsize
+
+    def allocate(self) -> None:
+        """There is memory; what is in it is not defined, unless it was there before."""
+        if self._owns:
+            for slab in self._slabs:
+                slab.allocate()
+
+    def free(self) -> None:
+        """There is no memory."""
+        if self._owns:
+            for slab in self._slabs:
+                slab.free()
+
+    def is_over(self, tensor: torch.Tensor) -> bool:
+        """Whether the buffer's memory is a tensor's."""
+        return self._slabs[0].raw.data_ptr() == tensor.data_ptr()
+
+    def to(self, device: torch.device) -> FullBuffer:
+        """A buffer in one piece on another device, with leaves that are plain tensors."""
+        if self.device == device:
+            return self
+        moved = FullBuffer.of(self.slots, self.numel, self.dtype, device)
+        moved.raw.copy_(self.raw)
+        return moved
+
+    def places(self, packing: ChunkPacking | FlatPacking) -> list[list[torch.Tensor]]:
+        """By rank, its ranges of the buffer, to be filled. Always the same."""
+        if not self._places:
+            self._places = [self.parts(packing.spans(rank)) for rank in range(packing.size)]
+        return self._places
+
+    def parts(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Ranges of the buffer, to be filled: one for each span, or more where slabs divide it."""
+        with torch.inference_mode(False), torch.no_grad():
+            return [self._slab_of(lo).part(lo, hi) for span in spans for lo, hi in self._cut(span)]
+
+    def cut(self, spans: Sequence[Span], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors for spans of the buffer, divided as `parts` divides the spans."""
+        return [
+            tensor[lo - span[0] : hi - span[0]]
+            for span, tensor in zip(spans, tensors, strict=True)
+            for lo, hi in self._cut(span)
+        ]
+
+    def _cut(self, span: Span) -> list[Span]:
+        lo, hi = span
+        inner = [at for at in self._begins[1:] if lo < at < hi]
+        return list(zip([lo, *inner], [*inner, hi], strict=True))
+
+    def _slab_of(self, at: int) -> _Slab:
+        return self._slabs[max(0, bisect_right(self._begins, at) - 1)]
+
+
+class _Slab:
+    """A range of the buffer with a storage of its own."""
+
+    def __init__(
+        self,
+        lo: int,
+        hi: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        over: torch.Tensor | None,
+    ) -> None:
+        self.lo = lo
+        self._full_bytes = (hi - lo) * dtype.itemsize
+        with torch.inference_mode(False), torch.no_grad():
+            full = torch.empty(0, dtype=dtype, device=device)
+            self._storage = full.untyped_storage() if over is None else over.untyped_storage()
+            offset = 0 if over is None else over.storage_offset()
+            if over is None:
+                self._storage.resize_(self._full_bytes)
+            self._full = full.set_(self._storage, offset, (hi - lo,), (1,))
+            self.raw = torch.empty(0, dtype=dtype, device=device)
+            """The slab as who fills it sees it."""
+            self.raw.set_(self._storage, offset, (hi - lo,), (1,))
+
+    @property
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    def allocate(self) -> None:
+        if self._storage.nbytes() != self._full_bytes:
+            self._storage.resize_(self._full_bytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+    def part(self, lo: int, hi: int) -> torch.Tensor:
+        return self.raw[lo - self.lo : hi - self.lo]
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """A slot's parameter: a tensor of its own over the slab's memory."""
+        begin = slot.at - self.lo
+        view = self._full[begin : begin + slot.numel].view(slot.stored_shape)
+        return (view.movedim(0, slot.dim) if slot.shape else view.view(())).data
+
+
+def plain(index: int, view: torch.Tensor) -> torch.Tensor:
+    """The view itself."""
+    return view

@@ -1,0 +1,112 @@
+"""Whether all ranks run the units of a model in the same order: checked where a user asks for it.
+
+Asked for by `dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped. The checks
+are of forward, in training. In the first iteration, ranks that differ are an error on all of them;
+later, a rank that leaves the order of the first iteration warns, once.
+
+Under this check ranks agree before every gather what they gather, so that even those that differ
+neither wait for ever nor take one unit's parameters for another's: what any of them runs, all of
+them gather, in the same order, and reduce.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
+
+if TYPE_CHECKING:
+    from sharding.engine.unit import Unit
+
+
+class OrderCheck:
+    """The order of one root's units."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        """The order of the first iteration."""
+        self._position = 0
+        self._is_first = True
+        self._warned = False
+
+    @classmethod
+    def if_wanted(cls) -> OrderCheck | None:
+        """A check, where the debug level asks for one now."""
+        return cls() if get_debug_level() == DebugLevel.DETAIL else None
+
+    def called(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
+        """What other ranks run while this one runs `unit`, and whether it is trained there.
+
+        In the order of the units. All ranks call it, for every unit that has parameters. Raises
+        RuntimeError in the first iteration where ranks differ.
+        """
+        index = units.index(unit)
+        trained = any(bucket.requires_grad for bucket in unit.buckets)
+        bucket = unit.buckets[0]
+        mine = torch.tensor([index, int(trained)], device=bucket.device)
+        group = bucket.sharing.group
+        all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(all_of_them, mine, group=group)
+        indices = [int(other[0]) for other in all_of_them]
+        if self._is_first:
+            self._check_first(indices, units)
+            self._first.append(index)
+        else:
+            self._check_later(index, units)
+        others: dict[int, bool] = {}
+        for other, is_trained in (tensor.tolist() for tensor in all_of_them):
+            if other != index:
+                others[other] = others.get(other, False) or bool(is_trained)
+        return [(units[other], others[other]) for other in sorted(others)]
+
+    def begin_forward(self) -> None:
+        """The root begins to run."""
+        self._position = 0
+
+    def end_backward(self) -> None:
+        """The first iteration ends with its backward."""
+        self._is_first = self._is_first and not self._first
+
+    def _check_first(self, indices: list[int], units: list[Unit]) -> None:
+        for rank, index in enumerate(indices):
+            if index != indices[0]:
+                here, there = _names(units[indices[0]], units), _names(units[index], units)
+                raise RuntimeError(
+                    "Forward order differs across ranks: rank 0 is all-gathering parameters for "
+                    f"{here} while rank {rank} is all-gathering parameters for {there}"
+                )
+
+    def _check_later(self, index: int, units: list[Unit]) -> None:
+        position = self._position
+        self._position += 1
+        expected = self._first[position] if position < len(self._first) else None
+        if self._warned or expected == index:
+            return
+        self._warned = True
+        said = (
+            "no more parameters"
+            if expected is None
+            else f"parameters for {_names(units[expected], units)}"
+        )
+        warnings.warn(
+            "Forward order differs from that of the first iteration on rank "
+            f"{dist.get_rank()}. Collectives are unchecked and may give incorrect results or hang "
+            f"where ranks do not run the same number of units: expected to all-gather {said} but "
+            f"got parameters for {_names(units[index], units)}",
+            stacklevel=2,
+        )
+
+
+def _names(unit: Unit, units: list[Unit]) -> list[str]:
+    """The names of a unit's parameters in the root."""
+    paths = {part: path for path, part in units[0].modules[0].named_modules()}
+    names = []
+    for bucket in unit.buckets:
+        for parameter in bucket.parameters:
+            module, attribute = parameter.owners[0]
+            path = f"{paths.get(module, '')}.{attribute}".lstrip(".")
+            names.append(path.replace("_fsdp_wrapped_module.", ""))
+    return names

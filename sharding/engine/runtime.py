@@ -1,0 +1,302 @@
+"""What the units of one root share: their order, and what is on its way in backward.
+
+Rules:
+
+1. Reductions start in one order on all ranks: buckets that forward used first come last. What has
+   no gradient on this rank takes its turn when backward has passed it (see calls.py), with zeros.
+2. What autograd skips on this rank may be wanted by another: it is gathered here too, in turn.
+3. No more than `IN_FLIGHT` reductions are on their way when the next starts: memory is bounded by
+   the size of units, not of the model. Waiting cannot block: all ranks start all of them, in order.
+   Small units are gathered and reduced together (see batches.py); how many, all ranks find alike.
+4. A backward that failed is forgotten by the next forward or backward.
+5. Nothing is global to the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from sharding.engine.batches import AHEAD_BYTES, Gathers, Reductions
+from sharding.engine.bucket import Bucket
+from sharding.engine.calls import Call, Run
+from sharding.engine.order_check import OrderCheck
+
+if TYPE_CHECKING:
+    from sharding.engine.unit import Unit
+
+UNIT = "_sharding_unit"
+"""The attribute of a module that is its unit."""
+
+
+class Runtime:
+    """One per tree of modules, made by the first unit of it that runs."""
+
+    def __init__(self, root: Unit, units: list[Unit]) -> None:
+        self.root = root
+        self.units = units
+        self.prefetches_forward = root.prefetches_forward
+        self.order_check: OrderCheck | None = None
+        self.run = Run(False)
+        self._last_run = self.run
+        """The run before, by which to gather ahead."""
+        self._clock = 0
+        self._ending: ref[partial[None]] | None = None
+        """Autograd's engine has the only reference to what it calls at the end of a backward: while
+        that lives, so does the backward; it ended with an error when this is not None then."""
+        self._reached: list[Run] = []
+        self._schedule: list[Bucket] = []
+        """What this backward is still to reduce, in order."""
+        self._passed = 0
+        """The lowest end of the calls that backward has come to: what began later is done."""
+        self._reductions = Reductions()
+        self._halfway: Unit | None = None
+        """Of what was gathered ahead, the unit where to gather more."""
+
+    @classmethod
+    def rooted_at(cls, root: Unit) -> Runtime:
+        """The runtime of a unit and all units below it, which leave the ones they had."""
+        runtime = cls(root, list(units_of(root.modules)))
+        for unit in runtime.units:
+            unit.runtime, unit.is_root = runtime, unit is root
+        runtime.number_buckets()
+        for unit in runtime.units:
+            if unit.prepare is not None:
+                unit.prepare(runtime)
+        return runtime
+
+    def number_buckets(self) -> None:
+        """Every bucket knows its place, which is the same on all ranks."""
+        for index, bucket in enumerate(self._buckets()):
+            bucket.index = index
+
+    def _buckets(self) -> Iterator[Bucket]:
+        for unit in self.units:
+            yield from unit.buckets
+
+    # Forward.
+
+    def tick(self) -> int:
+        """The runtime's count of beginnings and endings."""
+        self._clock += 1
+        return self._clock
+
+    @property
+    def is_running(self) -> bool:
+        """True inside a forward of one of its units: of the root's, most of the time."""
+        return self.root.is_open or any(unit.is_open for unit in self.units)
+
+    def begin_forward(self) -> None:
+        """The outermost unit begins to run: what was whole before may be out of date."""
+        self.recover()
+        if self.in_backward:
+            return
+        self._last_run, self.run = self.run, Run(torch.is_grad_enabled())
+        if self.order_check is not None:
+            self.order_check.begin_forward()
+        for unit in self.units:
+            unit.refresh()
+
+    def end_forward(self) -> None:
+        """The outermost unit has run: let go of what was gathered ahead and then not used."""
+        if not self.in_backward:
+            for unit in self.units:
+                for bucket in unit.buckets:
+                    if not bucket.holders:
+                        bucket.reshard()
+                    elif unit.shows_sharded:
+                        bucket.show_sharded()
+
+    def gather_after(self, unit: Unit) -> None:
+        """Gather ahead while a unit computes: what began after it the last time."""
+        position = len(self.run.started)
+        self.run.started.append(unit)
+        if unit.forward_prefetch is not None:
+            gather_together(unit.forward_prefetch)
+            return
+        last = self._last_run.started
+        if self.prefetches_forward and last[position : position + 1] == [unit]:
+            self._gather_some(unit, islice(last, position + 1, None))
+
+    def _gather_some(self, unit: Unit, following: Iterable[Unit]) -> None:
+        """Gather what follows a unit: the next; or, of small ones, as many as `AHEAD_BYTES` hold.
+
+        The next time when half of them have run: then those on their way have time to arrive.
+        """
+        chosen: list[Unit] = []
+        nbytes = 0
+        for other in following:
+            if not other.used:
+                continue
+            if other.is_gathered and not chosen and unit is not self._halfway:
+                return
+            nbytes += other.full_bytes
+            if nbytes > AHEAD_BYTES and nbytes > other.full_bytes:
+                break
+            if not other.is_gathered:
+                chosen.append(other)
+        if chosen:
+            self._halfway = chosen[len(chosen) // 2]
+            gather_together(chosen)
+
+    # Backward.
+
+    @property
+    def in_backward(self) -> bool:
+        """True from the first gradient to the end of a backward."""
+        return self._ending is not None and self._ending() is not None
+
+    def enter_backward(self) -> None:
+        """Have `_end_backward` called at the end of the backward that runs now."""
+        if not self.in_backward:
+            self.recover()
+            ending = partial(self._end_backward)
+            self._ending = ref(ending)
+            self._passed = self._clock + 1
+            Variable._execution_engine.queue_callback(ending)
+
+    def recover(self) -> None:
+        """Forget a backward that ended with an error."""
+        if self._ending is not None and not self.in_backward:
+            self._ending = None
+            for bucket in self._buckets():
+                bucket.forget()
+            self._forget_backward()
+
+    def begin(self, call: Call) -> None:
+        """Backward has come to a call: its parameters are whole."""
+        self.enter_backward()
+        if call.begun:
+            return
+        if call.index < 0:  # recomputed: it has no place in the order, and its backward is a run
+            self._come_to(call)  # of the engine by itself
+            Variable._execution_engine.queue_callback(partial(self.left, call))
+            return
+        self._reach(call.run)
+        for skipped in call.run.skipped(call.index):
+            self._come_to(skipped)
+        self._come_to(call)
+
+    def gradient_arrived(self, bucket: Bucket) -> None:
+        """A parameter of a bucket has its gradient."""
+        self.enter_backward()
+        if bucket.is_complete and self._schedule and self._schedule[0] is bucket:
+            self._advance()
+
+    def left(self, call: Call) -> None:
+        """Backward has left a call."""
+        if call in call.run.open:
+            call.run.open.remove(call)
+            call.unit.leave(call)
+            if call.unit.prefetches_late:
+                self._gather_ahead(call)
+
+    def _reach(self, run: Run) -> None:
+        """Backward has come to a run: what it used is to be reduced."""
+        if run in self._reached:
+            return
+        self._reached.append(run)
+        run.cursor = len(run.calls)
+        for call in run.calls:
+            for bucket in call.unit.used:
+                bucket.due += call.comes_back
+                if bucket.first is None or call.start < bucket.first:
+                    bucket.first = call.start
+        due = [b for b in self._buckets() if b.first is not None and b.is_trained]
+        self._schedule = sorted(
+            (b for b in due if not b.reduced), key=lambda b: (-(b.first or 0), b.index)
+        )
+
+    def _come_to(self, call: Call) -> None:
+        run, unit = call.run, call.unit
+        call.begun = True
+        if call.index >= 0:
+            run.cursor = call.index
+            for earlier in [other for other in run.open if other.start > call.end]:
+                self.left(earlier)
+            self._passed = min(self._passed, call.end)
+            self._advance()
+        run.open.append(call)
+        if unit.unshards_in_backward:
+            unit.acquire(call)
+        for bucket in unit.used:
+            bucket.outstanding -= 1
+            bucket.due -= 1
+        if unit.backward_prefetch is not None:
+            gather_together(unit.backward_prefetch)
+        elif unit.prefetches_backward:
+            self._gather_ahead(call)
+
+    def _gather_ahead(self, call: Call) -> None:
+        """Start gathering what backward comes to after a call."""
+        if call.index >= 0:
+            due = (before.unit for before in call.run.before(call) if not before.begun)
+            self._gather_some(call.unit, (unit for unit in due if unit.unshards_in_backward))
+
+    def _advance(self, to_the_end: bool = False) -> None:
+        """Reduce what is complete or passed, in order."""
+        while self._schedule:
+            bucket = self._schedule[0]
+            passed = bucket.outstanding <= 0 and (bucket.first or 0) > self._passed
+            if not (to_the_end or passed or bucket.is_complete):
+                return
+            self._schedule.pop(0)
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """A bucket has all the gradients it will get."""
+        if bucket.reduces:
+            self._reductions.reduce(bucket)
+        else:
+            bucket.hold_gradients()
+
+    def _end_backward(self) -> None:
+        """The end of a backward: every gradient is in its shard, nothing is whole."""
+        for run in list(self._reached):
+            for skipped in run.skipped(-1):
+                self._come_to(skipped)
+        self._advance(to_the_end=True)
+        for bucket in self._buckets():  # reached by ways that forward did not show
+            if bucket.arrived and bucket.is_trained:
+                self._complete(bucket)
+        self._reductions.finish()
+        for bucket in self._buckets():
+            bucket.end_backward()
+        self._forget_backward()
+        self._ending = None
+        if self.order_check is not None:
+            self.order_check.end_backward()
+        for unit in self.units:
+            unit.end_backward()
+
+    def _forget_backward(self) -> None:
+        for run in self._reached:
+            run.rewind()
+        self._reached.clear()
+        self._schedule.clear()
+        self._reductions.forget()
+
+
+def gather_together(units: Iterable[Unit]) -> None:
+    """Start gathering what units use, in as few messages as may be."""
+    with Gathers() as batch:
+        for unit in units:
+            unit.join(batch)
+
+
+def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
+    """The units of modules and of all modules in them, outer ones first, each once."""
+    seen: set[int] = set()
+    for module in modules:
+        for part in module.modules():
+            unit: Unit | None = getattr(part, UNIT, None)
+            if unit is not None and id(unit) not in seen:
+                seen.add(id(unit))
+                yield unit

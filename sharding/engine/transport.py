@@ -1,0 +1,85 @@
+"""How tensors get from rank to rank: one interface, two ways, chosen by the group's back end.
+
+The environment variable SHARDING_TRANSPORT, read where a unit is first gathered, chooses by hand:
+`collectives` for gloo's own, to compare with, or where many ranks share a network that point-to-
+point messages overload; `messages`, the default with gloo. It must be the same on all ranks. Some
+ranks of a gloo group (`reshard_after_forward=2`) always use messages: collectives would need a
+group of their own, which torch makes reliably only where all ranks of the default group take part.
+
+Every method is called by all ranks of the peers, in the same order, with the same sizes. `tag`
+tells the messages of one call from those of others; `all_reduce` takes two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from sharding.engine.collectives import Collectives
+from sharding.engine.messages import Messages
+from sharding.engine.peers import Peers
+
+
+class Gathering(Protocol):
+    """A gather on its way."""
+
+    def wait(self) -> None:
+        """What was gathered is in its places. Called once."""
+        ...
+
+
+class Summing(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """This rank's sums. Called once."""
+        ...
+
+
+class Transport(Protocol):
+    """Between the ranks of `peers`. All tensors are contiguous and of one dimension and dtype."""
+
+    peers: Peers
+
+    def gather(
+        self, mine: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], tag: int
+    ) -> Gathering:
+        """Start to fill `places[r]` with what rank r has as `mine`, this rank's own included."""
+        ...
+
+    def reduce(self, parts: Sequence[Sequence[torch.Tensor]], tag: int) -> Summing:
+        """Start to sum, on every rank r, what all ranks have as `parts[r]`."""
+        ...
+
+    def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
+        """`flat` is the sum over ranks, on all of them the same."""
+        ...
+
+
+def transport_between(peers: Peers, device: torch.device) -> Transport:
+    """The fastest way between these ranks for tensors on this device, unless another is asked for.
+
+    Raises ValueError where the way asked for does not exist.
+    """
+    asked = os.environ.get("SHARDING_TRANSPORT", "")
+    if asked not in ("", "messages", "collectives"):
+        raise ValueError(
+            f"SHARDING_TRANSPORT={asked!r}: there are 'messages' and 'collectives'; unset it for "
+            "the faster of them"
+        )
+    if peers.group is None:
+        return Messages(peers)
+    by_message = "gloo" in str(dist.get_backend(peers.group)) and device.type == "cpu"
+    if asked == "messages" and not by_message:
+        raise ValueError(
+            f"SHARDING_TRANSPORT='messages' needs gloo and tensors in host memory, not "
+            f"{dist.get_backend(peers.group)} and {device}; unset it"
+        )
+    is_part = peers.size < dist.get_world_size(peers.group)
+    if by_message and (is_part or asked != "collectives"):
+        return Messages(peers)
+    return Collectives(peers)

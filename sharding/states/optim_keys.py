@@ -1,0 +1,193 @@
+"""What an optimizer's state dict calls parameters: positions or names, and what the names are.
+
+Rules:
+
+1. A parameter's name is its first in the module, without what wrappers add. A flat parameter has
+   the names of all parameters in it, in order.
+2. A position is that of a parameter in the optimizer's groups, end to end.
+3. An optimizer that keys its state by names itself uses those that the module's parameters have
+   now, with what wrappers add: a flat parameter is `_flat_param`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sharding.describe.describing import clean_name, flat_members
+from sharding.describe.members import NamedParameter
+from sharding.errors import OptimizerMismatchError
+from sharding.policies import OptimStateKeyType
+
+Key = int | str
+"""What stands for a parameter in an optimizer's state dict."""
+OptimState = dict[str, Any]
+"""An optimizer's state dict: `state`, by key, and `param_groups`."""
+OptimInput = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+"""What an optimizer was made with."""
+SHOWN = 5
+"""How many names a message has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The names of a module's parameters."""
+
+    by_identity: Mapping[int, NamedParameter]
+    first: Mapping[str, str]
+    """For every name of a parameter, of tied ones too, its first."""
+    current: Mapping[str, torch.Tensor]
+    """By the names that parameters have now (rule 3)."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModelNames:
+        """Those of a module; what of it is whole is sharded."""
+        by_identity: dict[int, NamedParameter] = {}
+        first: dict[str, str] = {}
+        for member in flat_members(module):
+            by_identity[id(member.parameter)] = NamedParameter.of(member)
+            first |= {name: tied[0] for tied in member.names for name in tied}
+        current = dict(module.named_parameters(remove_duplicate=False))
+        for path, parameter in current.items():
+            name = clean_name(path)
+            own = NamedParameter(parameter, (name,))
+            found = by_identity.setdefault(id(parameter), own)
+            if not found.slices:
+                first.setdefault(name, found.names[0])
+        return cls(by_identity, first, current)
+
+    def of_parameter(self, parameter: torch.Tensor, position: int) -> NamedParameter:
+        """The names of one that an optimizer has. Raises OptimizerMismatchError."""
+        found = self.by_identity.get(id(parameter))
+        if found is None:
+            raise OptimizerMismatchError(
+                f"parameter {position} of the optimizer, of shape {tuple(parameter.shape)}, is not "
+                "a parameter of the module: make the optimizer after the module is wrapped, and "
+                "pass the module that has all of its parameters"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """An optimizer's parameters: their keys, and how they are grouped."""
+
+    parameters: Mapping[Key, NamedParameter]
+    """In the order of the groups."""
+    groups: Sequence[Sequence[Key]] | None
+    """None: not known."""
+
+    def key_of(self) -> dict[str, Key]:
+        """The key of each name."""
+        return {name: key for key, found in self.parameters.items() for name in found.names}
+
+
+def keyed(
+    names: ModelNames, optim: Optimizer | None, optim_input: OptimInput | None, by_name: bool
+) -> Keyed:
+    """The parameters that an optimizer was made with, or has.
+
+    Without either, the module's. A list of parameters says nothing of groups.
+    """
+    groups: list[list[torch.Tensor]]
+    if optim_input is None and optim is not None:
+        groups, known = [list(group["params"]) for group in optim.param_groups], True
+    else:
+        groups, known = _groups_of(names, optim_input)
+    current: dict[int, str] = {}
+    for name, parameter in names.current.items():
+        current.setdefault(id(parameter), name)
+    parameters: dict[Key, NamedParameter] = {}
+    keys: list[list[Key]] = []
+    for group in groups:
+        keys.append([])
+        for parameter in group:
+            position = len(parameters)
+            found = names.of_parameter(parameter, position)
+            key: Key = current[id(parameter)] if by_name else position
+            parameters[key] = found
+            keys[-1].append(key)
+    return Keyed(parameters, keys if known else None)
+
+
+def _groups_of(
+    names: ModelNames, optim_input: OptimInput | None
+) -> tuple[list[list[torch.Tensor]], bool]:
+    if optim_input is None:
+        every = {id(parameter): parameter for parameter in names.current.values()}
+        return [list(every.values())], False
+    try:
+        given: list[Any] = list(optim_input)
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
+        ) from error
+    if not given:
+        raise ValueError("Optimizer input should not be empty")
+    if all(isinstance(entry, torch.Tensor) for entry in given):
+        return [given], False
+    if not all(isinstance(entry, dict) for entry in given):
+        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+    return [list(group["params"]) for group in given], True
+
+
+def is_keyed_by_name(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's own state dict has names for keys (rule 3)."""
+    return isinstance(next(iter(state.get("state") or ()), None), str)
+
+
+def rekeyed(
+    state: OptimState,
+    to: OptimStateKeyType,
+    module: nn.Module,
+    optim_input: OptimInput | None,
+    optim: Optimizer | None,
+) -> OptimState:
+    """The state dict of an optimizer with names for its keys, or with positions.
+
+    Groups list them sorted. The state dict itself where its keys are such already. Raises
+    ValueError where they are neither all of one kind, and OptimizerMismatchError where they are not
+    those of the module's parameters.
+    """
+    kinds = {type(key) for key in state["state"]}
+    if not kinds <= {int, str} or len(kinds) > 1:
+        raise ValueError(f"Invalid parameter keys: {state['state'].keys()}")
+    if kinds <= {str if to is OptimStateKeyType.PARAM_NAME else int}:
+        return state
+    found = keyed(ModelNames.of(module), optim, optim_input, by_name=False)
+    table: dict[Any, Any] = {}
+    for position, each in found.parameters.items():
+        for name in each.names:
+            table[position], table[name] = name, position
+    lacking = [key for key in state["state"] if key not in table]
+    for group in state["param_groups"]:
+        lacking += [key for key in group["params"] if key not in table and key not in lacking]
+    if lacking:
+        raise OptimizerMismatchError(
+            f"the optimizer's state has {some_of(lacking)}, which the module and its optimizer do "
+            "not have: pass the module and the optimizer that it is the state of"
+        )
+    return {
+        "state": {table[key]: value for key, value in state["state"].items()},
+        "param_groups": [
+            {**deepcopy(options_of(group)), "params": sorted(table[key] for key in group["params"])}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group but for its parameters, and what they are called where it is."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def some_of(names: Sequence[object]) -> str:
+    """A few names for a message."""
+    shown = ", ".join(map(str, names[:SHOWN]))
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -1,0 +1,218 @@
+"""Tensors from one layout into another, from rank to rank: gathering, scattering, resharding.
+
+What moves is what `sharding.layout.exchange` says and nothing else: a rank sends what others lack,
+and copies what it has itself. Nothing is gathered to be cut again.
+
+Rules:
+
+1. All ranks of the group take part, with the same tensors in the same order: names, dtypes and
+   layouts. What they send each other follows from that alone, so nothing is negotiated.
+2. Tensors travel together, in one message from rank to rank, as long as they have no more than
+   `budget` bytes; a larger one travels in parts. Beyond sources and targets a rank has at most what
+   it sends and what it receives of one such batch in memory.
+3. What goes to several ranks alike is packed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sharding.agreement.agreeing import waiting_seconds
+from sharding.agreement.ranks import Ranks, message_device
+from sharding.errors import TransferError
+from sharding.layout import Layout
+from sharding.layout.box import Piece
+from sharding.layout.exchange import Exchange, exchange, windows
+
+BUDGET_BYTES = 64 << 20
+"""Bytes of tensors that travel together."""
+ALIGNMENT = 16
+"""Where a copy begins in a message: no element is wider."""
+TAG = 1 << 15
+"""Of all messages here; those of `sharding.engine.messages` have higher ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """A tensor, as this rank has it in one layout and is to have it in another."""
+
+    name: str
+    source: torch.Tensor
+    """This rank's local storage under `have`, in row-major order; empty where it holds nothing."""
+    have: Layout
+    target: torch.Tensor
+    """This rank's local storage under `want`: contiguous, of the same dtype."""
+    want: Layout
+
+
+@torch.no_grad()
+def redistribute(
+    moves: Iterable[Move], *, group: ProcessGroup | None = None, budget: int = BUDGET_BYTES
+) -> None:
+    """Every target has the elements that its layout gives it, when this returns.
+
+    To be called by all ranks of `group`. Moves are taken from the iterable batch by batch, so that
+    their targets may be made as they are needed. Sources are not changed; a target may share memory
+    with its own source, where that lies in its place already, and with no other. Raises HoleError
+    where a layout wants what the other does not hold, TransferError where a rank does not take part
+    in the time that ranks have for one another. Neither is told to the others here.
+
+    Local tensors are what their layouts say: whoever is not sure uses `local_part.check_holds`,
+    and tells the other ranks, before.
+
+    >>> have, want = Layout.replicated((4,), 1), Layout.single((4,))
+    >>> target = torch.zeros(4)
+    >>> redistribute([Move("w", torch.arange(4.0), have, target, want)])
+    >>> target
+    tensor([0., 1., 2., 3.])
+    """
+    here = Ranks(group).here
+    batch = _Batch(here, group)
+    for move in moves:
+        itemsize, numel = move.target.itemsize, move.have.numel
+        if batch.nbytes + numel * itemsize > budget:
+            batch.run()
+            batch = _Batch(here, group)
+        if not move.target.is_contiguous():
+            raise ValueError(f"{move.name}: the target is not contiguous in memory")
+        plan = exchange(move.have, move.want, here)
+        source, target = _flat(move.source.resolve_conj().resolve_neg()), _flat(move.target)
+        if numel * itemsize <= budget:
+            batch.add(plan, source, target, numel * itemsize)
+            continue
+        for window in windows(move.have.shape, max(1, budget // itemsize)):
+            if batch.nbytes + window.numel * itemsize > budget:
+                batch.run()
+                batch = _Batch(here, group)
+            batch.add(plan.within(window), source, target, window.numel * itemsize)
+    batch.run()
+
+
+def _flat(local: torch.Tensor) -> torch.Tensor:
+    """A local tensor's elements in row-major order, end to end: in its own memory, if they are."""
+    return local.detach().reshape(-1).contiguous()  # what `reshape` gives may have steps between
+
+
+@dataclass(slots=True)
+class _Message:
+    """What goes from one rank to another, end to end."""
+
+    parts: list[torch.Tensor] = field(default_factory=list)
+    places: list[tuple[int, Piece]] = field(default_factory=list)
+    """Which tensor of the batch, and where in it: what tells two messages apart."""
+
+
+class _Batch:
+    """Tensors that travel together."""
+
+    def __init__(self, here: int, group: ProcessGroup | None) -> None:
+        self.nbytes = 0
+        self._tensors = 0
+        self._here = here
+        self._group = group
+        self._out: dict[int, _Message] = {}
+        self._in: dict[int, _Message] = {}
+
+    def add(self, plan: Exchange, source: torch.Tensor, target: torch.Tensor, nbytes: int) -> None:
+        """One more; what this rank has itself is copied at once."""
+        self.nbytes += nbytes
+        self._tensors += 1
+        for copy in plan.receives:
+            place = _view(target, copy.target)
+            if copy.source_rank == self._here:
+                own = _view(source, copy.source)
+                if own.data_ptr() != place.data_ptr():
+                    place.copy_(own)
+            else:
+                self._in.setdefault(copy.source_rank, _Message()).parts.append(place)
+        for copy in plan.sends:
+            message = self._out.setdefault(copy.target_rank, _Message())
+            message.parts.append(_view(source, copy.source))
+            message.places.append((self._tensors, copy.source))
+
+    def run(self) -> None:
+        """Send, receive, and put what was received into its places."""
+        if not self._out and not self._in:
+            return
+        device = message_device(self._group)
+        messages = []
+        incoming = {}
+        for source, message in self._in.items():
+            size = sum(map(_padded_bytes, message.parts))
+            incoming[source] = torch.empty(size, dtype=torch.uint8, device=device)
+            messages.append(self._message(dist.irecv, incoming[source], source))
+        packed: dict[tuple[tuple[int, Piece], ...], torch.Tensor] = {}
+        for target, message in self._out.items():
+            places = tuple(message.places)
+            if places not in packed:
+                packed[places] = _packed(message.parts, device)
+            messages.append(self._message(dist.isend, packed[places], target))
+        try:
+            works = dist.batch_isend_irecv(messages)
+        except RuntimeError as error:
+            raise TransferError(f"the other ranks cannot be reached: {error}") from error
+        for operation, work in zip(messages, works, strict=True):
+            _wait(operation, work)
+        for source, message in self._in.items():
+            _unpack(incoming[source], message.parts)
+
+    def _message(
+        self, operation: Callable[..., object], buffer: torch.Tensor, other: int
+    ) -> dist.P2POp:
+        return dist.P2POp(operation, buffer, other, self._group, TAG)
+
+
+def _wait(message: dist.P2POp, work: dist.Work) -> None:
+    """Return when a message has gone or come.
+
+    Raises TransferError when it does not in the time that ranks have for one another.
+    """
+    if not message.tensor.is_cpu:
+        work.wait()  # for the accelerator's stream; the process group has a time-out of its own
+        return
+    try:
+        work.wait(timedelta(seconds=waiting_seconds()))
+    except RuntimeError as error:
+        way = "came from" if message.op is dist.irecv else "could be sent to"
+        raise TransferError(
+            f"nothing {way} rank {message.peer} within {waiting_seconds():g} s, or it has ended: "
+            f"{error}; the process group may be of no use any more"
+        ) from error
+
+
+def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The elements of a piece in local storage, in the shape of its box."""
+    at = flat.storage_offset() + piece.at
+    return flat.as_strided(piece.box.shape, piece.strides, at)
+
+
+def _padded_bytes(part: torch.Tensor) -> int:
+    """Bytes that a part takes in a message."""
+    return -(-part.numel() * part.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Where each part lies in a message."""
+    at = 0
+    for part in parts:
+        nbytes = part.numel() * part.itemsize
+        yield message[at : at + nbytes].view(part.dtype).view(part.shape)
+        at += _padded_bytes(part)
+
+
+def _packed(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    message = torch.empty(sum(map(_padded_bytes, parts)), dtype=torch.uint8, device=device)
+    for place, part in zip(_places(message, parts), parts, strict=True):
+        place.copy_(part)
+    return message
+
+
+def _unpack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    for place, part in zip(_places(message, parts), parts, strict=True):
+        part.copy_(place)
