@@ -29,14 +29,14 @@ from ckpt.newest import committed, join_url, natural
 from ckpt.ranks import Ranks
 from ckpt.stores.store import Options, absolute, is_file, split_url
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.storage import SizeError, TooLargeError
+from formats.storage import GoneError, SizeError, TooLargeError
 
 Url = str | os.PathLike[str]
 
 DAMAGE = {
     kind.__name__: kind.kind
     for kind in (
-        *(CorruptError, DamagedLoadError, SizeError),
+        *(CorruptError, DamagedLoadError, GoneError, SizeError),
         *(FormatError, HostileError, TooLargeError, NotACheckpointError),
     )
 }

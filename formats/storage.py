@@ -59,7 +59,10 @@ class Reader(Protocol):
         ...
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes. Raises formats.errors.CorruptError where the file ends before."""
+        """Exactly these bytes of a file that is known to be there.
+
+        Raises formats.errors.CorruptError where the file ends before, or is gone: `GoneError`.
+        """
         ...
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
@@ -95,6 +98,16 @@ class TooLargeError(HostileError):
     def __init__(self, where: str, nbytes: int, limit: int) -> None:
         self.nbytes = nbytes
         super().__init__(f"{where}: it has {nbytes} bytes; what it should be has {limit} at most")
+
+
+class GoneError(CorruptError):
+    """A file is missing that a checkpoint has, or had until a moment ago."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where}: the file is missing: it was deleted, perhaps while the checkpoint was read, "
+            "or not copied along; restore it from another copy"
+        )
 
 
 class SizeError(CorruptError):

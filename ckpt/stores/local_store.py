@@ -30,7 +30,7 @@ from pathlib import Path
 from ckpt.errors import ExistsError
 from ckpt.stores.promises import Promises, Unfinished
 from formats.errors import CorruptError, HostileError
-from formats.storage import LOCAL_READ_BYTES, Buffer, SizeError, TooLargeError
+from formats.storage import LOCAL_READ_BYTES, Buffer, GoneError, SizeError, TooLargeError
 
 OPEN_FILES = 64
 """How many files a store keeps open for reading."""
@@ -146,7 +146,7 @@ class LocalStore:
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
-        with self._reading(name) as descriptor:
+        with self._reading(name, is_known=True) as descriptor:
             data = os.pread(descriptor, length, offset)
             if len(data) == length:
                 return data
@@ -157,7 +157,7 @@ class LocalStore:
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fill the buffers, end to end, from `offset` on."""
         length = sum([target.nbytes for target in targets])
-        with self._reading(name) as descriptor:
+        with self._reading(name, is_known=True) as descriptor:
             if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
                 return
             at = offset
@@ -258,9 +258,9 @@ class LocalStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _reading(self, name: str) -> _Reading:
-        """A descriptor for one read."""
-        return _Reading(self, name)
+    def _reading(self, name: str, is_known: bool = False) -> _Reading:
+        """A descriptor for one read; a file that is known to be there and is not is damage."""
+        return _Reading(self, name, is_known)
 
     def _take(self, name: str) -> tuple[int, int]:
         """A descriptor of a file, out of the cache for as long as it is used; when that was."""
@@ -303,14 +303,20 @@ class LocalStore:
 class _Reading:
     """One read: the descriptor is nobody else's meanwhile, so that nobody closes it."""
 
-    __slots__ = ("_descriptor", "_forgotten", "_name", "_store")
+    __slots__ = ("_descriptor", "_forgotten", "_is_known", "_name", "_store")
 
-    def __init__(self, store: LocalStore, name: str) -> None:
+    def __init__(self, store: LocalStore, name: str, is_known: bool) -> None:
         self._store = store
         self._name = name
+        self._is_known = is_known
 
     def __enter__(self) -> int:
-        self._descriptor, self._forgotten = self._store._take(self._name)
+        try:
+            self._descriptor, self._forgotten = self._store._take(self._name)
+        except FileNotFoundError as error:
+            if self._is_known:
+                raise GoneError(f"{self._store.url}/{self._name}") from error
+            raise
         return self._descriptor
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -39,6 +39,7 @@ from formats.storage import (
     REMOTE_READ_BYTES,
     Buffer,
     FileWriter,
+    GoneError,
     SizeError,
     TooLargeError,
 )
@@ -149,6 +150,8 @@ class ObjectStore:
             return
         try:
             self._fetch(name, offset, views)
+        except FileNotFoundError as error:
+            raise GoneError(f"{self.url}/{name}") from error
         except PastEndError as error:
             end = offset + sum(view.nbytes for view in views)
             size = self.size(name) if error.size is None else error.size

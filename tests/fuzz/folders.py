@@ -15,7 +15,7 @@ from ckpt.reading.transfer import transfer
 from ckpt.stores.store import Store
 from formats.catalog import Catalog
 from formats.errors import CorruptError, FormatError
-from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError
+from formats.storage import LOCAL_READ_BYTES, GoneError, SizeError, TooLargeError
 from sharding.errors import HoleError
 from sharding.layout import Box, Piece
 from tools import inspect
@@ -63,6 +63,8 @@ class Folder:
     def read(self, name: str, offset: int, length: int) -> bytes:
         assert 0 <= offset <= 1 << 62, f"{name} is read from byte {offset} on"
         assert 0 <= length <= 1 << 62, f"{length} bytes of {name} are read"
+        if name not in self.files:
+            raise GoneError(name)
         data = self._data(name)[offset : offset + length]
         if len(data) != length:
             raise CorruptError(f"{name}: it ends before byte {offset + length}")
