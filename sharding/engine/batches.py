@@ -67,7 +67,7 @@ class JointGather:
         self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
         self._gathering: Gathering | None = None
         self._arrived = False
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def add(self, mine: Tensors, places: Sequence[Tensors]) -> None:
         """Another bucket's."""
@@ -77,7 +77,11 @@ class JointGather:
 
     def start(self) -> None:
         """It is on its way."""
-        self._gathering = self._transport.gather(self._mine, self._places, self._tag)
+        try:
+            self._gathering = self._transport.gather(self._mine, self._places, self._tag)
+        except BaseException as error:
+            self._error = error if isinstance(error, Exception) else _interrupted(error)
+            raise
         self._mine, self._places = [], []
 
     def wait(self) -> None:
@@ -91,7 +95,7 @@ class JointGather:
         assert self._gathering is not None
         try:
             self._gathering.wait()
-        except BaseException as error:
+        except Exception as error:
             self._error = error
             raise
         self._arrived = True
@@ -194,3 +198,7 @@ class _Share:
     def wait(self) -> list[torch.Tensor]:
         """This rank's sums."""
         return self._joint.wait()[self._first : self._end]
+
+
+def _interrupted(error: BaseException) -> Exception:
+    return RuntimeError(f"it was interrupted as it started, by {type(error).__name__}")

@@ -10,6 +10,8 @@ Rules:
 1. The full buffer's storage is one object for the bucket's life, emptied by `reshard` and filled
    again by `unshard`: what autograd saved of it in forward is right again in backward.
 2. Nothing but `wait`, `fetch` and a `reshard` of what is on its way waits for other ranks.
+3. A full buffer that could not be gathered is left to the messages that may still come for it: it
+   is neither emptied nor filled again. So is one that somebody interrupted, until all is there.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Gathered(ABC):
         self._packing: ChunkPacking | FlatPacking | None = None
         self._transport: Transport | None = None
         self._gathering: Gathering | None = None
+        self._error: Exception | None = None
+        """By which a gathering ended: rule 3."""
         self._gathered_versions: list[int] = []
         self._kept: tuple[list[torch.Tensor], Peers] | None = None
         """This rank's part of the full buffer among fewer ranks, to gather from in backward."""
@@ -154,6 +158,13 @@ class Gathered(ABC):
 
     def unshard(self, batch: Gathers) -> None:
         """Gather with the batch, unless the parameters are whole or on their way."""
+        if self._error is not None:
+            names = ", ".join([parameter.name for parameter in self.parameters][:3])
+            raise RuntimeError(
+                f"the ranks could not gather the parameters {names} and those with them before "
+                f"({self._error}), and cannot any more in this process group: start the job again; "
+                "what is sharded can still be saved"
+            ) from self._error
         if not self.is_gathered:
             self.take_over_replaced()
             self._gathered_versions = self.versions()
@@ -172,8 +183,7 @@ class Gathered(ABC):
     def wait(self) -> None:
         """The whole parameters are in the modules."""
         if self._gathering is not None:
-            gathering, self._gathering = self._gathering, None  # an error is not waited for again
-            gathering.wait()
+            self._await(self._gathering)
             self._assemble()
         if not self.is_whole:
             self.is_whole = True
@@ -182,6 +192,15 @@ class Gathered(ABC):
         if not self._is_shown:
             self._is_shown = True
             self.place_whole()
+
+    def _await(self, gathering: Gathering) -> None:
+        """All has arrived, or never will: an error is not waited for again, an interrupt is."""
+        try:
+            gathering.wait()
+        except Exception as error:
+            self._gathering, self._error = None, error
+            raise
+        self._gathering = None
 
     def show_sharded(self) -> None:
         """The modules have the sharded parameters, whether the whole ones stay in memory or not."""
@@ -193,8 +212,7 @@ class Gathered(ABC):
         """The sharded parameters are in the modules, and the full buffer has no memory."""
         self.holders.clear()
         if self._gathering is not None:
-            gathering, self._gathering = self._gathering, None
-            gathering.wait()
+            self._await(self._gathering)
             self._free()
         if self.is_whole:
             self.is_whole = False

@@ -11,8 +11,8 @@ Rules:
 1. A tag belongs to one bucket, one direction and one turn: ranks that disagree about how often they
    gathered wait until the time-out, and never take one turn's bytes for another's.
 2. Nothing here is seen by autograd.
-3. `wait` ends with an error when a peer's process ends or when the group's time-out is over. It is
-   called once: then gloo has forgotten.
+3. `wait` ends with an error when a peer's process ends or when the group's time-out is over. Then
+   the memory of what was to arrive stays as it is: see `sharding.engine.posted`.
 4. Nothing waits but `wait` and `all_reduce`: what ranks do in the same order cannot block them.
 """
 
@@ -26,6 +26,7 @@ from torch.distributed import Work
 
 from sharding.engine.packing import chunk
 from sharding.engine.peers import Peers
+from sharding.engine.posted import Posted
 
 SMALL_BYTES = 32 << 10
 """Tensors of fewer bytes are copied into one message."""
@@ -36,66 +37,63 @@ Tensors = Sequence[torch.Tensor]
 class Exchange:
     """Messages on their way."""
 
-    __slots__ = ("_copies", "_keep", "_works")
+    __slots__ = ("_copies", "_peers", "_posted")
 
-    def __init__(self) -> None:
-        self._works: list[Work] = []
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._posted = Posted(peers.group)
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         """From, to: to be done when all have arrived."""
-        self._keep: list[torch.Tensor] = []
-        """What must live until then."""
 
     def wait(self) -> None:
         """All messages have arrived and are in their places."""
-        for work in self._works:
-            work.wait()
+        self._posted.wait()
         if self._copies[0]:
             torch._foreach_copy_(self._copies[1], self._copies[0])
 
-    def send(self, tensors: Tensors, peers: Peers, other: int, tag: int) -> None:
+    def send(self, tensors: Tensors, other: int, tag: int) -> None:
         """Send flat tensors of one dtype to one other."""
         small = _small(tensors)
         if small is None:
-            self._send(tensors[0], peers, other, tag)
+            self._send(tensors[0], other, tag)
             return
         if small:
-            self._send(torch.cat(small), peers, other, tag)
+            self._send(torch.cat(small), other, tag)
         for tensor in tensors:
             if tensor.nbytes >= SMALL_BYTES:
-                self._send(tensor, peers, other, tag)
+                self._send(tensor, other, tag)
 
-    def receive(self, tensors: Tensors, peers: Peers, other: int, tag: int) -> None:
+    def receive(self, tensors: Tensors, other: int, tag: int) -> None:
         """Fill flat tensors from what one other sends as tensors of these sizes."""
         small = _small(tensors)
         if small is None:
-            self._receive(tensors[0], peers, other, tag)
+            self._receive(tensors[0], other, tag)
             return
         if small:
             sizes = [tensor.numel() for tensor in small]
             buffer = torch.empty(sum(sizes), dtype=small[0].dtype, device=small[0].device)
             self._copies[0].extend(torch.split(buffer, sizes))
             self._copies[1].extend(small)
-            self._receive(buffer, peers, other, tag)
+            self._receive(buffer, other, tag)
         for tensor in tensors:
             if tensor.nbytes >= SMALL_BYTES:
-                self._receive(tensor, peers, other, tag)
+                self._receive(tensor, other, tag)
 
-    def _send(self, tensor: torch.Tensor, peers: Peers, other: int, tag: int) -> None:
-        self._keep.append(tensor)
-        work = dist.isend(tensor, group=peers.group, group_dst=peers.members[other], tag=tag)
-        self._started(work, peers, other)
+    def _send(self, tensor: torch.Tensor, other: int, tag: int) -> None:
+        group, member = self._peers.group, self._peers.members[other]
+        self._started(dist.isend(tensor, group=group, group_dst=member, tag=tag), tensor, member)
 
-    def _receive(self, tensor: torch.Tensor, peers: Peers, other: int, tag: int) -> None:
-        work = dist.irecv(tensor, group=peers.group, group_src=peers.members[other], tag=tag)
-        self._started(work, peers, other)
+    def _receive(self, tensor: torch.Tensor, other: int, tag: int) -> None:
+        group, member = self._peers.group, self._peers.members[other]
+        self._started(dist.irecv(tensor, group=group, group_src=member, tag=tag), tensor, member)
 
-    def _started(self, work: Work | None, peers: Peers, other: int) -> None:
+    def _started(self, work: Work | None, tensor: torch.Tensor, member: int) -> None:
         if work is None:
             raise RuntimeError(
-                f"no message to or from rank {peers.members[other]} could be started: this process "
-                "is not a member of the process group that the module is sharded over"
+                f"no message to or from rank {member} could be started: this process is not a "
+                "member of the process group that the module is sharded over"
             )
-        self._works.append(work)
+        self._posted.add(work, tensor)
 
 
 class Messages:
@@ -106,23 +104,23 @@ class Messages:
 
     def gather(self, mine: Tensors, places: Sequence[Tensors], tag: int) -> Exchange:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
-        exchange, peers = Exchange(), self.peers
+        exchange, peers = Exchange(self.peers), self.peers
         for other in peers.others:
-            exchange.receive(places[other], peers, other, tag)
+            exchange.receive(places[other], other, tag)
         for other in peers.others:
-            exchange.send(mine, peers, other, tag)
+            exchange.send(mine, other, tag)
         torch._foreach_copy_(list(places[peers.rank]), list(mine))
         return exchange
 
     def reduce(self, parts: Sequence[Tensors], tag: int) -> Sum:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
-        exchange, peers = Exchange(), self.peers
+        exchange, peers = Exchange(self.peers), self.peers
         mine = parts[peers.rank]
         received = [mine if r == peers.rank else _empty_like(mine) for r in range(peers.size)]
         for other in peers.others:
-            exchange.receive(received[other], peers, other, tag)
+            exchange.receive(received[other], other, tag)
         for other in peers.others:
-            exchange.send(parts[other], peers, other, tag)
+            exchange.send(parts[other], other, tag)
         return Sum(exchange, received, peers.rank)
 
     def all_reduce(self, flat: torch.Tensor, tag: int) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from sharding.agreement.agreeing import waiting_seconds
 from sharding.agreement.ranks import Ranks, message_device
+from sharding.engine.posted import Posted
 from sharding.errors import TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
@@ -153,12 +153,10 @@ class _Batch:
             if places not in packed:
                 packed[places] = _packed(message.parts, device)
             messages.append(self._message(dist.isend, packed[places], target))
-        try:
-            works = dist.batch_isend_irecv(messages)
-        except RuntimeError as error:
-            raise TransferError(f"the other ranks cannot be reached: {error}") from error
-        for operation, work in zip(messages, works, strict=True):
-            _wait(operation, work)
+        if device.type == "cpu":
+            _exchange(self._group, messages)
+        else:
+            _exchange_on_stream(messages)
         for source, message in self._in.items():
             _unpack(incoming[source], message.parts)
 
@@ -168,22 +166,38 @@ class _Batch:
         return dist.P2POp(operation, buffer, other, self._group, TAG)
 
 
-def _wait(message: dist.P2POp, work: dist.Work) -> None:
-    """Return when a message has gone or come.
+def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> None:
+    """Return when all messages, in host memory, have gone or come.
 
-    Raises TransferError when it does not in the time that ranks have for one another.
+    Raises TransferError when one does not in the time that ranks have for one another.
     """
-    if not message.tensor.is_cpu:
-        work.wait()  # for the accelerator's stream; the process group has a time-out of its own
-        return
+    posted = Posted(dist.group.WORLD if group is None else group)
+    message = messages[0]
     try:
-        work.wait(timedelta(seconds=waiting_seconds()))
+        for message in messages:
+            work = message.op(message.tensor, message.peer, group=group, tag=message.tag)
+            posted.add(work, message.tensor)
     except RuntimeError as error:
+        raise TransferError(f"rank {message.peer} cannot be reached: {error}") from error
+    try:
+        posted.wait(waiting_seconds())
+    except RuntimeError as error:
+        message = messages[posted.arrived]
         way = "came from" if message.op is dist.irecv else "could be sent to"
         raise TransferError(
             f"nothing {way} rank {message.peer} within {waiting_seconds():g} s, or it has ended: "
             f"{error}; the process group may be of no use any more"
         ) from error
+
+
+def _exchange_on_stream(messages: list[dist.P2POp]) -> None:
+    """The accelerator waits for all messages; the process group has a time-out of its own."""
+    try:
+        works = dist.batch_isend_irecv(messages)
+    except RuntimeError as error:
+        raise TransferError(f"the other ranks cannot be reached: {error}") from error
+    for work in works:
+        work.wait()
 
 
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -1,0 +1,104 @@
+"""Messages that nobody waits for any more: neither memory nor what comes behind them suffers."""
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sharding import fully_shard
+from sharding.engine.full_buffer import FullBuffer
+from sharding.engine.messages import Exchange, Messages
+from sharding.engine.packing import ChunkPacking, pack
+from sharding.engine.peers import Peers
+
+NUMEL = 1 << 16
+"""Of one rank's part."""
+
+
+def buffer_of(size: int) -> tuple[FullBuffer, list[list[torch.Tensor]]]:
+    """A full buffer, and the places in it by rank."""
+    packing = ChunkPacking(pack([(size * NUMEL,)], [0]), size)
+    buffer = FullBuffer.of(packing.slots, packing.numel, torch.float32, torch.device("cpu"))
+    return buffer, buffer.places(packing)
+
+
+def gather_with_nobody(model: Any) -> None:
+    """What could not be gathered says so from then on."""
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 64))
+    with pytest.raises(RuntimeError, match=r"could not gather .*start the job again"):
+        model(torch.ones(2, 64))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def miss_one() -> None:
+    """Rank 1 ends. Rank 2 sends when rank 0 has given up; then they exchange something else."""
+    rank, peers = dist.get_rank(), Peers.of(dist.group.WORLD)
+    store = dist.distributed_c10d._get_default_store()
+    model: Any = fully_shard(nn.Linear(64, 64))
+    model(torch.ones(2, 64)).sum().backward()
+    mine = [torch.full((NUMEL,), float(rank))]
+    exchange, (_, places) = Exchange(peers), buffer_of(3)
+    if rank == 0:
+        for other in (1, 2):
+            exchange.receive(places[other], other, 1 << 20)
+        store.set("posted", "")
+        with pytest.raises(RuntimeError):
+            exchange.wait()
+        store.set("given up", "")
+    elif rank == 1:
+        store.wait(["posted"])
+        os._exit(1)
+    else:
+        store.wait(["given up"])
+        exchange.send(mine, 0, 1 << 20)
+        exchange.wait()
+    del exchange
+    _, places = buffer_of(2)
+    Messages(Peers(peers.group, (0, 2), rank // 2)).gather(mine, places, 1 << 21).wait()
+    assert [place.unique().tolist() for [place] in places] == [[0.0], [2.0]]
+    gather_with_nobody(model)
+
+
+def test_an_exchange_that_failed_leaves_memory_and_the_next_alone(doomed_cluster: Callable) -> None:
+    with pytest.raises(Exception, match=r"ranks \[1\] died; \{\}"):  # the others returned
+        doomed_cluster(3).run(miss_one)
+
+
+def interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt() -> list[list[float]]:
+    """Rank 1 sends rank 0 a signal, and then what it waits for."""
+    rank, peers = dist.get_rank(), Peers.of(dist.group.WORLD)
+    store = dist.PrefixStore("interrupt", dist.distributed_c10d._get_default_store())
+    _, places = buffer_of(2)
+    transport, mine = Messages(peers), [torch.full((NUMEL,), float(rank))]
+    if rank == 1:
+        os.kill(int(store.get("waiting")), signal.SIGUSR1)
+        transport.gather(mine, places, 1 << 22).wait()
+        return [place.unique().tolist() for [place] in places]
+    before = signal.signal(signal.SIGUSR1, interrupted)
+    gathering, is_interrupted = transport.gather(mine, places, 1 << 22), False
+    try:
+        store.set("waiting", str(os.getpid()))
+        gathering.wait()
+        signal.pause()
+    except KeyboardInterrupt:
+        is_interrupted = True
+    assert is_interrupted
+    gathering.wait()
+    signal.signal(signal.SIGUSR1, before)
+    return [place.unique().tolist() for [place] in places]
+
+
+def test_who_was_interrupted_waits_again(clusters: Callable) -> None:
+    assert clusters(2).run(interrupt) == [[[0.0], [1.0]]] * 2
