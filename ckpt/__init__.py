@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Skipped,
         StateChangedError,
         StateError,
+        StoreError,
     )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
@@ -83,6 +84,7 @@ _WHERE = {
     "PartialLoadError": "ckpt.errors",
     "DamagedLoadError": "ckpt.errors",
     "RankError": "ckpt.errors",
+    "StoreError": "ckpt.errors",
     "FormatError": "formats.errors",
     "CorruptError": "formats.errors",
     "HostileError": "formats.errors",
@@ -111,6 +113,7 @@ __all__ = [
     "Skipped",
     "StateChangedError",
     "StateError",
+    "StoreError",
     "TensorHandle",
     "UnsupportedError",
     "__version__",

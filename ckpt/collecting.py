@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ckpt.stores.store import Options, Store, open_store, split_url
+from ckpt.stores.store import Options, Store, join_url, one_spelling, open_store, split_url
 from ckpt.writing.bases import Loans, loans, loans_beside
 from ckpt.writing.commit import GRACE_SECONDS
 from formats.errors import FormatError
@@ -87,7 +87,9 @@ def gc(
     ['shard']
     """
     age = GRACE_SECONDS + CLOCKS_SECONDS if older_than is None else older_than
-    place = os.fspath(url).rstrip("/") or "/"
+    text = os.fspath(url)
+    above = text.rstrip("/")
+    place = text if not above or above.endswith(":") else above
 
     def look_up() -> Loans:
         return loans_beside(place, storage_options)[0]
@@ -95,7 +97,7 @@ def gc(
     with open_store(place, storage_options) as store:
         # A bucket does not list a folder in which nothing is but an upload that has not ended.
         begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
-        inside = [f"{place.rstrip('/')}/{name}" for name in sorted({*store.folders(), *begun})]
+        inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
         found = _collected([place], look_up, age, delete, storage_options)
         return found + _collected(inside, lambda: loans(store), age, delete, storage_options)
 
@@ -209,4 +211,4 @@ def _key(one: LeftOver) -> tuple[str, str]:
 
 def _name(place: str) -> str:
     """The name of a folder in the one that it lies in."""
-    return split_url(os.path.realpath(place) if "://" not in place else place)[1]
+    return split_url(one_spelling(place))[1]

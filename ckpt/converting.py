@@ -29,7 +29,15 @@ from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.matching.selection import Selection
 from ckpt.outgoing import Streams, outgoing
 from ckpt.reading.sources import Source, open_source
-from ckpt.stores.store import Options, Store, is_file, open_store, split_url
+from ckpt.stores.store import (
+    Options,
+    Store,
+    is_file,
+    local_path,
+    one_spelling,
+    open_store,
+    split_url,
+)
 from ckpt.version import __version__
 from ckpt.writing.bases import check_unused
 from ckpt.writing.commit import commit, now
@@ -259,12 +267,13 @@ def _fresh_folder(target: str, options: Options, overwrite: bool) -> Iterator[st
         occupied = bool(store.names() or store.folders())
         if overwrite and store.exists(MANIFEST):
             check_unused(target, store.options)
-    local = Path(target.removeprefix("file://"))
-    if "://" in target and not target.startswith("file://"):
+    path = local_path(target)
+    if path is None:
         if occupied:
             raise ExistsError(f"{target} is not empty; choose another folder of the bucket")
         yield target
         return
+    local = Path(path)
     if local.exists() and not local.is_dir():
         raise ExistsError(f"{target} is a file; this format is a folder")
     if occupied and not overwrite:
@@ -312,7 +321,7 @@ if _renameat2 is not None:
 
 def _check_apart(source: Source, target: str, chosen: Format) -> None:
     """Raise ExistsError where writing the target would take the source away."""
-    here, there = _place(source.url), _place(target)
+    here, there = one_spelling(source.url), one_spelling(target)
     if here == there:
         raise ExistsError(f"{target} is the source itself; convert to another place")
     if chosen.is_file and there in [f"{here}/{file.name}" for file in source.catalog.files]:
@@ -333,10 +342,3 @@ def _check_can_hold(chosen: Format, target: str, kind: Kind | None, ranks: int |
             "no rank; only ckpt's own format is divided among ranks: convert to a folder with "
             f"to='ckpt' (--to ckpt), or leave out the kind and the world size of {ranks}"
         )
-
-
-def _place(url: str) -> str:
-    """One spelling for a path or URL."""
-    if "://" in url and not url.startswith("file://"):
-        return url.rstrip("/")
-    return str(Path(url.removeprefix("file://")).resolve())

@@ -25,9 +25,9 @@ from ckpt.errors import (
     RankError,
     Skipped,
 )
-from ckpt.newest import committed, join_url, natural
+from ckpt.newest import committed, natural
 from ckpt.ranks import Ranks
-from ckpt.stores.store import Options, absolute, is_file, split_url
+from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.storage import GoneError, SizeError, TooLargeError
 

@@ -18,6 +18,7 @@ import threading
 from typing import Protocol
 
 from ckpt.errors import BackgroundError
+from ckpt.stores.store import one_spelling
 
 
 class InFlight(Protocol):
@@ -89,13 +90,7 @@ def before_loading(place: str) -> None:
 
 
 def _same(one: str, other: str) -> bool:
-    return _real(one) == _real(other)
-
-
-def _real(place: str) -> str:
-    """A path without links and dots, or a URL without a slash at the end."""
-    path = place.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else os.path.realpath(path)
+    return one_spelling(one) == one_spelling(other)
 
 
 def _finish_at_exit() -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.stores.store import Options, Store, open_store, split_url
+from ckpt.stores.store import Options, Store, join_url, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load
@@ -121,16 +121,6 @@ def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
         for problem in verified(url, storage_options=options).problems[:1]:
             return Skipped(url, problem.kind, problem.message)
     return None
-
-
-def join_url(folder: str | os.PathLike[str], name: str) -> str:
-    """The path or URL of what has this name in a folder.
-
-    >>> join_url("s3://bucket/runs/", "step-1"), join_url("memory://", "step-1")
-    ('s3://bucket/runs/step-1', 'memory://step-1')
-    """
-    text = os.fspath(folder)
-    return f"{text}{name}" if text.endswith("://") else f"{text.rstrip('/')}/{name}"
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:

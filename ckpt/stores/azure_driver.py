@@ -60,6 +60,8 @@ class AzureDriver:
 
     def listing(self, folder: str) -> list[Found]:
         """What is directly below a prefix."""
+        if not folder.strip("/"):  # the list of containers is no folder of checkpoints
+            return []
         container, prefix = self._folder(folder)
 
         async def listing() -> list[Found]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ckpt.stores.drivers import Found
 from ckpt.stores.fsspec_driver import FsspecDriver, Stream
 from ckpt.stores.promises import Promises
 from ckpt.stores.retries import Trouble
@@ -29,6 +30,10 @@ class GcsDriver(FsspecDriver):
     def server(self) -> str:
         """The address that requests go to."""
         return str(getattr(self._fs, "base", ""))
+
+    def listing(self, folder: str) -> list[Found]:
+        """What is directly below a prefix; the list of buckets is no folder of checkpoints."""
+        return super().listing(folder) if folder.strip("/") else []
 
     def put(self, path: str, data: memoryview, absent: bool) -> None:
         """An object in one request."""

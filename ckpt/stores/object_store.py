@@ -193,7 +193,7 @@ class ObjectStore:
 
     def unfinished(self) -> list[Unfinished]:
         """Uploads in parts that have begun here and not ended, some of which may be going on."""
-        return self._try("listing uploads", "", lambda: self._driver.pending(self._root))
+        return self._try("listing uploads below", "", lambda: self._driver.pending(self._root))
 
     def abort(self, unfinished: Unfinished) -> None:
         """Take back what was uploaded; no error when it is gone already."""

@@ -88,6 +88,8 @@ class S3Driver:
     def listing(self, folder: str) -> list[Found]:
         """What is directly below a prefix."""
         bucket, prefix = self._folder(folder)
+        if not bucket:  # the list of buckets is no folder of checkpoints
+            return []
         found: list[Found] = []
         for page in self._pages(
             "list_objects_v2", "ContinuationToken", "NextContinuationToken", bucket, prefix
@@ -200,6 +202,8 @@ class S3Driver:
             return Trouble.DENIED
         if isinstance(error, _BROKEN):
             return Trouble.PASSING
+        if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
+            return Trouble.NO_BUCKET
         if not isinstance(error, exceptions.ClientError):
             return Trouble.LASTING
         code = str(error.response.get("Error", {}).get("Code", ""))
@@ -219,8 +223,13 @@ class S3Driver:
         return Trouble.PASSING if status >= 500 else Trouble.LASTING
 
     def _folder(self, folder: str) -> tuple[str, str]:
-        bucket, key, _ = self._fs.split_path(folder)
+        bucket, key = self._split(folder)
         return bucket, f"{key.rstrip('/')}/" if key.strip("/") else ""
+
+    def _split(self, path: str) -> tuple[str, str]:
+        """Bucket and key: all of it, where s3fs takes `?versionId=` for no part of a name."""
+        bucket = "" if path.startswith("/") else self._fs.split_path(path)[0]
+        return bucket, path[len(bucket) + 1 :]
 
     def _pages(
         self, method: str, told: str, following: str, bucket: str, prefix: str
@@ -239,7 +248,7 @@ class S3Driver:
         take: Callable[[Any], Awaitable[Any]] | None = None,
         **arguments: Any,
     ) -> Any:
-        bucket, key, _ = self._fs.split_path(path)
+        bucket, key = self._split(path)
         return self._call(method, take, Bucket=bucket, Key=key, **arguments)
 
     def _call(

@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.errors import NotACheckpointError
+from ckpt.errors import NotACheckpointError, StoreError
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.promises import Promises, Unfinished
 from formats.storage import FileWriter, Reader
 
 Options = Mapping[str, Any] | None
 """What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
+_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+"""How a URL begins that went through `pathlib.Path`."""
 
 
 class Store(Reader, Protocol):
@@ -102,13 +105,12 @@ class Store(Reader, Protocol):
 def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
     """The folder at a path or URL. It need not exist; nothing is created until a file is.
 
-    `options` are the fsspec driver's; a local folder has none.
+    `options` are the fsspec driver's; a local folder has none. Raises ValueError as `local_path`
+    does, and StoreError where there is no driver or it refuses URL or options.
     """
-    text = os.fspath(url)
-    if "://" not in text and "::" not in text:
-        return LocalStore(text)
-    if text.startswith("file://"):
-        return LocalStore(text.removeprefix("file://"))
+    text, path = os.fspath(url), local_path(url)
+    if path is not None:
+        return LocalStore(path)
     try:
         return _bucket(text, dict(options or {}))
     except ImportError as error:
@@ -116,6 +118,52 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
         raise NotACheckpointError(
             f"{url}: {error}; install the fsspec driver for {protocol}:// (docs/stores.md)"
         ) from error
+    except Exception as error:
+        raise StoreError(
+            f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and what "
+            "storage_options= or the driver's environment variables say (docs/stores.md)"
+        ) from error
+
+
+def local_path(url: str | os.PathLike[str]) -> str | None:
+    """The path of a local folder or file; None for a URL that is a driver's.
+
+    Raises ValueError for what can only be meant otherwise: no path at all, `~`, which is the
+    shell's, and a URL that lost a slash. Saved there, a checkpoint would be somewhere else than
+    where it is looked for.
+
+    >>> local_path("file:///runs/a%20b"), local_path("s3://bucket/run")
+    ('/runs/a%20b', None)
+    """
+    text = os.fspath(url)
+    if text.startswith("file://"):
+        path = text.removeprefix("file://")
+        path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+    elif "://" in text or "::" in text:
+        return None
+    else:
+        path = text
+    if not path:
+        raise ValueError(f"{text!r} names no folder; the one you are in is '.'")
+    if path.partition("/")[0] == "~":
+        raise ValueError(
+            f"{text}: ~ is your home to a shell only: give os.path.expanduser({text!r}); "
+            f"a folder of that name is ./{path}"
+        )
+    lost = _LOST_SLASH.match(text)
+    if lost is not None and _is_protocol(lost[1]):
+        rest = text[lost.end() - (lost[1] == "file") :]
+        raise ValueError(
+            f"{text}: a URL that lost a slash, as pathlib.Path makes them do: give it as text, "
+            f"{lost[1]}://{rest}; a folder of that name is ./{text}"
+        )
+    return path
+
+
+def _is_protocol(word: str) -> bool:
+    import fsspec
+
+    return word in fsspec.available_protocols()
 
 
 def _bucket(url: str, options: dict[str, Any]) -> Store:
@@ -132,10 +180,16 @@ def _bucket(url: str, options: dict[str, Any]) -> Store:
 
 def absolute(url: str | os.PathLike[str]) -> str:
     """The same place, by a path or URL that holds whatever folder the process is in later."""
-    text = os.fspath(url)
-    if text.startswith("file://"):
-        return "file://" + os.path.abspath(text.removeprefix("file://"))
-    return text if "://" in text or "::" in text else os.path.abspath(text)
+    text, path = os.fspath(url), local_path(url)
+    if path is None:
+        return text
+    return f"{'file://' if text.startswith('file://') else ''}{os.path.abspath(path)}"
+
+
+def one_spelling(url: str | os.PathLike[str]) -> str:
+    """A path without links and dots, or a URL; without slashes at the end."""
+    path = local_path(url)
+    return os.fspath(url).rstrip("/") if path is None else os.path.realpath(path)
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
@@ -155,12 +209,23 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     return (f"{folder}/" if folder.endswith(":/") and "://" in text else folder), name
 
 
+def join_url(folder: str | os.PathLike[str], name: str) -> str:
+    """The path or URL of what has this name in a folder.
+
+    >>> join_url("s3://bucket/runs/", "step-1"), join_url("memory://", "step-1")
+    ('s3://bucket/runs/step-1', 'memory://step-1')
+    """
+    text = os.fspath(folder)
+    above = text.rstrip("/")
+    return f"{text}{name}" if above.endswith(":") else f"{above}/{name}"
+
+
 def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     """True when the path or URL is one file, not a folder."""
-    text = os.fspath(url)
-    if "://" not in text or text.startswith("file://"):
-        return Path(text.removeprefix("file://")).is_file()
-    folder, name = split_url(text)
+    path = local_path(url)
+    if path is not None:
+        return Path(path).is_file()
+    folder, name = split_url(url)
     with open_store(folder, options) as store:
         return store.exists(name)
 
@@ -174,7 +239,7 @@ def place_elsewhere(
     itself, and options that are no JSON.
     """
     text = absolute(url)
-    if text.startswith("file://") or ("://" not in text and "::" not in text):
+    if local_path(text) is not None:
         return text, {}
     import fsspec
     from fsspec.registry import known_implementations

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from ckpt.errors import InUseError, NotACheckpointError, StoreError
-from ckpt.stores.store import Options, Store, open_store, split_url
+from ckpt.stores.store import Options, Store, one_spelling, open_store, split_url
 from formats.errors import CorruptError, FormatError
 from formats.limits import current
 from formats.native.borrowed import kept
@@ -36,7 +36,7 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
     >>> folder_beside("s3://bucket/run/step-2", "s3://bucket/run/step-1/")
     'step-1'
     """
-    own, other = _whole(url), _whole(base)
+    own, other = one_spelling(url), one_spelling(base)
     parent, name = split_url(other)
     if parent != split_url(own)[0] or own == other or not name:
         raise ValueError(
@@ -119,7 +119,7 @@ def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
 
 def borrowers(url: str | os.PathLike[str], options: Options = None) -> list[str]:
     """The folders beside a checkpoint whose manifests say that they borrow from it, sorted."""
-    parent, name = split_url(_whole(url))
+    parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
         return [folder for folder in store.folders() if _borrows(store, folder, name)]
 
@@ -154,7 +154,7 @@ def loans(parent: Store) -> Loans:
 
 def loans_beside(url: str | os.PathLike[str], options: Options = None) -> tuple[Loans, str]:
     """The loans among a checkpoint and those beside it, and the name of its folder."""
-    parent, name = split_url(_whole(url))
+    parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
         return loans(store), name
 
@@ -185,11 +185,3 @@ def _bases_of(store: Store, folder: str) -> tuple[Base, ...] | bytes:
 def _quoted(folder: str) -> bytes:
     """The name of a folder as a manifest has it."""
     return json.dumps(folder).encode()
-
-
-def _whole(url: str | os.PathLike[str]) -> str:
-    """A path without links and dots, or a URL as it is; without a slash at the end."""
-    text = os.fspath(url)
-    if "://" in text and not text.startswith("file://"):
-        return text.rstrip("/")
-    return os.path.realpath(text.removeprefix("file://"))

@@ -118,5 +118,6 @@ def read_answer(message: bytes, where: str) -> ShardSummary:
     """The answer that has arrived. Raises StoreError where it is an error."""
     answer = json.loads(message)
     if "error" in answer:
-        raise StoreError(f"{where}: {answer['error']}")
+        said = answer["error"]
+        raise StoreError(said if where in said else f"{where}: {said}")
     return ShardSummary(**answer["written"])
