@@ -2,7 +2,8 @@
 
 Rules:
 
-1. At most one is in flight. Whoever begins another waits for it, or is refused.
+1. At most one is in flight. Whoever begins another waits for it, or is refused; of several threads
+   one has the turn, from before it looks at the state until its save is in flight.
 2. An error that nobody has been told of is raised by the next save, or printed at exit.
 3. A normal exit of the interpreter waits for the save in flight, and for the other ranks to know
    how it ended. A forked child has none.
@@ -40,6 +41,9 @@ class InFlight(Protocol):
 
 
 _last: InFlight | None = None
+_turn: object = None
+"""Who is about to begin a save; None where nobody is."""
+_turns = threading.Condition()
 _threads: list[threading.Thread] = []
 """That do the last save, and perhaps leave an earlier one."""
 _is_watching_exit = False
@@ -71,6 +75,32 @@ def wait() -> None:
         _last.finished()
 
 
+def take_turn(who: object) -> bool:
+    """Whether no save is in flight, and none by another begins before `leave_turn`."""
+    global _turn
+    with _turns:
+        if is_busy() or _turn not in (None, who):
+            return False
+        _turn = who
+        return True
+
+
+def leave_turn(who: object) -> None:
+    """Let others begin a save, if it was this one's turn."""
+    global _turn
+    with _turns:
+        if _turn is who:
+            _turn = None
+            _turns.notify_all()
+
+
+def wait_turn() -> None:
+    """Return when no save was in flight and none about to begin, in other threads."""
+    with _turns:
+        _turns.wait_for(lambda: _turn is None)
+    wait()
+
+
 def raise_untold() -> None:
     """Raise BackgroundError if the last save in the background failed and nobody was told."""
     error = None if _last is None else _last.untold()
@@ -83,10 +113,11 @@ def raise_untold() -> None:
 
 def before_loading(place: str) -> None:
     """Return when loading from a place neither misses a save in flight nor disturbs its copies."""
-    if _last is not None and threading.current_thread() not in _threads:
-        _last.wait_staged()
-        if _same(place, _last.url):
-            _last.finished()
+    save = _last
+    if save is not None and threading.current_thread() not in _threads:
+        save.wait_staged()
+        if _same(place, save.url):
+            save.finished()
 
 
 def _same(one: str, other: str) -> bool:
@@ -110,10 +141,12 @@ def _at_exit() -> None:
     # all in children of multiprocessing.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_finish_at_exit)
-    os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
-    global _last
-    _last = None
+    global _last, _turn, _turns
+    _last, _turn, _turns = None, None, threading.Condition()
     _threads.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

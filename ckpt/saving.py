@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt import in_flight
@@ -138,9 +139,14 @@ def save(
         )
         if when_busy == "wait":
             in_flight.wait()
-        with open_store(url, storage_options) as store, collected_later():
+        with open_store(url, storage_options) as store, collected_later(), ExitStack() as stack:
+
+            def check() -> None:
+                turn = None if blocking else stack.enter_context(_Turn())
+                _check_free(when_busy, turn, ranks.alone)
+
             try:
-                plan = agreed_plan(ranks, store, state, settings, lambda: _check_free(when_busy))
+                plan = agreed_plan(ranks, store, state, settings, check)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
@@ -158,15 +164,33 @@ def save(
             return None if blocking else handle
 
 
-def _check_free(when_busy: WhenBusy) -> None:
-    """Raise what stands against any save on this rank."""
+class _Turn:
+    """The turn of one thread to begin a save in the background; left with the block."""
+
+    def __enter__(self) -> _Turn:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        in_flight.leave_turn(self)
+
+
+def _check_free(when_busy: WhenBusy, turn: _Turn | None, alone: bool) -> None:
+    """Raise what stands against any save on this rank; it is the turn of one in the background.
+
+    Other threads may have begun one since this one waited. Ranks do not wait for those here: each
+    could wait for what the other's threads are about to begin.
+    """
     if when_busy not in ("wait", "refuse"):
         raise ValueError(f'when_busy is {when_busy!r:.80}; it can be "wait" or "refuse"')
-    if in_flight.is_busy():
-        raise BusyError(
-            f"{in_flight.url()} is still being saved; nothing else was saved. Wait for it with "
-            'its handle, or pass when_busy="wait"'
-        )
+    while in_flight.is_busy() if turn is None else not in_flight.take_turn(turn):
+        if when_busy == "refuse" or not alone:
+            what = in_flight.url() if in_flight.is_busy() else "another thread's checkpoint"
+            todo = 'pass when_busy="wait"' if when_busy == "refuse" else "save from one thread"
+            raise BusyError(
+                f"{what} is still being saved; nothing else was saved. Wait for it with its "
+                f"handle, or {todo}"
+            )
+        in_flight.wait() if turn is None else in_flight.wait_turn()
     in_flight.raise_untold()
 
 
