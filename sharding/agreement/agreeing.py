@@ -20,9 +20,11 @@ Rules:
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +32,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from threading import RLock
 from time import monotonic
-from typing import ClassVar
+from typing import IO, ClassVar
 from weakref import WeakSet
 
 from sharding.agreement.links import Failure, Kind, Link, Message, flush
@@ -43,6 +45,8 @@ ANSWER_SECONDS = 5.0
 """How much longer the others wait than rank 0."""
 ERROR_SECONDS = 5.0
 """How long rank 0 waits for the rest once one has failed."""
+FULL = (errno.EMFILE, errno.ENFILE)
+"""Of a process that may open no more files, or a machine."""
 ENDED, LATE, OUT_OF_STEP = "ProcessEnded", "TimeoutError", "OutOfStep"
 """Errors of ranks that could not say them themselves."""
 
@@ -140,14 +144,32 @@ class _Linked(Channel):
     def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
         self._meeting = meeting
+        self._is_closed = False
         _linked.add(self)
 
     def __del__(self) -> None:
         self.close()
 
+    def _open(self, call: Call) -> Failure | None:
+        if self._is_closed:
+            said = (
+                f"this process has none of the connections of rank {self.rank}: it was forked from "
+                "it, or the process group has ended; save and load in the rank itself"
+            )
+            return Failure(call.stage, self.rank, "RuntimeError", said)
+        return self._connected(call)
+
+    @abstractmethod
+    def _connected(self, call: Call) -> Failure | None:
+        """Have what it takes to reach the others, or say why not."""
+
     @abstractmethod
     def close(self) -> None:
         """Nobody is reached any more."""
+
+    def forget(self) -> None:
+        """In a forked child: the connections are the parent's."""
+        self.close()
 
 
 class Leader(_Linked):
@@ -156,26 +178,43 @@ class Leader(_Linked):
     def __init__(self, meeting: Meeting, world_size: int) -> None:
         super().__init__(meeting, 0, world_size)
         self._links: dict[int, Link] = {}
-        self._is_closed = False
         self._strangers: set[Link] = set()
         """That have connected and not said who they are."""
         self._listener: socket.socket | None = None
+        self._is_full = False
+        """More have connected, and no more files may be opened."""
+        self._spare: IO[bytes] | None = None
+        """A file to close then, so as to tell them."""
         self._selector = selectors.DefaultSelector()
         """Of all these; its data are ranks, 0 for who has not said one."""
 
     def close(self) -> None:
-        """Nobody is reached any more."""
+        """Nobody is reached any more, and nobody finds the address."""
+        is_found = self._listener is not None and not self._is_complete and not self._is_closed
+        if is_found and not sys.is_finalizing():
+            self._meeting.withdraw()
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: the connections are the parent's."""
         for link in (*self._links.values(), *self._strangers):
             link.close()
-        if self._listener is not None:
-            self._listener.close()
+        for each in (self._listener, self._spare):
+            if each is not None:
+                each.close()
         self._selector.close()
         self._is_closed = True
 
-    def _open(self, call: Call) -> Failure | None:
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all have connected."""
+        return len(self._links) == self.world_size - 1
+
+    def _connected(self, call: Call) -> Failure | None:
         if self._listener is None:
             try:
                 self._listener = self._meeting.listen(self.world_size)
+                self._spare = open(os.devnull, "rb")  # noqa: SIM115 - until all have connected
             except (OSError, RuntimeError) as error:
                 return Failure.of(call.stage, 0, error)
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -206,6 +245,9 @@ class Leader(_Linked):
             if not missing or (left := until - monotonic()) <= 0:
                 break
             news = self._news(left)
+            if self._is_full:
+                failures[0] = _full(mine.stage, self.world_size)
+                break
         self._news(0)
         for rank in records.keys() - {0}:  # whoever has come waits for the answer, or is gone
             found = self._brought(rank, mine)
@@ -234,13 +276,40 @@ class Leader(_Linked):
         for link in self._links.values():
             left = [message.call for message in link.messages if message.kind is Kind.LEFT]
             self._number = max([self._number, *left])
-        if len(self._links) < self.world_size - 1 and not self._is_closed:
+        if not self._is_complete and not self._is_closed:
             # Who connects from here on finds the word; who has is let in, to be told with the rest.
-            self._meeting.leave_word(self._number, failure)
+            with self._one_more_file():  # a store may need it
+                self._meeting.leave_word(self._number, failure)
             while self._let_in():
                 pass
-        self._send(Message(Kind.LEFT, self._number, failure=failure), ANSWER_SECONDS)
+        word = Message(Kind.LEFT, self._number, failure=failure)
+        self._send(word, ANSWER_SECONDS)
+        if self._is_full:
+            self._turn_away(replace(word, kind=Kind.REFUSED))
         return failure
+
+    def _turn_away(self, message: Message) -> None:
+        """Tell those that cannot be let in, one after the other."""
+        assert self._listener is not None
+        packed, self._is_full = message.packed(), False
+        with suppress(OSError):  # nobody is left; or the file that was closed is used elsewhere
+            while True:
+                with self._one_more_file():
+                    link = Link(self._listener.accept()[0])
+                    link.receive()
+                    link.send(packed)
+                    link.close()
+
+    @contextmanager
+    def _one_more_file(self) -> Iterator[None]:
+        """Inside, one more may be opened than else."""
+        if self._spare is not None:
+            self._spare.close()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._spare = open(os.devnull, "rb")  # noqa: SIM115
 
     def _let_in(self) -> bool:
         """Whether somebody has connected, or said who it is, since the last look."""
@@ -298,11 +367,18 @@ class Leader(_Linked):
 
     def _accept(self) -> None:
         assert self._listener is not None
-        with suppress(BlockingIOError, ConnectionError):
+        self._is_full = False
+        try:
             while True:
                 link = Link(self._listener.accept()[0])
                 self._strangers.add(link)
                 self._selector.register(link, selectors.EVENT_READ, 0)
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._is_full = True
 
     def _introduced(self, link: Link) -> int:
         """The rank of one that says who it is; 0 if it does not."""
@@ -316,9 +392,10 @@ class Leader(_Linked):
         self._strangers.discard(link)
         self._links[said.op] = link
         self._selector.modify(link, selectors.EVENT_READ, said.op)
-        if len(self._links) == self.world_size - 1 and self._listener is not None:
+        if self._is_complete and self._listener is not None and self._spare is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
+            self._spare.close()
             self._meeting.withdraw()
         return said.op
 
@@ -334,8 +411,9 @@ class Follower(_Linked):
         """Nobody is reached any more."""
         if self._link is not None:
             self._link.close()
+        self._is_closed = True
 
-    def _open(self, call: Call) -> Failure | None:
+    def _connected(self, call: Call) -> Failure | None:
         if self._link is not None:
             return None
         try:
@@ -360,6 +438,11 @@ class Follower(_Linked):
         while True:
             while link.messages:
                 found = link.messages.popleft()
+                if found.kind is Kind.REFUSED:
+                    link.close()
+                    self._link = None
+                    if found.call < call.number:  # of a call that is over
+                        return self._connected(call) or self._meet(call, mine, join)
                 if found.failure is not None and found.call >= call.number:
                     self._catch_up(link, found)
                     return found.failure
@@ -376,8 +459,8 @@ class Follower(_Linked):
     def _catch_up(self, link: Link, found: Message) -> None:
         """Count on from the last call that is known to be over."""
         link.receive()
-        left = [one.call for one in (found, *link.messages) if one.kind is Kind.LEFT]
-        self._number = max([self._number, *left])
+        left = [one.call for one in link.messages if one.kind is Kind.LEFT]
+        self._number = max([self._number, found.call, *left])
 
     def _leave(self, call: Call, failure: Failure) -> None:
         if self._link is not None:
@@ -399,6 +482,14 @@ class Pretended(Channel):
 
 def _ended(stage: str, rank: int) -> Failure:
     return Failure(stage, rank, ENDED, "its process has ended, or has left the process group")
+
+
+def _full(stage: str, world_size: int) -> Failure:
+    said = (
+        f"it may open no more files, and needs one for each of the other {world_size - 1} ranks: "
+        "raise its limit (ulimit -n), or that of the machine"
+    )
+    return Failure(stage, 0, "OSError", said)
 
 
 def _late(stage: str, missing: Sequence[int], seconds: float) -> Failure:
@@ -426,7 +517,7 @@ _linked: WeakSet[_Linked] = WeakSet()
 def _forget_in_child() -> None:
     # A child that held a connection open would hide its parent's end from the others.
     for channel in tuple(_linked):
-        channel.close()
+        channel.forget()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

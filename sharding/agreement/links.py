@@ -38,6 +38,8 @@ class Kind(Enum):
     """From rank 0: what came of the operation."""
     LEFT = "left"
     """Both ways: this call and all before are over, by this failure."""
+    REFUSED = "refused"
+    """From rank 0: the same, and this connection is not kept; connect again for the next call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ Rules:
    machine reaches the store, or that of the store itself where it is on rank 0's machine, or else
    what the machine's name stands for. `CKPT_HOST`, set for rank 0, is taken in their place.
 2. Who connects must know a word that is in the store: as much protection as the store has itself.
-3. A group may be made where an earlier one has met: a place is gone when all have connected, and
-   what is left for those who come late goes by the place's word.
+3. A group may be made where an earlier one has met: a place is gone when all have connected, or
+   when rank 0 has left the group, and what is left for those who come late goes by the place's
+   word.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sharding.agreement.links import Failure, Kind, Link, Message
 
@@ -39,6 +40,8 @@ PLACE, LEFT = "ckpt/place", "ckpt/left"
 LOOPBACK = "127.0.0.1"
 SLICE_SECONDS = 0.5
 """How long the store is waited for at once: it does not heed signals meanwhile."""
+STORE_SECONDS = 5.0
+"""How long it is waited for where nothing depends on it."""
 REFUSED_SECONDS = 5.0
 """How long an address may refuse before rank 0 counts as ended: it may be an earlier one's."""
 CONNECT_SECONDS = 10.0
@@ -76,13 +79,7 @@ class Meeting:
 
     def listen(self, world_size: int) -> socket.socket:
         """On rank 0: where the others connect to, once they have looked into the store."""
-        backlog = max(128, world_size)
-        if socket.has_dualstack_ipv6():
-            server = socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-            )
-        else:
-            server = socket.create_server(("", 0), backlog=backlog)
+        server = _server(max(128, world_size))
         server.setblocking(False)
         hosts, is_at_store = _own_hosts(_host_of(self._given))
         place = _Place(self.word, _machine(), hosts, server.getsockname()[1], is_at_store)
@@ -111,7 +108,8 @@ class Meeting:
             if monotonic() > min(until, refused + REFUSED_SECONDS):
                 raise ConnectionError(
                     f"it cannot be reached ({why}): it has ended, or its address is to be given "
-                    "to it in CKPT_HOST"
+                    "to it in CKPT_HOST; or else this is the address of an earlier job that met at "
+                    "the same store"
                 )
             time.sleep(0.05)
 
@@ -128,8 +126,10 @@ class Meeting:
         return call, Failure(**failure)
 
     def withdraw(self) -> None:
-        """On rank 0: all have connected, and nobody is to find this place any more (rule 3)."""
+        """On rank 0: nobody is to find this place any more (rule 3)."""
         with suppress(RuntimeError):  # the store is lost, or keeps what it has
+            if hasattr(self._given, "clone"):  # the connection is our own
+                self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
             self._store.delete_key(PLACE)
         self.forget()
 
@@ -177,11 +177,28 @@ class Meeting:
         """The addresses to try, in order."""
         if place.machine == _machine():
             yield LOOPBACK
-            return
-        yield from place.hosts
+        yield from place.hosts  # also of what looks like this machine: copies of a virtual one do
         host = _host_of(self._given)
         if place.is_at_store and host is not None:
             yield host
+
+
+def _server(backlog: int) -> socket.socket:
+    """Listens at all addresses of this machine, at a port that the system chooses."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # there is IPv6, and it is switched off
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def _addresses(host: str | None) -> list[tuple[Any, ...]]:
+    """Of a host, in the order in which the system would try them."""
+    with suppress(OSError):
+        if host is not None:
+            return list(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM))
+    return []
 
 
 def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
@@ -189,12 +206,10 @@ def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
     given = os.environ.get("CKPT_HOST")
     if given:
         return [given], False
-    if store_host is not None:
-        with suppress(OSError):
-            family, _, _, _, address = socket.getaddrinfo(store_host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as towards:
-                towards.connect(address)  # sends nothing: it only chooses an address of our own
-                own = towards.getsockname()[0]
+    for family, _, _, _, address in _addresses(store_host):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as towards:
+            towards.connect(address)  # sends nothing: it only chooses an address of our own
+            own = towards.getsockname()[0]
             is_local = own.startswith("127.") or own == "::1"
             return [] if is_local else [own], is_local or own == address[0]
     return [socket.gethostname()], False

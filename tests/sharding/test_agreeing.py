@@ -1,10 +1,14 @@
 """Connections between ranks, and what comes over them."""
 
+import json
 import os
+import resource
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from time import monotonic
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 from sharding.agreement import ranks as ranks_module
 from sharding.agreement.gathering import Gathering
 from sharding.agreement.links import Failure, Kind, Link, Message, flush
-from sharding.agreement.meeting import LOOPBACK, Meeting
+from sharding.agreement.meeting import LOOPBACK, PLACE, Meeting, _machine, _own_hosts, _Place
 from sharding.agreement.ranks import Ranks
 from sharding.errors import RankError
 
@@ -186,6 +190,120 @@ def test_ranks_meet_at_a_tcp_store(clusters: Callable) -> None:
 
 def test_strangers_are_not_listened_to(clusters: Callable) -> None:
     assert clusters(2).run(with_strangers) == [[5, 6], [5, 6]]
+
+
+def agree_with_too_many_files() -> tuple[str, list[int]]:
+    """What is said where rank 0 may open no more files, and what is found when it may again.
+
+    Rank 1 has connected and cannot be let in; rank 2 comes when all is over.
+    """
+    group = dist.new_group()
+    rank, ranks, before = dist.get_rank(), Ranks(group, seconds=60), None
+    store = dist.PrefixStore("files", dist.distributed_c10d._get_default_store())
+    if rank == 2:
+        store.wait(["over"])
+    else:
+        ranks.connect()  # rank 0 listens
+    if rank == 0:
+        store.wait(["connected"])
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with open(os.devnull) as last:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), before[1]))
+    elif rank == 1:
+        store.set("connected", "")
+    with pytest.raises(RankError) as raised:
+        ranks.all_hashes(rank)
+    if before is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        store.set("over", "")
+    return str(raised.value), ranks.all_hashes(rank)
+
+
+def test_rank_0_may_open_no_more_files_and_all_are_told(clusters: Callable) -> None:
+    for said, found in clusters(3).run(agree_with_too_many_files):
+        assert "failed on rank 0 with OSError: it may open no more files" in said
+        assert "ulimit -n" in said
+        assert found == [0, 1, 2]
+
+
+def fork_before_meeting() -> tuple[bytes, list[int]]:
+    """What a child says that was forked when rank 0 listened and nobody had connected."""
+    group = dist.new_group()
+    rank, ranks = dist.get_rank(), Ranks(group)
+    if rank == 0:
+        ranks.connect()
+    read, write = os.pipe()
+    child = os.fork() if rank == 0 else -1
+    if not child:
+        try:
+            ranks.all_hashes(rank)
+        except RankError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        said = answer.read()
+    if rank == 0:
+        os.waitpid(child, 0)
+    dist.barrier()
+    if rank:
+        ranks.connect()
+    return said, ranks.all_hashes(rank)
+
+
+def test_a_child_forked_before_the_first_meeting_is_told_so(clusters: Callable) -> None:
+    (said, found), (_, other) = clusters(2).run(fork_before_meeting)
+    assert b"it was forked from it" in said
+    assert found == other == [0, 1]
+
+
+def test_what_looks_like_one_machine_and_is_two_meets_at_the_other_address() -> None:
+    store = dist.HashStore()
+    leader, follower = Meeting(store, "here"), Meeting(store, "here")
+    with socket.create_server(("127.0.0.2", 0)) as server:  # not at the loopback address
+        place = _Place(leader.word, _machine(), ["127.0.0.2"], server.getsockname()[1], False)
+        follower._store.set(PLACE, json.dumps(asdict(place)))
+        follower.connect(1, 60).close()
+
+
+def test_an_address_that_cannot_be_reached_from_here_is_not_rank_0_s() -> None:
+    def resolved(*arguments: object, **options: object) -> list[Any]:
+        return [
+            (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("fe80::1", 9, 0, 99999)),  # nowhere
+            *found("127.0.0.1", 9, type=socket.SOCK_DGRAM),
+        ]
+
+    found = socket.getaddrinfo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", resolved)
+        assert _own_hosts("a host") == ([], True)
+
+
+def leave_an_address() -> tuple[list[bool], list[int]]:
+    """Whether rank 0's address is at the store before and after it left, and who meets then."""
+    rank = dist.get_rank()
+    store = dist.PrefixStore("leave", dist.distributed_c10d._get_default_store())
+    is_there = []
+    if rank == 0:
+        leader = ranks_module.Leader(Meeting(store, "here"), 2)
+        with leader.call("alone", 60):
+            is_there.append(store.check(["here/ckpt/place"]))
+        del leader
+        is_there.append(store.check(["here/ckpt/place"]))
+    ranks = Ranks()
+    ranks._channel = (
+        ranks_module.Follower(Meeting(store, "here"), rank, 2)
+        if rank
+        else ranks_module.Leader(Meeting(store, "here"), 2)
+    )
+    return is_there, ranks.all_hashes(rank)
+
+
+def test_who_leaves_a_group_takes_its_address_along(clusters: Callable) -> None:
+    first, second = clusters(2).run(leave_an_address)
+    assert first == ([True, False], [0, 1])
+    assert second == ([], [0, 1])
 
 
 def meet_again_at_one_store() -> tuple[str, list[int], bool]:
