@@ -46,6 +46,7 @@ from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
+from formats.url_secrets import without_secrets
 from sharding.kind import Kind
 
 PART_SUFFIX = ".part"
@@ -338,7 +339,8 @@ def _check_can_hold(chosen: Format, target: str, kind: Kind | None, ranks: int |
     is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
     if chosen is not Format.CKPT and not is_whole:
         raise ValueError(
-            f"{target} would be written as {chosen.value}, which has whole tensors that belong to "
-            "no rank; only ckpt's own format is divided among ranks: convert to a folder with "
-            f"to='ckpt' (--to ckpt), or leave out the kind and the world size of {ranks}"
+            f"{without_secrets(target)} would be written as {chosen.value}, which has whole "
+            "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
+            "convert to a folder with to='ckpt' (--to ckpt), or leave out the kind and the "
+            f"world size of {ranks}"
         )

@@ -25,6 +25,7 @@ from ckpt.states.saved import join
 from ckpt.stores.store import Options
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
+from formats.url_secrets import without_secrets
 
 _T = TypeVar("_T")
 
@@ -134,7 +135,9 @@ def diff(
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         sides = (_Side.of(left, select, chosen), _Side.of(right, select, chosen))
         if select is not None and not any(side.selected for side in sides):
-            raise ValueError(f"neither {left.url} nor {right.url} has anything below {select!r}")
+            raise ValueError(
+                without_secrets(f"neither {left.url} nor {right.url} has anything below {select!r}")
+            )
         return _compare(*sides, Tolerance(rtol, atol), values, dtype, progress)
 
 

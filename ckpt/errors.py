@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from formats.errors import CorruptError
+from formats.url_secrets import without_secrets
 from sharding import errors as sharding_errors
 
 
@@ -17,6 +18,9 @@ class CkptError(Exception):
     """Anything `ckpt` itself refuses or fails at."""
 
     kind = "ckpt"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
 
 
 class StateError(CkptError, ValueError):
@@ -158,4 +162,6 @@ class FallbackWarning(UserWarning):
         self.skipped = tuple(skipped)
         """What was passed over, newest first, and why."""
         shown = "\n".join(f"  {one.message}" for one in self.skipped)
-        super().__init__(f"{taken} is taken in the place of what is not sound:\n{shown}")
+        super().__init__(
+            f"{without_secrets(taken)} is taken in the place of what is not sound:\n{shown}"
+        )

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from ckpt.errors import BackgroundError
 from ckpt.stores.store import one_spelling
+from formats.url_secrets import without_secrets
 
 
 class InFlight(Protocol):
@@ -131,8 +132,8 @@ def _finish_at_exit() -> None:
     error = None if _last is None else _last.untold()
     if error is not None:
         sys.stderr.write(
-            f"ckpt: {url()}: the save in the background failed, there is no new checkpoint: "
-            f"{type(error).__name__}: {error}\n"
+            f"ckpt: {without_secrets(url())}: the save in the background failed, there is no new "
+            f"checkpoint: {type(error).__name__}: {error}\n"
         )
 
 

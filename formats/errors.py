@@ -5,11 +5,16 @@ Each class has a stable `kind`, the word a program may compare and `ckpt --json`
 
 from __future__ import annotations
 
+from formats.url_secrets import without_secrets
+
 
 class FormatError(ValueError):
     """The bytes are not what a reader of this format accepts. The message names file and place."""
 
     kind = "format"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
 
 
 class CorruptError(FormatError):

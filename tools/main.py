@@ -22,6 +22,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from ckpt.errors import InUseError
 from ckpt.version import __version__
+from formats.url_secrets import without_secrets
 from tools import convert, diff, gc, inspect, latest, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.text import printable
@@ -122,5 +123,5 @@ def _report(error: BaseException) -> int:
         message += " (here: --overwrite)"
     elif isinstance(error, OSError) and error.strerror and error.filename:
         message = f"{error.filename}: {error.strerror}"
-    print(f"ckpt: {printable(message)}", file=sys.stderr)
+    print(f"ckpt: {printable(without_secrets(message))}", file=sys.stderr)
     return code

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from formats.url_secrets import without_secrets
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -42,7 +44,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "in flight"
-        return f"<SaveHandle of {self.url}: {'failed' if self._error else state}>"
+        return f"<SaveHandle of {without_secrets(self.url)}: {'failed' if self._error else state}>"
 
     def done(self) -> bool:
         """Whether the save is over, well or not. Never waits, never raises."""

@@ -9,6 +9,7 @@ import xxhash
 from ckpt.errors import Difference, MismatchError
 from ckpt.matching.ledger import Match
 from ckpt.ranks import HASH_BITS, Ranks
+from formats.url_secrets import without_secrets
 
 
 def mark(matched: Match) -> int:
@@ -40,7 +41,8 @@ def check_fits(url: str, found: list[Difference], strict: bool, warns: bool) -> 
         found = [d for d in found if d not in skipped]
         if skipped and warns:
             shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
-            warn(f"{url}: strict=False skips {len(skipped)}: {shown}", stacklevel=7)
+            where = without_secrets(url)
+            warn(f"{where}: strict=False skips {len(skipped)}: {shown}", stacklevel=7)
     if found:
         raise MismatchError(url, found)
 

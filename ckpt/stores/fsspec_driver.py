@@ -14,6 +14,7 @@ from ckpt.stores.drivers import Found, PastEndError, ShortAnswerError
 from ckpt.stores.promises import Promises, Unfinished
 from ckpt.stores.retries import Trouble
 from formats.storage import Buffer, FileWriter
+from formats.url_secrets import without_secrets
 
 READ_ONLY = {"http", "https"}
 """Protocols whose drivers would post files somewhere, or say that they lack a method."""
@@ -157,7 +158,7 @@ class FsspecDriver:
 
     def _check_can_write(self, path: str) -> None:
         if READ_ONLY & {self._fs.protocol, *self._fs.protocol}:
-            raise OSError(EROFS, "what is reached by HTTP can only be read", path)
+            raise OSError(EROFS, "what is reached by HTTP can only be read", without_secrets(path))
 
     def _make_folder(self, path: str) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)

@@ -43,6 +43,7 @@ from formats.storage import (
     SizeError,
     TooLargeError,
 )
+from formats.url_secrets import cause_without_secrets, without_secrets
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class ObjectStore:
         self._patience = patience() if patient is None else patient
 
     def __str__(self) -> str:
-        return self.url
+        return without_secrets(self.url)
 
     @property
     def promises(self) -> Promises:
@@ -328,7 +329,7 @@ class ObjectStore:
                     "%s: this server ignores the condition that a file be absent: of two jobs that "
                     "save to one place at the same instant both may believe that they have "
                     "(docs/stores.md)",
-                    self.url,
+                    self,
                 )
 
     def _abort(self, name: str, mark: str, patient: Patience) -> None:
@@ -351,14 +352,14 @@ class ObjectStore:
         except PastEndError:
             raise
         except Exception as error:
-            raise self._explained(doing, place, error) from error
+            raise self._explained(doing, place, error) from cause_without_secrets(error)
 
     def _explained(self, doing: str, place: str, error: Exception) -> Exception:
         """The error for a request that will not go well."""
         said = f"{type(error).__name__}: {error}"
         match self._driver.trouble(error):
             case Trouble.MISSING:
-                return FileNotFoundError(ENOENT, os.strerror(ENOENT), place)
+                return FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(place))
             case Trouble.PAST_END:
                 return PastEndError(None)
             case Trouble.EXISTS:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+from formats.url_secrets import without_secrets
+
 T = TypeVar("T")
 
 VARIABLE = "CKPT_STORE_DEADLINE"
@@ -89,9 +91,9 @@ class Patience:
                     told = True
                     _log.warning(
                         "%s: %s: %s; tried again for up to %g s (%s)",
-                        what,
+                        without_secrets(what),
                         type(error).__name__,
-                        str(error)[:200],
+                        without_secrets(str(error))[:200],
                         self.deadline_seconds,
                         VARIABLE,
                     )

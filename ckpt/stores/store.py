@@ -24,6 +24,7 @@ from ckpt.errors import NotACheckpointError, StoreError
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.promises import Promises, Unfinished
 from formats.storage import FileWriter, Reader
+from formats.url_secrets import cause_without_secrets
 
 Options = Mapping[str, Any] | None
 """What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
@@ -122,7 +123,7 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
         raise StoreError(
             f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and what "
             "storage_options= or the driver's environment variables say (docs/stores.md)"
-        ) from error
+        ) from cause_without_secrets(error)
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:

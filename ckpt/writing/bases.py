@@ -22,6 +22,7 @@ from formats.limits import current
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
 from formats.native.manifest import MANIFEST, Base, load, read_manifest
+from formats.url_secrets import without_secrets
 
 SHOWN_NAMES = 5
 HEAD_BYTES = 128
@@ -40,8 +41,10 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
     parent, name = split_url(other)
     if parent != split_url(own)[0] or own == other or not name:
         raise ValueError(
-            f"base={os.fspath(base)!r} does not lie beside {os.fspath(url)!r}: what borrows from a "
-            "checkpoint must be in the same folder as that"
+            without_secrets(
+                f"base={os.fspath(base)!r} does not lie beside {os.fspath(url)!r}: what borrows "
+                "from a checkpoint must be in the same folder as that"
+            )
         )
     return name
 
