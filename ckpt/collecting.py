@@ -8,7 +8,7 @@ Rules:
    manifest is damaged, nobody knows what it names: nothing that it could mean is a left-over.
 3. Never what a live save may still commit: younger things are listed and stay. A save commits
    within `GRACE_SECONDS` of its beginning or never (`ckpt.writing.commit`), and clocks may differ
-   by `CLOCKS_SECONDS`.
+   by `CLOCKS_SECONDS`. Nor what a copy of a checkpoint that is under way has brought.
 4. To list changes nothing. What is to be removed is looked at again just before.
 """
 
@@ -42,6 +42,11 @@ _FOLDER = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(part|old)", re.DOTALL)
 """A folder that a conversion fills, or the one that it has replaced."""
 
 
+def now() -> float:
+    """Seconds since 1970: what ages are counted up to."""
+    return time.time()
+
+
 @dataclass(frozen=True, slots=True)
 class LeftOver:
     """One thing that is part of no checkpoint."""
@@ -54,7 +59,8 @@ class LeftOver:
     was being converted to."""
     nbytes: int
     age_seconds: float
-    """Since it was last written or, where only that is known, begun; by the store's clock."""
+    """Since it was last written or put there or, where only that is known, begun; by the store's
+    clock."""
     is_old: bool
     """Whether no live save can need it any more."""
     was_removed: bool = False
@@ -136,7 +142,7 @@ def _collected(
 def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> Iterator[LeftOver]:
     """What no manifest in this folder names, in the order of names; some may be borrowed."""
     # What is there before what is committed: a save that ends in between leaves nothing over.
-    sizes, unfinished, now = store.sizes(), store.unfinished(), time.time()
+    sizes, unfinished, moment = store.sizes(), store.unfinished(), now()
     converted = _FOLDER.fullmatch(_name(place))
     if converted:
         yield from _converted(store, place, sizes, converted, places, age)
@@ -145,14 +151,14 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
         if "/" not in begun.name and _WRITTEN.fullmatch(begun.name):
             is_file = begun.mark in sizes
             name, kind = (begun.mark, PART) if is_file else (begun.name, UPLOAD)
-            old = now - begun.started
+            old = moment - begun.started
             yield LeftOver(place, name, kind, begun.nbytes, old, old >= age)
     shards = [name for name in sizes if _SHARD.fullmatch(name)]
     named = _named(store) if shards else set()
     for name in shards:
         if named is not None and name not in named:
             with suppress(FileNotFoundError):  # its save has failed meanwhile
-                old = now - store.modified(name)
+                old = moment - store.arrived(name)
                 yield LeftOver(place, name, SHARD, sizes[name], old, old >= age)
 
 
@@ -182,8 +188,8 @@ def _converted(
     is_needed = name[2] == "old" and not any(_name(other) == name[1] for other in places)
     if not is_needed and all(_is_written(file) for file in sizes) and not store.folders():
         with suppress(FileNotFoundError):
-            times = [store.modified(file) for file in (*sizes, "")]
-            old = time.time() - max(times)
+            times = [store.arrived(file) for file in (*sizes, "")]
+            old = now() - max(times)
             yield LeftOver(place, "", FOLDER, sum(sizes.values()), old, old >= age)
 
 
@@ -199,7 +205,7 @@ def _remove(store: Store, one: LeftOver, age: float) -> None:
             store.delete(name)
     elif one.kind == UPLOAD:
         for begun in store.unfinished():
-            if begun.name == one.name and time.time() - begun.started >= age:
+            if begun.name == one.name and now() - begun.started >= age:
                 store.abort(begun)
     else:
         store.delete(one.name)

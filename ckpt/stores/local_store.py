@@ -112,6 +112,10 @@ class LocalStore:
         """When a file was last written, in seconds since 1970 by the disk's clock."""
         return (self._folder / name).stat().st_mtime
 
+    def arrived(self, name: str) -> float:
+        """When a file or its entry last changed: what copies it can set one of the times only."""
+        return _arrived((self._folder / name).stat())
+
     def unfinished(self) -> list[Unfinished]:
         """The `.part` files in the folder, some of which may be being written (rule 1)."""
         found = []
@@ -120,7 +124,7 @@ class LocalStore:
             if matched:
                 with suppress(FileNotFoundError):
                     status = (self._folder / part).stat()
-                    found.append(Unfinished(matched[1], status.st_mtime, part, status.st_size))
+                    found.append(Unfinished(matched[1], _arrived(status), part, status.st_size))
         return found
 
     def abort(self, unfinished: Unfinished) -> None:
@@ -372,6 +376,10 @@ def _opened(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise HostileError(f"{path}: a folder, pipe or device is in the place of a file")
+
+
+def _arrived(status: os.stat_result) -> float:
+    return max(status.st_mtime, status.st_ctime)
 
 
 def _flush(folder: Path) -> None:

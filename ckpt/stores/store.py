@@ -74,6 +74,13 @@ class Store(Reader, Protocol):
         """
         ...
 
+    def arrived(self, name: str) -> float:
+        """When a file last changed or was put here, by whatever program; else as `modified`.
+
+        A copy may have been modified as long ago as what it was made of; it arrived just now.
+        """
+        ...
+
     def unfinished(self) -> list[Unfinished]:
         """Files whose writing has begun here, and not ended; some may be being written now."""
         ...

@@ -1,6 +1,7 @@
 """`ckpt.gc` finds what is part of nothing, and nothing else."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import collecting
 from ckpt.collecting import FOLDER, PART, SHARD, UPLOAD
 from ckpt.writing import commit, save_steps
 from tests.stores.server import Server, s3_client
@@ -37,10 +39,15 @@ def names(found: list[ckpt.LeftOver], root: Path) -> set[str]:
     return {os.path.relpath(os.path.join(one.folder, one.name).rstrip("/"), root) for one in found}
 
 
-def age(path: Path, hours: float) -> None:
-    """Make a file look older than it is."""
-    then = time.time() - hours * 3600
+def modify(path: Path, hours: float) -> None:
+    """Make a file look as if it had been modified so many hours from now."""
+    then = time.time() + hours * 3600
     os.utime(path, (then, then))
+
+
+def pass_hours(monkeypatch: pytest.MonkeyPatch, hours: float) -> None:
+    """It is so much later, for whoever collects."""
+    monkeypatch.setattr(collecting, "now", lambda: time.time() + hours * 3600)
 
 
 def fill(folder: Path, *files: str) -> None:
@@ -66,14 +73,15 @@ def test_left_overs_are_listed_beside_checkpoints_and_instead_of_them(tmp_path: 
     assert names(ckpt.gc(tmp_path / "a"), tmp_path) == {n for n in expected if n.startswith("a/")}
 
 
-def test_only_old_ones_are_removed_and_only_on_request(tmp_path: Path) -> None:
+def test_only_old_ones_are_removed_and_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ckpt.save(tmp_path / "a", state(1))
     committed = set((tmp_path / "a").iterdir())
     fill(tmp_path / "a", SHARD_NAME, "notes.txt")
     fill(tmp_path / "b", SHARD_NAME)
-    for path in [*committed, tmp_path / "a" / SHARD_NAME]:
-        age(path, 26)
-    age(tmp_path / "b" / SHARD_NAME, 24.5)
+    modify(tmp_path / "b" / SHARD_NAME, 1.5)
+    pass_hours(monkeypatch, 26)
     for delete in (False, True):
         found = ckpt.gc(tmp_path, delete=delete)
         told = {one.folder[-1]: (one.is_old, one.was_removed) for one in found}
@@ -83,6 +91,30 @@ def test_only_old_ones_are_removed_and_only_on_request(tmp_path: Path) -> None:
     (removed,) = ckpt.gc(tmp_path, delete=True, older_than=24 * 3600)
     assert removed.was_removed
     assert not (tmp_path / "b").exists()
+
+
+def test_a_checkpoint_that_is_being_copied_in_is_as_young_as_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt.save(tmp_path / "run" / "a", state(1))
+    for path in (tmp_path / "run" / "a").iterdir():
+        modify(path, -1000)
+    shard, manifest = sorted((tmp_path / "run" / "a").iterdir())
+    (tmp_path / "copies" / "a").mkdir(parents=True)
+    (tmp_path / "copies" / ".hf.01234567.part").mkdir()
+    part = f".{SHARD_NAME}.01234567.part"
+    for name in (shard.name, part):  # both as cp -a and rsync -a leave them
+        shutil.copy2(shard, tmp_path / "copies" / "a" / name)
+    shutil.copy2(shard, tmp_path / "copies" / ".hf.01234567.part" / "model.safetensors")
+    modify(tmp_path / "copies" / ".hf.01234567.part", -1000)
+    found = ckpt.gc(tmp_path / "copies", delete=True)
+    assert {one.kind for one in found} == {SHARD, PART, FOLDER}
+    assert not any(one.is_old or one.was_removed for one in found)
+    shutil.copy2(manifest, tmp_path / "copies" / "a")
+    assert ckpt.verify(tmp_path / "copies" / "a").sound
+    pass_hours(monkeypatch, 26)
+    assert all(one.was_removed for one in ckpt.gc(tmp_path / "copies", delete=True))
+    assert ckpt.verify(tmp_path / "copies" / "a").sound
 
 
 def test_the_files_of_a_deleted_base_stay_while_somebody_borrows_from_them(tmp_path: Path) -> None:

@@ -198,6 +198,9 @@ class FaultyStore:
     def modified(self, name: str) -> float:
         return float(self._faults.do("modified", name, lambda: self._inner.modified(name)))
 
+    def arrived(self, name: str) -> float:
+        return float(self._faults.do("modified", name, lambda: self._inner.arrived(name)))
+
     def unfinished(self) -> list[Unfinished]:
         return list(self._faults.do("unfinished", "", self._inner.unfinished))
 
