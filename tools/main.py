@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
-from ckpt.errors import InUseError
 from ckpt.version import __version__
 from formats.url_secrets import without_secrets
 from tools import convert, diff, gc, inspect, latest, ls, rm, verify
@@ -119,7 +118,7 @@ def _report(error: BaseException) -> int:
         message = "interrupted"
     elif code == ExitCode.INTERNAL:
         message = f"a bug: {type(error).__name__}: {message}; set CKPT_TRACEBACK=1 to see where"
-    elif code == ExitCode.EXISTS and not isinstance(error, InUseError):
+    elif code == ExitCode.EXISTS and "overwrite=True" in message:
         message += " (here: --overwrite)"
     elif isinstance(error, OSError) and error.strerror and error.filename:
         message = f"{error.filename}: {error.strerror}"

@@ -195,3 +195,11 @@ def test_what_others_borrow_from_is_not_removed_nor_said_to_be_overwritable(run,
     assert ended.code == ExitCode.EXISTS
     assert "b beside it borrow from it" in ended.err
     assert "--overwrite" not in ended.err
+
+
+def test_overwriting_is_suggested_only_where_it_helps(run, tmp_path: Path):
+    save(tmp_path / "a", {"w": torch.ones(5)})
+    ended = run("convert", tmp_path / "a", tmp_path / "a", "--overwrite")
+    assert ended.code == ExitCode.EXISTS
+    assert "is the source itself" in ended.err
+    assert "--overwrite" not in ended.err
