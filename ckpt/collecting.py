@@ -18,8 +18,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ckpt.stores.store import Options, Store, join_url, one_spelling, open_store, split_url
 from ckpt.writing.bases import Loans, loans, loans_beside
@@ -28,6 +29,8 @@ from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load
 
+WORKERS = 8
+"""Left-overs that are removed at once: a server takes time to answer."""
 CLOCKS_SECONDS = 3600.0
 """By how much the clocks of a store and of the ranks may differ, and a commit be on its way."""
 SHARD, PART, UPLOAD, FOLDER = "shard", "part", "upload", "folder"
@@ -129,12 +132,11 @@ def _collected(
         return found
     removed: set[LeftOver] = set()
     for place in dict.fromkeys(one.folder for one in found if one.is_old):
-        with open_store(place, options) as store:
+        with open_store(place, options) as store, ThreadPoolExecutor(WORKERS, "ckpt-gc") as pool:
             again = {_key(one) for one in _left_overs(store, place, places, age) if one.is_old}
-            for one in found:
-                if one.folder == place and _key(one) in again:
-                    _remove(store, one, age)
-                    removed.add(one)
+            chosen = [one for one in found if one.folder == place and _key(one) in again]
+            list(pool.map(partial(_remove, store, age), chosen))
+            removed |= {*chosen}
             store.remove_if_empty()
     return [replace(one, was_removed=one in removed) for one in found]
 
@@ -155,11 +157,12 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
             yield LeftOver(place, name, kind, begun.nbytes, old, old >= age)
     shards = [name for name in sizes if _SHARD.fullmatch(name)]
     named = _named(store) if shards else set()
-    for name in shards:
-        if named is not None and name not in named:
-            with suppress(FileNotFoundError):  # its save has failed meanwhile
-                old = moment - store.arrived(name)
-                yield LeftOver(place, name, SHARD, sizes[name], old, old >= age)
+    over = [name for name in shards if named is not None and name not in named]
+    arrivals = store.arrivals() if over else {}
+    for name in over:
+        if name in arrivals:  # or its save has failed meanwhile
+            old = moment - arrivals[name]
+            yield LeftOver(place, name, SHARD, sizes[name], old, old >= age)
 
 
 def _named(store: Store) -> set[str] | None:
@@ -187,9 +190,9 @@ def _converted(
     """
     is_needed = name[2] == "old" and not any(_name(other) == name[1] for other in places)
     if not is_needed and all(_is_written(file) for file in sizes) and not store.folders():
-        with suppress(FileNotFoundError):
-            times = [store.arrived(file) for file in (*sizes, "")]
-            old = now() - max(times)
+        arrivals = store.arrivals()
+        if "" in arrivals:  # or it is gone
+            old = now() - max(arrivals.values())
             yield LeftOver(place, "", FOLDER, sum(sizes.values()), old, old >= age)
 
 
@@ -199,7 +202,7 @@ def _is_written(name: str) -> bool:
     return _WRITTEN.fullmatch(part[1] if part else name) is not None
 
 
-def _remove(store: Store, one: LeftOver, age: float) -> None:
+def _remove(store: Store, age: float, one: LeftOver) -> None:
     if one.kind == FOLDER:
         for name in store.names():
             store.delete(name)

@@ -112,9 +112,16 @@ class LocalStore:
         """When a file was last written, in seconds since 1970 by the disk's clock."""
         return (self._folder / name).stat().st_mtime
 
-    def arrived(self, name: str) -> float:
-        """When a file or its entry last changed: what copies it can set one of the times only."""
-        return _arrived((self._folder / name).stat())
+    def arrivals(self) -> dict[str, float]:
+        """When files, or their entries, last changed: what copies can set only the first of these.
+
+        By name, with "" for the folder itself.
+        """
+        found = {}
+        for name in ("", *self.names()):
+            with suppress(FileNotFoundError):
+                found[name] = _arrived((self._folder / name).stat())
+        return found
 
     def unfinished(self) -> list[Unfinished]:
         """The `.part` files in the folder, some of which may be being written (rule 1)."""

@@ -118,9 +118,9 @@ class ObjectStore:
         """When a file was last written, in seconds since 1970 by the server's clock."""
         return self._status(name).modified
 
-    def arrived(self, name: str) -> float:
-        """The same: a copy in a bucket is a new object."""
-        return self.modified(name)
+    def arrivals(self) -> dict[str, float]:
+        """When the files were last written, by name: a copy in a bucket is a new object."""
+        return {found.name: found.modified for found in self._listing() if found.is_file}
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """All bytes of a file, in one request."""

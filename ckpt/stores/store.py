@@ -74,10 +74,11 @@ class Store(Reader, Protocol):
         """
         ...
 
-    def arrived(self, name: str) -> float:
-        """When a file last changed or was put here, by whatever program; else as `modified`.
+    def arrivals(self) -> dict[str, float]:
+        """When the files directly in the folder last changed or were put here, in one listing.
 
-        A copy may have been modified as long ago as what it was made of; it arrived just now.
+        By name, otherwise as `modified`. A copy may have been modified as long ago as what it was
+        made of; it arrived just now. "" is the folder itself, where there is such a thing.
         """
         ...
 

@@ -12,7 +12,10 @@ import torch
 import ckpt
 from ckpt import collecting
 from ckpt.collecting import FOLDER, PART, SHARD, UPLOAD
+from ckpt.stores.store import open_store
 from ckpt.writing import commit, save_steps
+from tests.stores.fault_proxy import FaultProxy
+from tests.stores.faults import no_faults
 from tests.stores.server import Server, s3_client
 
 ATTEMPT = "0123456789abcdef"
@@ -191,3 +194,16 @@ def test_an_upload_to_a_folder_that_does_not_exist_yet_is_found(moto: Server) ->
     assert sorted(one["Key"] for one in left) == sorted(others)
     for one in left:  # the bucket is other tests' too
         client.abort_multipart_upload(Bucket=moto.bucket, Key=one["Key"], UploadId=one["UploadId"])
+
+
+def test_to_list_many_left_overs_takes_no_request_for_each(moto: Server) -> None:
+    with FaultProxy(moto, no_faults) as proxy:
+        url, options = proxy.server.url("test_collecting/many"), dict(proxy.server.options)
+        with open_store(url, options) as store:
+            for number in range(20):
+                store.commit(f"{number:016x}-00000.safetensors", b"x", replace=True)
+        proxy.clear()
+        assert len(ckpt.gc(url, older_than=0, storage_options=options)) == 20
+        assert len(proxy.seen) < 10
+        found = ckpt.gc(url, delete=True, older_than=0, storage_options=options)
+        assert all(one.was_removed for one in found)

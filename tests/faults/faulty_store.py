@@ -198,8 +198,8 @@ class FaultyStore:
     def modified(self, name: str) -> float:
         return float(self._faults.do("modified", name, lambda: self._inner.modified(name)))
 
-    def arrived(self, name: str) -> float:
-        return float(self._faults.do("modified", name, lambda: self._inner.arrived(name)))
+    def arrivals(self) -> dict[str, float]:
+        return dict(self._faults.do("arrivals", "", self._inner.arrivals))
 
     def unfinished(self) -> list[Unfinished]:
         return list(self._faults.do("unfinished", "", self._inner.unfinished))

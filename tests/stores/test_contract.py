@@ -113,7 +113,10 @@ def test_a_listing_has_the_sizes_of_the_files_and_their_times(store: Store) -> N
     for name, nbytes in (("b", 5), ("a", 0), ("c d", 1000)):
         put(store, name, CONTENT[:nbytes])
     assert store.sizes() == {"a": 0, "b": 5, "c d": 1000}
-    assert began < store.modified("b") <= store.arrived("b") < time.time() + 60
+    assert began < store.modified("b") < time.time() + 60
+    arrivals = store.arrivals()
+    assert {*arrivals} - {""} == {"a", "b", "c d"}
+    assert all(began < moment < time.time() + 60 for moment in arrivals.values())
     with pytest.raises(FileNotFoundError, match="absent"):
         store.modified("absent")
 
