@@ -182,7 +182,8 @@ def build(
     if length > MAX_HEADER_BYTES:
         raise UnsupportedError(
             f"a header for {len(placed)} tensors takes {length} bytes, safetensors allows "
-            f"{MAX_HEADER_BYTES}; write several files"
+            f"{MAX_HEADER_BYTES}; write several files, as more ranks do or max_shard_bytes of a "
+            "conversion to a Hugging Face folder does, or give shorter names"
         )
     data = length.to_bytes(PREFIX_BYTES, "little") + encoded.ljust(length)
     return data, Header(placed, dict(metadata), data_offset)

@@ -82,7 +82,7 @@ class Nest:
 
     def claim(self, path: KeyPath) -> str:
         """The name of the tensor at a key path, which no other may have."""
-        self._names.tensor(sum(map(chars_of, path)) + len(path))
+        self._names.tensor(sum(map(chars_of, path)) + max(0, len(path) - 1))
         name = ".".join(map(str, path)) if path else BARE_TENSOR
         if name in self._paths:
             raise UnsupportedError(

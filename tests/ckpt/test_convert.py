@@ -414,3 +414,17 @@ def test_no_more_than_two_blocks_are_in_memory(tmp_path: Path, target: str) -> N
         tracemalloc.stop()
     assert peak_bytes < 2 * BLOCK_BYTES + MAX_WORKERS * SCRATCH_BYTES
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("to", PLACES)
+def test_names_as_long_as_a_save_allows_are_read_back_from_every_format(
+    tmp_path: Path, to: str
+) -> None:
+    state = {"a" * 4096: torch.ones(2)}
+    if to in NESTED:
+        state |= {"b": [{"c" * (4096 - len("b.0.")): torch.zeros(3)}]}
+    ckpt.save(tmp_path / "source", state)
+    convert(tmp_path / "source", tmp_path / PLACES[to], to=to)
+    torch.testing.assert_close(ckpt.read(tmp_path / PLACES[to]), state, rtol=0, atol=0)
+    convert(tmp_path / PLACES[to], tmp_path / "back")
+    torch.testing.assert_close(ckpt.read(tmp_path / "back"), state, rtol=0, atol=0)
