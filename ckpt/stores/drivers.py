@@ -34,7 +34,8 @@ class Found:
 
     name: str
     is_file: bool
-    nbytes: int
+    nbytes: int | None
+    """None where it does not say: a web server's page of links."""
     modified: float
     """Seconds since 1970 by the server's clock."""
 

@@ -65,7 +65,7 @@ class FsspecDriver:
                 f"{len(data)}: it knows no ranges, and cannot be read from"
             )
         if len(data) < length:
-            size = self.status(path).nbytes
+            size = self._size(path)
             raise (
                 PastEndError(size)
                 if size < offset + length
@@ -78,7 +78,7 @@ class FsspecDriver:
 
     def fetch_whole(self, path: str, limit: int) -> bytes | int:
         """All bytes of a file, if they are few."""
-        size = self.status(path).nbytes
+        size = self._size(path)
         return size if size > limit else bytes(self._fs.cat_file(path))
 
     def put(self, path: str, data: memoryview, absent: bool) -> None:
@@ -156,6 +156,10 @@ class FsspecDriver:
         is_broken = type(error).__module__.partition(".")[0] == "aiohttp"
         return Trouble.PASSING if is_broken else Trouble.LASTING
 
+    def _size(self, path: str) -> int:
+        """Bytes in a file; none where the server does not say."""
+        return self.status(path).nbytes or 0
+
     def _check_can_write(self, path: str) -> None:
         if READ_ONLY & {self._fs.protocol, *self._fs.protocol}:
             raise OSError(EROFS, "what is reached by HTTP can only be read", without_secrets(path))
@@ -182,7 +186,10 @@ class Stream:
 
 def _found(entry: dict[str, Any]) -> Found:
     name = entry["name"].rstrip("/").rpartition("/")[2]
-    return Found(name, entry["type"] == "file", int(entry["size"] or 0), _time_of(entry))
+    size = entry.get("size")
+    return Found(
+        name, entry["type"] == "file", None if size is None else int(size), _time_of(entry)
+    )
 
 
 def _time_of(entry: dict[str, Any]) -> float:

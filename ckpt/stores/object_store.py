@@ -92,11 +92,17 @@ class ObjectStore:
 
     def names(self) -> list[str]:
         """The files directly in the folder, sorted; none when there is no such folder."""
-        return list(self.sizes())
+        return [found.name for found in self._listing() if found.is_file]
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of the files directly in the folder, by name, in one listing."""
-        return {found.name: found.nbytes for found in self._listing() if found.is_file}
+        """The bytes of the files directly in the folder, by name, in one listing if it has them."""
+        sizes = {}
+        for found in self._listing():
+            if found.is_file:
+                with suppress(FileNotFoundError):  # gone since it was listed
+                    known = found.nbytes
+                    sizes[found.name] = self.size(found.name) if known is None else known
+        return sizes
 
     def folders(self) -> list[str]:
         """The folders directly in the folder, sorted."""
@@ -112,7 +118,7 @@ class ObjectStore:
 
     def size(self, name: str) -> int:
         """Bytes in a file."""
-        return self._status(name).nbytes
+        return self._status(name).nbytes or 0
 
     def modified(self, name: str) -> float:
         """When a file was last written, in seconds since 1970 by the server's clock."""

@@ -1,10 +1,13 @@
 """What a store does with the requests that it is made of, at an S3 server over HTTP."""
 
+import os
 import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from ckpt.stores.drivers import Parts
 from ckpt.stores.store import Store, open_store
 from ckpt.stores.uploads import PART_BYTES, Division, Sending, Upload
 from formats.errors import CorruptError
+from tests.stores.child import HOST
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
 from tests.stores.server import Server, s3_client
@@ -362,6 +366,28 @@ def test_what_is_on_a_web_server_is_read_and_not_written(moto: Server, tmp_path:
     ):
         with pytest.raises(OSError, match="can only be read"):
             write()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    """A web server that lists folders as pages of links, and knows no ranges."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_newest_checkpoint_on_a_web_server_is_found_though_its_listings_have_no_sizes(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        ckpt.save(tmp_path / f"step-{step}", {"w": torch.ones(4)})
+    with ThreadingHTTPServer((HOST, 0), partial(_Quiet, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://{HOST}:{server.server_port}"
+        assert ckpt.latest(url) == f"{url}/step-2"
+        os.truncate(next((tmp_path / "step-2").glob("*.safetensors")), 10)
+        with pytest.warns(ckpt.FallbackWarning, match="has 10 bytes"):
+            assert ckpt.latest(url) == f"{url}/step-1"
+        server.shutdown()
 
 
 FORK = """
