@@ -61,7 +61,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=MAX_SHARD_BYTES,
         help="the largest file of a Hugging Face folder: 5GB, 500MB, 2GiB; default 5GB",
     )
-    add("--overwrite", action="store_true", help="replace what is at DST")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what is at DST; in a bucket, a file or a checkpoint of ckpt's own",
+    )
     add("--compress", action="store_true", help="zstd; only for ckpt's own format")
     add("--dtype", metavar="DTYPE", help="cast floating-point tensors (example: bfloat16)")
     add(

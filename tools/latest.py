@@ -24,7 +24,9 @@ class Options:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("url", metavar="FOLDER", nargs="?", default=".", help="default: here")
+    parser.add_argument(
+        "url", metavar="FOLDER", nargs="?", default=".", help="a path or URL; default: here"
+    )
     parser.add_argument(
         "--verify",
         action="store_true",

@@ -59,7 +59,9 @@ class Row:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("url", metavar="FOLDER", nargs="?", default=".", help="default: here")
+    parser.add_argument(
+        "url", metavar="FOLDER", nargs="?", default=".", help="a path or URL; default: here"
+    )
     parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
     add_storage_options(parser)
 

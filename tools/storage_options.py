@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 Option: TypeAlias = tuple[str, object]
 """A name and a value."""
+_PYTHON_S = {"True": "true", "False": "false", "None": "null"}
 
 
 def add_storage_options(parser: ArgumentParser) -> None:
@@ -34,6 +35,8 @@ def storage_option(text: str) -> Option:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise ArgumentTypeError("a storage option is KEY=VALUE")  # without it: it may be a secret
+    if value in _PYTHON_S:  # as text, anon=False would be true
+        raise ArgumentTypeError(f"{key}={value} is no JSON: say {key}={_PYTHON_S[value]}")
     try:
         return key, json.loads(value)
     except ValueError:

@@ -203,3 +203,12 @@ def test_overwriting_is_suggested_only_where_it_helps(run, tmp_path: Path):
     assert ended.code == ExitCode.EXISTS
     assert "is the source itself" in ended.err
     assert "--overwrite" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"), [("True", "true"), ("False", "false"), ("None", "null")]
+)
+def test_a_storage_option_in_python_s_spelling_is_not_taken_for_text(run, said: str, meant: str):
+    ended = run("ls", "s3://bucket/run", "-o", f"anon={said}")
+    assert ended.code == ExitCode.USAGE
+    assert f"say anon={meant}" in ended.err
