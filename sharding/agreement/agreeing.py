@@ -35,7 +35,7 @@ from time import monotonic
 from typing import IO, ClassVar
 from weakref import WeakSet
 
-from sharding.agreement.links import Failure, Kind, Link, Message, flush
+from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush
 from sharding.agreement.meeting import Meeting
 from sharding.errors import TransferError
 
@@ -349,7 +349,7 @@ class Leader(_Linked):
         ranks: list[int] = []
         if self._is_closed:
             return ranks
-        for key, _ in self._selector.select(seconds):
+        for key, _ in self._selector.select(min(seconds, MOST_SECONDS)):
             link = key.fileobj
             if not isinstance(link, Link):
                 self._accept()

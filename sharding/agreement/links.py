@@ -23,6 +23,8 @@ from time import monotonic
 
 READ_BYTES = 1 << 16
 """How much is read at once."""
+MOST_SECONDS = 1e6
+"""That the system waits for at once, whatever it is told."""
 _LENGTHS = Struct("!II")
 """Of a message's JSON, and of the bytes behind it."""
 
@@ -195,4 +197,4 @@ def flush(links: Sequence[Link], seconds: float) -> None:
 
 def milliseconds(seconds: float) -> int:
     """As `poll` takes them: at least one, and not more than it can."""
-    return max(1, int(min(seconds, 1e6) * 1000))
+    return max(1, int(min(seconds, MOST_SECONDS) * 1000))

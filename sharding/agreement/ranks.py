@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from sharding.agreement.agreeing import (
+    TIMEOUT_SECONDS,
     Call,
     Channel,
     Follower,
@@ -201,13 +202,19 @@ class Ranks:
     @contextmanager
     def _call(self, name: str) -> Iterator[Call | None]:
         """The call that this rank is in, or else one by this name; None where there is nobody."""
+        seconds = waiting_seconds() if self._seconds is None else self._seconds
+        is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
+        wrong = ValueError(f"timeout is a number of seconds above 0, not {seconds!r}")
         if self._channel is None:
+            if not is_time:
+                raise wrong
             yield None
             return
-        seconds = waiting_seconds() if self._seconds is None else self._seconds
-        with self._channel.call(name, seconds) as call:
+        with self._channel.call(name, seconds if is_time else TIMEOUT_SECONDS) as call:
             if call.failure is not None:
                 raise self._error(call.failure)
+            if not is_time:
+                raise wrong  # here, where the others are told
             yield call
 
     def _meet(

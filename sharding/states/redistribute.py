@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from sharding.agreement.agreeing import waiting_seconds
+from sharding.agreement.links import MOST_SECONDS
 from sharding.agreement.ranks import Ranks, message_device
 from sharding.engine.posted import Posted
 from sharding.errors import TransferError
@@ -180,7 +181,7 @@ def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> Non
     except RuntimeError as error:
         raise TransferError(f"rank {message.peer} cannot be reached: {error}") from error
     try:
-        posted.wait(waiting_seconds())
+        posted.wait(min(waiting_seconds(), MOST_SECONDS))
     except RuntimeError as error:
         message = messages[posted.arrived]
         way = "came from" if message.op is dist.irecv else "could be sent to"

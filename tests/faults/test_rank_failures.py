@@ -346,6 +346,40 @@ def test_a_rank_whose_arguments_are_wrong_ends_the_others(
     assert "dtype is 'target' or None, not 'float'" in said
 
 
+def wait_for(folder: str, seconds: Any) -> tuple[str, str]:
+    """What this rank raises where rank 1 is told to wait so long; afterwards both save."""
+    raised = ("", "")
+    try:
+        ckpt.save(f"{folder}/new", state(2), timeout=seconds if dist.get_rank() else LONG_SECONDS)
+        ckpt.state_dict.convert(state(2), to="full", timeout=seconds)
+    except Exception as error:
+        raised = (type(error).__name__, str(error))
+    ckpt.save(f"{folder}/after", state(3))
+    return raised
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "5", None])
+def test_a_time_out_that_is_none_is_an_error_on_all_ranks(
+    clusters: Callable, tmp_path: Path, seconds: Any
+) -> None:
+    said = f"timeout is a number of seconds above 0, not {seconds!r}"
+    first, second = clusters(2).run(wait_for, str(tmp_path), seconds)
+    if seconds is None:  # as if it were not given
+        assert first == second == ("", "")
+        return
+    assert first == ("RankError", f"ckpt.save failed on rank 1 with ValueError: {said}")
+    assert second == ("ValueError", said)
+    with pytest.raises(ValueError, match="timeout is a number"):
+        ckpt.save(tmp_path / "alone", {"step": 1}, timeout=seconds)
+
+
+@pytest.mark.parametrize("seconds", [1e12, float("inf")])
+def test_a_time_out_may_be_longer_than_the_system_waits(
+    clusters: Callable, tmp_path: Path, seconds: float
+) -> None:
+    assert clusters(2).run(wait_for, str(tmp_path), seconds) == [("", "")] * 2
+
+
 def come_late(folder: str) -> list[str]:
     """Rank 1 stays away from three calls, of which it learns in its first, and is in step again."""
     raised = []
