@@ -133,7 +133,10 @@ def save(
     """
     started = time.perf_counter()
     ranks = Ranks(group, timeout)
-    with ranks.call("ckpt.save" if blocking else "ckpt.save(blocking=False)"):
+    later = None if blocking else Ranks(group, timeout, "saves in the background")
+    if later is not None and not later.from_any_thread:
+        later = None
+    with ranks.call("ckpt.save" if blocking else "ckpt.save(blocking=False)", later):
         settings = Settings(
             overwrite, compress, metadata or {}, None if base is None else os.fspath(base)
         )
@@ -152,8 +155,7 @@ def save(
                     raise BusyError(str(error)) from error
                 raise
             handle = SaveHandle(absolute(url), sum(part.nbytes for part in plan.parts), started)
-            later = Ranks(group, timeout, "saves in the background")
-            if not blocking and later.from_any_thread:
+            if later is not None:
                 later.connect()
                 begin(handle, state, plan, later, progress, store.options)
                 return handle

@@ -40,14 +40,10 @@ def begin(
 ) -> None:
     """Let a save go on by itself, once what must be copied at once has been.
 
-    `ranks` are to be for this alone: a thread tells them how it went. Raises no error: from here on
-    they are the handle's, because the other ranks count on this one's report.
+    `ranks` are those that this call goes on with: a thread tells them how it went. Raises no error:
+    from here on errors are the handle's, because the other ranks count on this one's report.
     """
-    try:
-        staged, error = attempt(lambda: _stage(plan, state))
-    except BaseException:  # as KeyboardInterrupt is
-        with ranks.call(CALL):  # the others wait for this rank there
-            raise
+    staged, error = attempt(lambda: _stage(plan, state))
     if staged:
         handle.staging(staged[0].staging.help)
     save = _Save(handle, _lasting(plan), ranks, progress, options)
@@ -99,6 +95,10 @@ class _Save:
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copy, write, commit; what goes wrong is the handle's to tell."""
+        if not self._ranks.begin():  # the call was interrupted, and says so itself
+            self._handle.mark_staged()
+            self._handle.mark_finished(None)
+            return
         written: list[ShardSummary | None] = []
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop()))

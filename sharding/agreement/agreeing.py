@@ -16,6 +16,9 @@ Rules:
 4. A rank whose process has ended fails every call from then on, at once.
 5. Ranks that do different things are out of step: an error that names both.
 6. Calls inside a call are part of it. Two threads do not mix: one waits for the other's call.
+7. What a call begins in another thread, its *sequel*, has a channel of its own, and the call's
+   number there: ranks that never came to it stay in step. Who leaves a call when the others may
+   have gone on tells them in both channels.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from threading import RLock
+from threading import Lock, RLock
 from time import monotonic
 from typing import IO, ClassVar
 from weakref import WeakSet
@@ -75,6 +78,20 @@ class Call:
     """By which it is over, for this rank."""
 
 
+class Sequel:
+    """What goes on after a call in another thread: either that begins it, or the call leaves it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.call: Call | None = None
+        """That it is the sequel of."""
+        self._taken = Lock()
+
+    def take(self) -> bool:
+        """Whether nobody has begun or left it. Now somebody has."""
+        return self._taken.acquire(blocking=False)
+
+
 class Channel(ABC):
     """The ranks of one group, as one of them reaches them."""
 
@@ -89,21 +106,31 @@ class Channel(ABC):
         """The last call that began here, or that others have left."""
 
     @contextmanager
-    def call(self, name: str, seconds: float) -> Iterator[Call]:
-        """Be in a call, the same on all ranks; or, inside of one, in that."""
+    def call(
+        self, name: str, seconds: float, number: int | None = None, then: Sequel | None = None
+    ) -> Iterator[Call]:
+        """Be in a call, the same on all ranks; or, inside of one, in that.
+
+        A sequel has the number of the call that it goes on from, which gave it as `then`.
+        """
         with self._lock:
             if self._call is not None:
+                self._prepare(then, self._call)
                 yield self._call
                 return
-            self._number += 1
+            self._number = self._number + 1 if number is None else number
             call = self._call = Call(self._number, name, seconds, name)
             token = _seconds.set(seconds)
             try:
                 call.failure = self._open(call)
+                self._prepare(then, call)
                 yield call
             except BaseException as error:
                 if call.failure is None:
-                    self._leave(call, Failure.of(call.stage, self.rank, error))
+                    failure = Failure.of(call.stage, self.rank, error)
+                    self._leave(call, failure)
+                    if then is not None and call.ops and then.take():
+                        then.channel._leave_sequel(call, failure)
                 raise
             finally:
                 _seconds.reset(token)
@@ -125,6 +152,27 @@ class Channel(ABC):
                 return found
             call.failure = found
         return call.failure
+
+    def _prepare(self, then: Sequel | None, call: Call) -> None:
+        """Let the others connect for a sequel, before they are told that this rank has come."""
+        if then is not None:
+            then.call = call
+            if self.rank == 0 and call.failure is None:
+                failure = then.channel.connect(call)
+                if failure is not None:
+                    self._leave(call, failure)
+                    call.failure = failure
+
+    def connect(self, call: Call) -> Failure | None:
+        """For the sequel of a call: on rank 0 listen; on others connect to it, or say why not."""
+        return self._open(call)  # not under the lock, which an earlier sequel may have
+
+    def _leave_sequel(self, call: Call, failure: Failure) -> None:
+        """Tell the others, who may have gone on to it."""
+        with self._lock:
+            self._number = max(self._number, call.number)
+            if self._open(replace(call, seconds=0.0)) is None:
+                self._leave(call, failure)
 
     @abstractmethod
     def _open(self, call: Call) -> Failure | None:

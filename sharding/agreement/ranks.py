@@ -29,6 +29,7 @@ from sharding.agreement.agreeing import (
     Join,
     Leader,
     Pretended,
+    Sequel,
     waiting_seconds,
 )
 from sharding.agreement.links import Failure
@@ -94,6 +95,7 @@ class Ranks:
                 members = dist.get_process_group_ranks(group)
                 self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
         self._channel = None if self.alone else _channel(group, self.rank, purpose)
+        self._sequel: Sequel | None = None
 
     @property
     def here(self) -> int:
@@ -111,9 +113,15 @@ class Ranks:
         return self._channel is None or self._channel.from_any_thread
 
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """Be in a call that all ranks are in: what ends it on one, ends it on all."""
-        with self._call(name):
+    def call(self, name: str, then: Ranks | None = None) -> Iterator[None]:
+        """Be in a call that all ranks are in: what ends it on one, ends it on all.
+
+        `then` are the same ranks by connections from any thread, for what is to go on afterwards in
+        another one: who leaves the call before that has begun, leaves it as well.
+        """
+        if then is not None and then._channel is not None:
+            then._sequel = Sequel(then._channel)
+        with self._call(name, None if then is None else then._sequel):
             yield
 
     def doing(self, stage: str) -> None:
@@ -123,9 +131,23 @@ class Ranks:
                 call.stage = stage
 
     def connect(self) -> None:
-        """From now on it is noticed when another rank ends. Called by all ranks, outside calls."""
-        with self._call("connecting"):
-            pass
+        """From now on it is noticed when another rank ends.
+
+        For what goes on after a call: to be called inside it, when all ranks have agreed to.
+        """
+        if self._sequel is not None:
+            call = self._sequel.call
+            assert call is not None
+            failure = self._sequel.channel.connect(call)
+            if failure is not None:
+                raise self._error(failure)
+
+    def begin(self) -> bool:
+        """Whether what was to go on after a call does: the call has not left it meanwhile.
+
+        For the thread in which it goes on, to ask once, before all else.
+        """
+        return self._sequel is None or self._sequel.take()
 
     def agree(
         self,
@@ -200,7 +222,7 @@ class Ranks:
         return everyone if self.rank == 0 else []
 
     @contextmanager
-    def _call(self, name: str) -> Iterator[Call | None]:
+    def _call(self, name: str, then: Sequel | None = None) -> Iterator[Call | None]:
         """The call that this rank is in, or else one by this name; None where there is nobody."""
         seconds = waiting_seconds() if self._seconds is None else self._seconds
         is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
@@ -210,7 +232,10 @@ class Ranks:
                 raise wrong
             yield None
             return
-        with self._channel.call(name, seconds if is_time else TIMEOUT_SECONDS) as call:
+        before = None if self._sequel is None else self._sequel.call
+        number = None if before is None else before.number
+        allowed = seconds if is_time else TIMEOUT_SECONDS
+        with self._channel.call(name, allowed, number, then) as call:
             if call.failure is not None:
                 raise self._error(call.failure)
             if not is_time:
@@ -232,7 +257,7 @@ class Ranks:
             answer = self._channel.meet(call, stage, record, failure, join)
             if isinstance(answer, Failure):
                 other = self._error(answer)
-                if isinstance(error, TransferError) and answer.rank != self.rank:
+                if isinstance(error, TransferError) and answer != failure:
                     raise other from error  # there is the cause
                 raise other if error is None else error
         return answer

@@ -231,9 +231,10 @@ weights = torch.rand(int(os.environ.get("NUMEL", "4_000_000")))
 def trainer(body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
     """A program that saves; what is on its path is what is on ours."""
     path = os.pathsep.join(sys.path)
+    own = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", PREAMBLE + body, str(folder)],
-        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **environment},
+        env={**os.environ, **own, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

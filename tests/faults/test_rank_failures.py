@@ -25,6 +25,8 @@ SHORT_SECONDS, LONG_SECONDS = 2.0, 100.0
 SAVING = ("ckpt.writing.save_steps:flatten", "ckpt.saving:_write", "ckpt.writing.save_steps:packed")
 COMMIT = "ckpt.writing.save_steps:write_manifest"
 """Of rank 0 alone."""
+LATE = "is interrupted when the others go on"
+"""They have the answer that this rank has not looked at."""
 WAIT = "sharding.agreement.links:Link.wait"
 """Of the other ranks: for rank 0's answer."""
 INSTALL = "installing the loaded state"
@@ -58,11 +60,14 @@ TRAVEL = {
 ERRORS = {
     "raises": "FileNotFoundError",
     "is interrupted": "KeyboardInterrupt",
+    LATE: "KeyboardInterrupt",
     "leaves": "SystemExit",
     "hangs": "TimeoutError",
     "ends": "ProcessEnded",
 }
 """What may happen to a rank -> the error that the others name."""
+HAPPENS = [what for what in ERRORS if what != LATE]
+"""At any step."""
 
 
 def state(value: float) -> dict[str, Any]:
@@ -122,7 +127,9 @@ def happening(step: str, what: str, gate: str) -> Iterator[None]:
             happened.append(what)
             if what == "raises":
                 raise FileNotFoundError("on purpose")
-            if what == "is interrupted":
+            if what == LATE:
+                before(*arguments, **options)
+            if what in ("is interrupted", LATE):
                 raise KeyboardInterrupt
             if what == "leaves":
                 raise SystemExit(3)
@@ -221,16 +228,18 @@ def rows() -> Iterator[tuple[str, str, str, int]]:
     """Everything that the process group outlives."""
     for call, steps in STEPS.items():
         for step in steps:
-            for what in ERRORS:
+            for what in HAPPENS:
                 for victim in (0, 1):
                     if step != COMMIT or victim == 0:
                         yield call, step, what, victim
     for call in STEPS:
-        yield call, WAIT, "is interrupted", 1
+        for what in ("is interrupted", LATE):
+            yield call, WAIT, what, 1
 
 
 SAMPLE = [
     ("save", WAIT, "is interrupted", 1),
+    ("save later", WAIT, LATE, 1),
     ("save", "ckpt.writing.save_steps:flatten", "is interrupted", 1),
     ("save", "ckpt.saving:_write", "hangs", 1),
     ("save", COMMIT, "raises", 0),
@@ -294,7 +303,7 @@ def test_wherever_a_rank_ends_the_others_are_told(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", list(ERRORS))
+@pytest.mark.parametrize("what", HAPPENS)
 @pytest.mark.parametrize("call", list(TRAVEL))
 def test_while_tensors_travel_too_all_are_told(
     doomed_cluster: Callable, tmp_path: Path, call: str, what: str

@@ -97,6 +97,12 @@ def test_what_is_no_message_ends_the_connection() -> None:
     link.close()
 
 
+def meet(ranks: Ranks) -> None:
+    """Listen or connect, and no more."""
+    with ranks.call("meeting"):
+        pass
+
+
 def with_strangers() -> list[int]:
     """Agree in a group at whose port strangers come first."""
     group = dist.new_group([0, 1])
@@ -203,7 +209,7 @@ def agree_with_too_many_files() -> tuple[str, list[int]]:
     if rank == 2:
         store.wait(["over"])
     else:
-        ranks.connect()  # rank 0 listens
+        meet(ranks)  # rank 0 listens
     if rank == 0:
         store.wait(["connected"])
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -231,7 +237,7 @@ def fork_before_meeting() -> tuple[bytes, list[int]]:
     group = dist.new_group()
     rank, ranks = dist.get_rank(), Ranks(group)
     if rank == 0:
-        ranks.connect()
+        meet(ranks)
     read, write = os.pipe()
     child = os.fork() if rank == 0 else -1
     if not child:
@@ -248,7 +254,7 @@ def fork_before_meeting() -> tuple[bytes, list[int]]:
         os.waitpid(child, 0)
     dist.barrier()
     if rank:
-        ranks.connect()
+        meet(ranks)
     return said, ranks.all_hashes(rank)
 
 
