@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpt import errors
 from sharding.agreement import ranks
-from sharding.agreement.agreeing import TIMEOUT_SECONDS
+from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, attempt
 from sharding.errors import NotAMemberError
 

@@ -30,7 +30,7 @@ from ckpt.writing.own_parts import OwnPart, own_parts
 from ckpt.writing.save_plan import stored_layouts
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
-from sharding.agreement.agreeing import ENDED, LATE
+from sharding.agreement.linked import ENDED, LATE
 from sharding.layout import Mesh
 
 Compress = bool | Literal["delta"]

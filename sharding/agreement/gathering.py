@@ -1,7 +1,7 @@
 """Agreement by collectives, for process groups that have no store: those of MPI.
 
 A rank that does not come holds the others up for as long as the group's own time-out, and one that
-leaves a call does so unheard: what `sharding.agreement.agreeing` promises cannot be had without a
+leaves a call does so unheard: what `sharding.agreement.channel` promises cannot be had without a
 store.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from sharding.agreement.agreeing import Call, Channel, Join
+from sharding.agreement.channel import Call, Channel, Join
 from sharding.agreement.links import Failure, Message
 
 if TYPE_CHECKING:

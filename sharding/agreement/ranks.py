@@ -5,7 +5,7 @@ Rules:
 1. Every rank enters every operation, in the same order. What can fail is done before one, and the
    failure is what the operation carries; then all ranks raise.
 2. Each wait has an end: within the time-out of the call all ranks have one answer, or one error
-   that names a rank that failed, has ended or has not come (`sharding.agreement.agreeing`).
+   that names a rank that failed, has ended or has not come (`sharding.agreement.channel`).
 3. An operation is a message to rank 0 and one back, by connections of our own; where a process
    group has no store to find each other by, it is a collective.
 """
@@ -21,17 +21,17 @@ from struct import Struct
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sharding.agreement.agreeing import (
+from sharding.agreement.channel import (
     TIMEOUT_SECONDS,
     Call,
     Channel,
-    Follower,
     Join,
-    Leader,
     Pretended,
     Sequel,
     waiting_seconds,
 )
+from sharding.agreement.follower import Follower
+from sharding.agreement.leader import Leader
 from sharding.agreement.links import Failure
 from sharding.agreement.meeting import Meeting
 from sharding.errors import NotAMemberError, RankError, TransferError

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sharding.agreement.agreeing import waiting_seconds
+from sharding.agreement.channel import waiting_seconds
 from sharding.agreement.links import MOST_SECONDS
 from sharding.agreement.ranks import Ranks, message_device
 from sharding.engine.posted import Posted

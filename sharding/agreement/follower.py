@@ -1,0 +1,77 @@
+"""The end of any other rank: it says what it brings to rank 0, and waits for the answer."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from sharding.agreement.channel import ANSWER_SECONDS, Call, Join
+from sharding.agreement.linked import Linked, ended, late
+from sharding.agreement.links import Failure, Kind, Link, Message
+from sharding.agreement.meeting import Meeting
+
+
+class Follower(Linked):
+    """The end of any other rank."""
+
+    def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
+        super().__init__(meeting, rank, world_size)
+        self._link: Link | None = None
+
+    def close(self) -> None:
+        """Nobody is reached any more."""
+        if self._link is not None:
+            self._link.close()
+        self._is_closed = True
+
+    def _connected(self, call: Call) -> Failure | None:
+        if self._link is not None:
+            return None
+        try:
+            self._link = self._meeting.connect(self.rank, call.seconds + ANSWER_SECONDS)
+            left = self._meeting.left()
+        except (OSError, RuntimeError) as error:
+            return Failure.of(call.stage, 0, error)
+        finally:
+            self._meeting.forget()
+        if left is not None and left[0] >= call.number:
+            self._number = left[0]
+            return left[1]
+        return None
+
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+        link = self._link
+        if link is None:
+            return ended(mine.stage, 0)
+        link.send(mine.packed())
+        patience = call.seconds + ANSWER_SECONDS
+        until = monotonic() + patience
+        while True:
+            while link.messages:
+                found = link.messages.popleft()
+                if found.kind is Kind.REFUSED:
+                    link.close()
+                    self._link = None
+                    if found.call < call.number:  # of a call that is over
+                        return self._connected(call) or self._meet(call, mine, join)
+                if found.failure is not None and found.call >= call.number:
+                    self._catch_up(link, found)
+                    return found.failure
+                if (found.call, found.op) == (call.number, mine.op):
+                    return found.data
+            if link.is_lost:
+                return ended(mine.stage, 0)
+            if (left := until - monotonic()) <= 0:
+                failure = late(mine.stage, [0], patience)
+                self._leave(call, failure)
+                return failure
+            link.wait(left)
+
+    def _catch_up(self, link: Link, found: Message) -> None:
+        """Count on from the last call that is known to be over."""
+        link.receive()
+        left = [one.call for one in link.messages if one.kind is Kind.LEFT]
+        self._number = max([self._number, found.call, *left])
+
+    def _leave(self, call: Call, failure: Failure) -> None:
+        if self._link is not None:
+            self._link.send(Message(Kind.LEFT, call.number, failure=failure).packed())

@@ -1,0 +1,272 @@
+"""Rank 0's end: it hears what each rank brings, and tells all what came of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from time import monotonic
+from typing import IO
+
+from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
+from sharding.agreement.linked import Linked, ended, late
+from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush
+from sharding.agreement.meeting import Meeting
+from sharding.errors import TransferError
+
+FULL = (errno.EMFILE, errno.ENFILE)
+"""Of a process that may open no more files, or a machine."""
+
+
+class Leader(Linked):
+    """Rank 0's end."""
+
+    def __init__(self, meeting: Meeting, world_size: int) -> None:
+        super().__init__(meeting, 0, world_size)
+        self._links: dict[int, Link] = {}
+        self._strangers: set[Link] = set()
+        """That have connected and not said who they are."""
+        self._listener: socket.socket | None = None
+        self._is_full = False
+        """More have connected, and no more files may be opened."""
+        self._spare: IO[bytes] | None = None
+        """A file to close then, so as to tell them."""
+        self._selector = selectors.DefaultSelector()
+        """Of all these; its data are ranks, 0 for who has not said one."""
+
+    def close(self) -> None:
+        """Nobody is reached any more, and nobody finds the address."""
+        is_found = self._listener is not None and not self._is_complete and not self._is_closed
+        if is_found and not sys.is_finalizing():
+            self._meeting.withdraw()
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child: the connections are the parent's."""
+        for link in (*self._links.values(), *self._strangers):
+            link.close()
+        for each in (self._listener, self._spare):
+            if each is not None:
+                each.close()
+        self._selector.close()
+        self._is_closed = True
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all have connected."""
+        return len(self._links) == self.world_size - 1
+
+    def _connected(self, call: Call) -> Failure | None:
+        if self._listener is None:
+            try:
+                self._listener = self._meeting.listen(self.world_size)
+                self._spare = open(os.devnull, "rb")  # noqa: SIM115 - until all have connected
+            except (OSError, RuntimeError) as error:
+                return Failure.of(call.stage, 0, error)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        return None
+
+    def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
+        records: dict[int, bytes] = {0: mine.data}
+        failures = {} if mine.failure is None else {0: mine.failure}
+        missing = set(range(1, self.world_size))
+        patience = call.seconds
+        until = monotonic() + patience
+        has_failed = False
+        news: Sequence[int] = tuple(missing)
+        while True:
+            for rank in news:
+                found = self._brought(rank, mine) if rank in missing else None
+                if found is None:
+                    continue
+                missing.discard(rank)
+                if isinstance(found, Failure):
+                    failures[rank] = found
+                else:
+                    records[rank] = found.data
+                    if monotonic() + found.seconds < until:
+                        patience, until = found.seconds, monotonic() + found.seconds
+            if failures and not has_failed:
+                has_failed, until = True, min(until, monotonic() + ERROR_SECONDS)
+            if not missing or (left := until - monotonic()) <= 0:
+                break
+            news = self._news(left)
+            if self._is_full:
+                failures[0] = _full(mine.stage, self.world_size)
+                break
+        self._news(0)
+        for rank in records.keys() - {0}:  # whoever has come waits for the answer, or is gone
+            found = self._brought(rank, mine)
+            if isinstance(found, Failure):
+                failures[rank] = found
+        causes = [rank for rank in failures if failures[rank].error != TransferError.__name__]
+        if causes:
+            return self._tell(call, failures[min(causes)])
+        if missing:
+            return self._tell(call, late(mine.stage, sorted(missing), patience))
+        if failures:
+            return self._tell(call, failures[min(failures)])
+        try:
+            answer = join([records[rank] for rank in range(self.world_size)])
+        except Exception as error:
+            return self._tell(call, Failure.of(mine.stage, 0, error))
+        self._send(replace(mine, kind=Kind.ANSWER, data=answer), call.seconds)
+        return answer
+
+    def _leave(self, call: Call, failure: Failure) -> None:
+        self._news(0)
+        self._tell(call, failure)
+
+    def _tell(self, call: Call, failure: Failure) -> Failure:
+        """End the call for all: and those that others have left while this rank was away."""
+        for link in self._links.values():
+            left = [message.call for message in link.messages if message.kind is Kind.LEFT]
+            self._number = max([self._number, *left])
+        if not self._is_complete and not self._is_closed:
+            # Who connects from here on finds the word; who has is let in, to be told with the rest.
+            with self._one_more_file():  # a store may need it
+                self._meeting.leave_word(self._number, failure)
+            while self._let_in():
+                pass
+        word = Message(Kind.LEFT, self._number, failure=failure)
+        self._send(word, ANSWER_SECONDS)
+        if self._is_full:
+            self._turn_away(replace(word, kind=Kind.REFUSED))
+        return failure
+
+    def _turn_away(self, message: Message) -> None:
+        """Tell those that cannot be let in, one after the other."""
+        assert self._listener is not None
+        packed, self._is_full = message.packed(), False
+        with suppress(OSError):  # nobody is left; or the file that was closed is used elsewhere
+            while True:
+                with self._one_more_file():
+                    link = Link(self._listener.accept()[0])
+                    link.receive()
+                    link.send(packed)
+                    link.close()
+
+    @contextmanager
+    def _one_more_file(self) -> Iterator[None]:
+        """Inside, one more may be opened than else."""
+        if self._spare is not None:
+            self._spare.close()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._spare = open(os.devnull, "rb")  # noqa: SIM115
+
+    def _let_in(self) -> bool:
+        """Whether somebody has connected, or said who it is, since the last look."""
+        before = len(self._links), len(self._strangers)
+        self._news(0)
+        return before != (len(self._links), len(self._strangers))
+
+    def _send(self, message: Message, seconds: float) -> None:
+        packed = message.packed()
+        links = tuple(self._links.values())
+        for link in links:
+            link.send(packed)
+        if any(link.is_sending for link in links):
+            flush(links, seconds)
+
+    def _brought(self, rank: int, mine: Message) -> Message | Failure | None:
+        """What a rank has brought to an operation, if it has come."""
+        link = self._links.get(rank)
+        if link is None:
+            return None
+        while link.messages:
+            found = link.messages[0]
+            if found.call > mine.call:
+                return _out_of_step(rank, found, mine)
+            link.messages.popleft()
+            if found.call < mine.call:
+                continue  # it has been told that this is over
+            if found.failure is not None:
+                return found.failure
+            if (found.op, found.name, found.stage) != (mine.op, mine.name, mine.stage):
+                return _out_of_step(rank, found, mine)
+            return found
+        return ended(mine.stage, rank) if link.is_lost else None
+
+    def _news(self, seconds: float) -> list[int]:
+        """The ranks that something has come from, if within so many seconds."""
+        ranks: list[int] = []
+        if self._is_closed:
+            return ranks
+        for key, _ in self._selector.select(min(seconds, MOST_SECONDS)):
+            link = key.fileobj
+            if not isinstance(link, Link):
+                self._accept()
+                continue
+            link.receive()
+            rank = key.data or self._introduced(link)
+            if link.is_lost:
+                self._selector.unregister(link)
+            if link.is_lost and link in self._strangers:
+                self._strangers.discard(link)
+                link.close()
+            if rank:
+                ranks.append(rank)
+        return ranks
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        self._is_full = False
+        try:
+            while True:
+                link = Link(self._listener.accept()[0])
+                self._strangers.add(link)
+                self._selector.register(link, selectors.EVENT_READ, 0)
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._is_full = True
+
+    def _introduced(self, link: Link) -> int:
+        """The rank of one that says who it is; 0 if it does not."""
+        if not link.messages:
+            return 0
+        said = link.messages.popleft()
+        is_known = (said.kind, said.name) == (Kind.HELLO, self._meeting.word)
+        if not is_known or said.op in self._links:
+            link.is_lost = True  # and not listened to
+            return 0
+        self._strangers.discard(link)
+        self._links[said.op] = link
+        self._selector.modify(link, selectors.EVENT_READ, said.op)
+        if self._is_complete and self._listener is not None and self._spare is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._spare.close()
+            self._meeting.withdraw()
+        return said.op
+
+
+def _full(stage: str, world_size: int) -> Failure:
+    said = (
+        f"it may open no more files, and needs one for each of the other {world_size - 1} ranks: "
+        "raise its limit (ulimit -n), or that of the machine"
+    )
+    return Failure(stage, 0, "OSError", said)
+
+
+def _out_of_step(rank: int, found: Message, mine: Message) -> Failure:
+    said = (
+        "it is in no call" if found.kind is Kind.LEFT else f"it is in {found.name} ({found.stage})"
+    )
+    return Failure(
+        mine.stage,
+        rank,
+        "OutOfStep",
+        f"{said}, and rank 0 in {mine.name} ({mine.stage}): call the same on all ranks, in the "
+        "same order",
+    )
