@@ -91,7 +91,10 @@ class Cluster:
             ready = wait(list(waiting.values()), timeout=JOB_SECONDS)
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {sorted(waiting)} did not answer in {JOB_SECONDS} s")
+                ended = f"; {dead} had ended" if dead else ""
+                raise TimeoutError(
+                    f"ranks {sorted(waiting)} did not answer in {JOB_SECONDS} s{ended}"
+                )
             for rank in [rank for rank, c in waiting.items() if c in ready]:
                 try:
                     succeeded, answer, threads = waiting.pop(rank).recv()
