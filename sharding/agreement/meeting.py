@@ -12,7 +12,8 @@ Rules:
 2. Who connects must know a word that is in the store: as much protection as the store has itself.
 3. A group may be made where an earlier one has met: a place is gone when all have connected, or
    when rank 0 has left the group, and what is left for those who come late goes by the place's
-   word.
+   word. A rank 0 that was killed has left its place there, and torchrun keeps the store when it
+   starts a job again: a place older than the process that finds it is no reason to give up.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class _Place:
     port: int
     is_at_store: bool
     """The store is on its machine: whoever has reached the one reaches the other."""
+    at: float
+    """When it was given, in seconds by its machine's clock."""
 
 
 class Meeting:
@@ -82,7 +85,8 @@ class Meeting:
         server = _server(max(128, world_size))
         server.setblocking(False)
         hosts, is_at_store = _own_hosts(_host_of(self._given))
-        place = _Place(self.word, _machine(), hosts, server.getsockname()[1], is_at_store)
+        port = server.getsockname()[1]
+        place = _Place(self.word, _machine(), hosts, port, is_at_store, time.time())
         self._store.set(PLACE, json.dumps(asdict(place)))
         return server
 
@@ -93,7 +97,7 @@ class Meeting:
         be reached.
         """
         until = monotonic() + seconds
-        refused = None
+        refused: dict[str, float] = {}  # by a place's word: since when
         while True:
             place = self._place(until)
             if place is None:
@@ -104,8 +108,8 @@ class Meeting:
                 link = Link(found)
                 link.send(Message(Kind.HELLO, 0, rank, place.word).packed())
                 return link
-            refused = monotonic() if refused is None else refused
-            if monotonic() > min(until, refused + REFUSED_SECONDS):
+            patience = seconds if place.at < _began() else REFUSED_SECONDS
+            if monotonic() > min(until, refused.setdefault(place.word, monotonic()) + patience):
                 raise ConnectionError(
                     f"it cannot be reached ({why}): it has ended, or its address is to be given "
                     "to it in CKPT_HOST; or else this is the address of an earlier job that met at "
@@ -222,6 +226,16 @@ def _host_of(store: Store) -> str | None:
         found = inner
     host = getattr(found, "host", None)
     return host if isinstance(host, str) else None
+
+
+def _began() -> float:
+    """When this process did, in seconds by the machine's clock; 0 where the system does not say."""
+    with suppress(OSError, AttributeError):  # there is no /proc, or no such clock
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        up = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.time() - (up - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 @lru_cache(1)

@@ -4,8 +4,9 @@ import json
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -15,10 +16,19 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharding.agreement import meeting as meeting_module
 from sharding.agreement import ranks as ranks_module
 from sharding.agreement.gathering import Gathering
 from sharding.agreement.links import Failure, Kind, Link, Message, flush
-from sharding.agreement.meeting import LOOPBACK, PLACE, Meeting, _machine, _own_hosts, _Place
+from sharding.agreement.meeting import (
+    LOOPBACK,
+    PLACE,
+    Meeting,
+    _began,
+    _machine,
+    _own_hosts,
+    _Place,
+)
 from sharding.agreement.ranks import Ranks
 from sharding.errors import RankError
 
@@ -268,7 +278,7 @@ def test_what_looks_like_one_machine_and_is_two_meets_at_the_other_address() -> 
     store = dist.HashStore()
     leader, follower = Meeting(store, "here"), Meeting(store, "here")
     with socket.create_server(("127.0.0.2", 0)) as server:  # not at the loopback address
-        place = _Place(leader.word, _machine(), ["127.0.0.2"], server.getsockname()[1], False)
+        place = _Place(leader.word, _machine(), ["127.0.0.2"], server.getsockname()[1], False, 0.0)
         follower._store.set(PLACE, json.dumps(asdict(place)))
         follower.connect(1, 60).close()
 
@@ -284,6 +294,40 @@ def test_an_address_that_cannot_be_reached_from_here_is_not_rank_0_s() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolved)
         assert _own_hosts("a host") == ([], True)
+
+
+class Kept(dist.Store):
+    """A store that says something else each time it is asked."""
+
+    def __init__(self, said: list[_Place]) -> None:
+        super().__init__()
+        self.said = [json.dumps(asdict(place)).encode() for place in said]
+
+    def clone(self) -> dist.Store:
+        return self
+
+    def wait(self, *_: object) -> None: ...
+
+    def get(self, _: str) -> bytes:
+        return self.said.pop(0)
+
+
+def test_a_place_of_before_this_process_is_no_reason_to_give_up() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server, socket.socket() as dead:
+        dead.bind((LOOPBACK, 0))  # and does not listen
+        here = _Place("new", _machine(), [], server.getsockname()[1], False, time.time())
+        old = replace(here, word="old", port=dead.getsockname()[1], at=_began() - 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting_module, "REFUSED_SECONDS", -1.0)
+            meeting = Meeting(Kept([old, old, here]), "here")
+            meeting.connect(1, 60).close()
+            assert meeting.word == "new"
+            with pytest.raises(ConnectionError, match="cannot be reached"):
+                Meeting(Kept([replace(old, at=time.time())]), "here").connect(1, 60)
+
+
+def test_when_this_process_began_is_known() -> None:
+    assert time.time() - 86400 < _began() <= time.time()
 
 
 def leave_an_address() -> tuple[list[bool], list[int]]:
