@@ -341,6 +341,7 @@ def leave_an_address() -> tuple[list[bool], list[int]]:
             is_there.append(store.check(["here/ckpt/place"]))
         del leader
         is_there.append(store.check(["here/ckpt/place"]))
+    dist.barrier()  # else rank 1 may connect to one that leaves
     ranks = Ranks()
     ranks._channel = (
         ranks_module.Follower(Meeting(store, "here"), rank, 2)
