@@ -111,7 +111,8 @@ def summary_message(summary: ShardSummary) -> bytes:
 
 def error_message(error: Exception) -> bytes:
     """Why nothing was written, on its way back."""
-    return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+    said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"error": said}).encode()
 
 
 def read_answer(message: bytes, where: str) -> ShardSummary:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from ckpt.errors import StoreError
+from ckpt.writing.write_job import error_message, read_answer
 from ckpt.writing.writers import WriterProcess
 from tests.ckpt.late_copies import SECONDS, late_copies
 
@@ -82,6 +84,14 @@ def test_one_ranks_error_reaches_all_at_wait_or_at_the_next_save(
     for name in "abc":
         assert not (tmp_path / name).exists() or not list((tmp_path / name).iterdir())
     assert not ckpt.verify(tmp_path / "d").problems
+
+
+def test_an_error_of_the_writer_is_what_the_trainer_raises() -> None:
+    for error in (StoreError("s3://b/c/d: the server is away"), OSError("no room")):
+        with pytest.raises(StoreError) as raised:
+            read_answer(error_message(error), "s3://b/c/d")
+        known = "" if isinstance(error, StoreError) else "s3://b/c/d: OSError: "
+        assert str(raised.value) == f"{known}{error}"
 
 
 def test_a_manifest_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
