@@ -139,8 +139,9 @@ def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> None:
     if unseen:
         raise StoreError(
             f"{store.url}: rank 0 does not see what ranks {unseen[:8]} wrote, "
-            f"{len(unseen)} of {len(files)} files: save to a disk that all ranks share; or "
-            "somebody has removed them"
+            f"{len(unseen)} of {len(files)} files: give all ranks the same URL (one made of the "
+            "time or a process's number is not), on a disk that they share; or somebody has "
+            "removed them"
         )
     other = next(file for file in files if seen[file.name] != file.size)
     raise StoreError(
