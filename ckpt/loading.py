@@ -179,7 +179,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             numbers = [fill for want in matched.numbers for fill in alone.fills(want)]
             fills = [fill for want in matched.wants for fill in together.fills(want)]
             if shares is not None:
-                shares.lots.plan(lot_bytes(budget), alone.fits)
+                shares.lots.plan(alone.fits)
             return _Planned(numbers, fills, shares)
 
         here, agreed = ranks.compare(
@@ -205,7 +205,8 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 return planning(matched, budget, shares)
 
             def shared_reading() -> Shares:
-                return Shares(ranks.mesh, ranks.here, source.store.read_bytes > LOCAL_READ_BYTES)
+                is_far = source.store.read_bytes > LOCAL_READ_BYTES
+                return Shares(ranks.mesh, ranks.here, lot_bytes(budget) if is_far else 0)
 
             planned, agreed = ranks.compare(
                 "planning to load",

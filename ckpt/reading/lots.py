@@ -11,28 +11,31 @@ Rules:
 2. The file of a saved rank is read by as many ranks as there are to each that saved, lot by lot in
    turn. A tensor is dealt out under its stored layout, with those readers in the place of the ranks
    that saved.
-3. Memory is what a rank has read of the lots of one exchange, once more as messages, and as much of
-   what it receives.
+3. Lots are read and dealt out in *rounds*. A rank has at most `lot_bytes` of a round to read, held
+   until the round is over; once more as messages, and as much of what it receives at a time. A
+   tensor of which a rank would read more is not taken.
 4. A read that fails lets the exchanges go on, for the others wait for them, and is raised after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ckpt.reading.bites import Fits, Request, requests_for
 from ckpt.states.memory import memory_of
 from formats.catalog import TensorRecord
-from formats.storage import REMOTE_READ_BYTES
 from sharding.layout import Layout, Mesh
 from sharding.states.redistribute import Move
 
 Wanted = tuple[str, list[Request], torch.Tensor]
 """The name of a tensor, what is to be read of it, and what that fills."""
 Read = Callable[[Sequence[Wanted]], None]
+Send = Callable[[Sequence[Move], int], None]
+"""Moves to make, and how many bytes of them travel together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +59,31 @@ class _Dealt:
     """This rank's part in that, without the memory yet; none where others read."""
 
 
+@dataclass(slots=True, eq=False)
+class _Lot:
+    """Tensors that are read by the same ranks."""
+
+    number: int
+    reads: np.ndarray
+    """Bytes that each rank reads, by its position in the world."""
+    part_bytes: int = 0
+    """Of the file of each rank that saved, on average."""
+    dealt: list[_Dealt] = field(default_factory=list)
+
+
 class Lots:
     """The tensors of one load that are read so."""
 
-    def __init__(self, world: Mesh, here: int) -> None:
+    def __init__(self, world: Mesh, here: int, lot_bytes: int) -> None:
+        """`lot_bytes` is what a rank may read for others at a time; with 0 nothing is taken."""
         self._world = world
+        self._ranks = list(world.ranks())
         self._here = here
+        self._lot_bytes = lot_bytes
         self._entries: list[_Entry] = []
-        self._lots: list[list[_Dealt]] = []
+        self._rounds: list[list[_Lot]] = []
+        self._stored: dict[Layout, np.ndarray] = {}
+        self._wanted: dict[Layout, np.ndarray] = {}
 
     @property
     def names(self) -> list[str]:
@@ -77,81 +97,148 @@ class Lots:
             stored is None
             or 2 * stored.mesh.size > ranks
             or ranks % stored.mesh.size
-            or not 0 < record.nbytes <= REMOTE_READ_BYTES * stored.mesh.size
+            or not 0 < record.nbytes <= self._lot_bytes * stored.mesh.size
             or sorted(stored.mesh.ranks()) != list(range(stored.mesh.size))
             or any(self._world.coordinate(rank) is None for rank in want.mesh.ranks())
         ):
             return False
-        self._entries.append(_Entry(name, record, stored, local, want))
+        entry = _Entry(name, record, stored, local, want)
+        if self._reads(entry).max() > self._lot_bytes:
+            return False
+        self._entries.append(entry)
         return True
 
-    def plan(self, lot_bytes: int, fits: Fits) -> None:
-        """Divide what was taken into lots, and open the files that this rank reads.
+    def plan(self, fits: Fits) -> None:
+        """Divide what was taken into lots and rounds, and open the files that this rank reads.
 
-        A lot has at most `lot_bytes` of a file, and less where some rank would have none to read.
+        A rank reads at most `lot_bytes` of a lot, and less where some would have none to read.
         """
-        lot: list[_Entry] = []
-        nbytes = 0
+        lots: list[_Lot] = []
         every = sum(entry.record.nbytes for entry in self._entries)
-        lot_bytes = min(lot_bytes, -(-every // self._world.size))
+        part_bytes = min(self._lot_bytes, -(-every // self._world.size))
         # As they lie in the files, where the target has them in the order of the state.
         for entry in sorted(self._entries, key=lambda one: -one.record.dtype.itemsize):
             part = -(-entry.record.nbytes // entry.stored.mesh.size)
-            if lot and nbytes + part > lot_bytes:
-                self._deal(lot, fits)
-                lot, nbytes = [], 0
-            lot.append(entry)
-            nbytes += part
-        if lot:
-            self._deal(lot, fits)
+            reads = self._reads(entry)
+            if (
+                not lots
+                or lots[-1].part_bytes + part > part_bytes
+                or (self._readers(lots[-1], entry) + reads).max() > self._lot_bytes
+            ):
+                lots.append(_Lot(len(lots), np.zeros(self._world.size, np.int64)))
+            lot = lots[-1]
+            lot.part_bytes += part
+            self._readers(lot, entry)[:] += reads
+            lot.dealt.append(self._dealt(entry, lot.number, fits))
+        self._rounds = _rounds(lots, self._lot_bytes)
 
     def mark(self) -> tuple[str, ...]:
         """The same on ranks that deal out the same."""
         return tuple(
-            repr((dealt.entry.name, str(dealt.entry.local.dtype), dealt.have, dealt.entry.want))
-            for lot in self._lots
-            for dealt in lot
+            f"{number} {dealt.entry.name} {dealt.entry.local.dtype} "
+            f"{dealt.have!r} {dealt.entry.want!r}"
+            for number, lots in enumerate(self._rounds)
+            for lot in lots
+            for dealt in lot.dealt
         )
 
-    def moves(self, read: Read, failed: list[Exception]) -> Iterator[Move]:
-        """The tensors on their way: a lot is read when its first one is asked for (rule 4)."""
-        for lot in self._lots:
-            sources = [self._source(dealt) for dealt in lot]
-            wanted = [
-                (
-                    dealt.entry.name,
-                    [request._replace(memory=memory_of(source)) for request in dealt.requests],
-                    source,
-                )
-                for dealt, source in zip(lot, sources, strict=True)
-                if dealt.requests
-            ]
-            if wanted and not failed:
-                try:
-                    read(wanted)
-                except Exception as error:
-                    failed.append(error)
-            for dealt, source in zip(lot, sources, strict=True):
-                entry = dealt.entry
-                yield Move(entry.name, source, dealt.have, entry.local, entry.want)
+    def deal(self, read: Read, send: Send, most_bytes: int) -> None:
+        """Read and deal out all lots; a rank receives at most `most_bytes` at a time.
 
-    def _deal(self, entries: Sequence[_Entry], fits: Fits) -> None:
-        lot = []
-        for entry in entries:
-            have = self._read_as(entry.stored, len(self._lots))
-            requests: list[Request] = []
-            if have.mesh.coordinate(self._here) is not None:
-                pieces = fits.pieces(have, self._here)
-                requests = requests_for(entry.record, pieces, memoryview(b""), fits)
-            lot.append(_Dealt(entry, have, requests))
-        self._lots.append(lot)
+        Called by all ranks, with the same `most_bytes`. Raises what `read` raises (rule 4).
+        """
+        failed: list[Exception] = []
+        for lots in self._rounds:
+            self._deal(lots, read, send, most_bytes, failed)
+        if failed:
+            raise failed[0]
+
+    def _deal(
+        self, lots: Sequence[_Lot], read: Read, send: Send, most_bytes: int, failed: list[Exception]
+    ) -> None:
+        """One round; what was read for it is let go of at the end."""
+        # All ranks read before any is waited for.
+        moves = [move for lot in lots for move in self._read(lot, read, failed)]
+        for batch, nbytes in self._batches(moves, most_bytes):
+            send(batch, nbytes)
+
+    def _read(self, lot: _Lot, read: Read, failed: list[Exception]) -> Iterator[Move]:
+        """The tensors of a lot on their way, once they are read."""
+        sources = [self._source(dealt) for dealt in lot.dealt]
+        wanted = [
+            (
+                dealt.entry.name,
+                [request._replace(memory=memory_of(source)) for request in dealt.requests],
+                source,
+            )
+            for dealt, source in zip(lot.dealt, sources, strict=True)
+            if dealt.requests
+        ]
+        if wanted and not failed:
+            try:
+                read(wanted)
+            except Exception as error:
+                failed.append(error)
+        for dealt, source in zip(lot.dealt, sources, strict=True):
+            entry = dealt.entry
+            yield Move(entry.name, source, dealt.have, entry.local, entry.want)
+
+    def _batches(self, moves: Iterable[Move], most_bytes: int) -> Iterator[tuple[list[Move], int]]:
+        """Moves of which no rank receives more than `most_bytes`, and the bytes of all of them.
+
+        A tensor of which some rank receives more is by itself, with `most_bytes`.
+        """
+        batch: list[Move] = []
+        received, every = np.zeros(self._world.size, np.int64), 0
+
+        def limit() -> int:
+            return every if received.max() <= most_bytes else most_bytes
+
+        for move in moves:
+            more = self._parts(move.want, self._wanted, self._ranks) * move.target.itemsize
+            if batch and (received + more).max() > most_bytes:
+                yield batch, limit()
+                batch, received, every = [], np.zeros_like(received), 0
+            batch.append(move)
+            received += more
+            every += move.have.numel * move.target.itemsize
+        if batch:
+            yield batch, limit()
+
+    def _dealt(self, entry: _Entry, number: int, fits: Fits) -> _Dealt:
+        have = self._read_as(entry.stored, number)
+        requests: list[Request] = []
+        if have.mesh.coordinate(self._here) is not None:
+            pieces = fits.pieces(have, self._here)
+            requests = requests_for(entry.record, pieces, memoryview(b""), fits)
+        return _Dealt(entry, have, requests)
 
     def _read_as(self, stored: Layout, number: int) -> Layout:
         """A stored layout with the readers of a lot in the place of those that saved (rule 2)."""
         each = self._world.size // stored.mesh.size
-        readers = [self._world.rank((rank * each + number % each,)) for rank in stored.mesh.ranks()]
+        readers = [self._ranks[rank * each + number % each] for rank in stored.mesh.ranks()]
         mesh = Mesh.of_ranks(stored.mesh.names, stored.mesh.sizes, readers)
         return Layout(stored.shape, mesh, stored.placements)
+
+    def _readers(self, lot: _Lot, entry: _Entry) -> np.ndarray:
+        """What those read of a lot who read this tensor, by the ranks that saved: a view."""
+        each = self._world.size // entry.stored.mesh.size
+        return lot.reads[lot.number % each :: each]
+
+    def _reads(self, entry: _Entry) -> np.ndarray:
+        """The bytes of a tensor that are read for each rank that saved."""
+        ranks = range(entry.stored.mesh.size)
+        return self._parts(entry.stored, self._stored, ranks) * entry.local.itemsize
+
+    def _parts(
+        self, layout: Layout, known: dict[Layout, np.ndarray], ranks: Iterable[int]
+    ) -> np.ndarray:
+        """The elements that each of the ranks has of a tensor."""
+        found = known.get(layout)
+        if found is None:
+            spans = [layout.span(rank) for rank in ranks]
+            found = known[layout] = np.array([hi - lo for lo, hi in spans], np.int64)
+        return found
 
     def _source(self, dealt: _Dealt) -> torch.Tensor:
         """Memory for this rank's part of a tensor as it is read; empty where others read."""
@@ -159,3 +246,16 @@ class Lots:
         if dealt.requests:
             lo, hi = dealt.have.span(self._here)
         return torch.empty(hi - lo, dtype=dealt.entry.local.dtype)
+
+
+def _rounds(lots: Iterable[_Lot], most_bytes: int) -> list[list[_Lot]]:
+    """Lots that lie side by side, of which together no rank reads more than that."""
+    rounds: list[list[_Lot]] = []
+    reads: np.ndarray | None = None
+    for lot in lots:
+        if reads is None or (reads + lot.reads).max() > most_bytes:
+            rounds.append([])
+            reads = np.zeros_like(lot.reads)
+        rounds[-1].append(lot)
+        reads += lot.reads
+    return rounds

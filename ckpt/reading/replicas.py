@@ -47,23 +47,22 @@ def exchanged(replicas: str, reader: Reader) -> bool:
 
 
 def lot_bytes(budget: int) -> int:
-    """How much of a file a rank reads for all at once: it is held three times."""
+    """How much a rank reads for the others at a time: it is held three times."""
     return min(REMOTE_READ_BYTES, budget // 3)
 
 
 class Shares:
     """What this rank reads for others, and others for it."""
 
-    def __init__(self, world: Mesh, here: int, is_far: bool = False) -> None:
-        """`is_far` where a server is read from, to which every request matters."""
+    def __init__(self, world: Mesh, here: int, lot_bytes: int = 0) -> None:
+        """`lot_bytes` is not 0 where a server is read from, to which every request matters."""
         self._world = world
         self._here = here
         self._moves: list[Move] = []
         self._turn = 0
         self._divided: dict[tuple[Layout, int | None], Layout] = {}
-        self.lots = Lots(world, here)
-        """What one rank reads for all; nothing unless `is_far`."""
-        self.is_far = is_far
+        self.lots = Lots(world, here, lot_bytes)
+        """What one rank reads for all."""
 
     def of(
         self, name: str, local: torch.Tensor, layout: Layout, pieces: Sequence[Piece]
@@ -83,7 +82,7 @@ class Shares:
 
     def takes(self, name: str, record: TensorRecord, local: torch.Tensor, layout: Layout) -> bool:
         """Whether a tensor is read in a lot, so that nothing else of it is to be read."""
-        return self.is_far and self.lots.take(name, record, local, layout)
+        return self.lots.take(name, record, local, layout)
 
     def mark(self) -> int:
         """A hash of all that is exchanged, in order."""
@@ -100,11 +99,11 @@ class Shares:
         Raises what `read` raises, and after the exchange.
         """
         redistribute(self._moves, group=group, budget=budget // 2)
-        failed: list[Exception] = []
-        together = lot_bytes(budget) * self._world.size
-        redistribute(self.lots.moves(read, failed), group=group, budget=together)
-        if failed:
-            raise failed[0]
+
+        def send(moves: Sequence[Move], nbytes: int) -> None:
+            redistribute(moves, group=group, budget=nbytes)
+
+        self.lots.deal(read, send, lot_bytes(budget))
 
     def _share(self, layout: Layout, itemsize: int) -> Layout | None:
         """Who reads what of a tensor; None where it is not replicated, or beyond these ranks."""
