@@ -30,6 +30,8 @@ from queue import SimpleQueue
 from ckpt.writing.arena import HEAD_BYTES, mapped, set_progress
 from ckpt.writing.write_job import error_message, read_job, summary_message, write
 
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Of a whole job; `ckpt.writing.writers` starts this process with them blocked."""
 NICE = 15
 """Takes 4 % of a core that the training wants; 10 takes 11 %, and 19 2 %, which takes long."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -44,7 +46,7 @@ class AbandonedError(Exception):
 def main() -> None:
     """Write until the connection ends; `argv` has its descriptor and the arena's."""
     connection, arena = Connection(int(sys.argv[1])), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()  # before there are threads: each has a niceness of its own
     jobs: SimpleQueue[bytes | None] = SimpleQueue()

@@ -7,6 +7,7 @@ and serves all later ones; it ends with this one (`ckpt.writing.writer_process`)
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 from ckpt.errors import StoreError
 from ckpt.writing.arena import Arena, set_progress
 from ckpt.writing.write_job import WriteJob, job_message, read_answer, write
+from ckpt.writing.writer_process import IGNORED
 from formats.native.shard import Progress, ShardSummary
 
 POLL_SECONDS = 0.1
@@ -32,6 +34,8 @@ class WriterProcess:
         self._arena = arena
         self._connection, theirs = Pipe()
         descriptors = (theirs.fileno(), arena.descriptor)
+        # The job may be signalled before the process can say that it ignores that.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _START, *map(str, descriptors), *sys.path],
@@ -41,6 +45,7 @@ class WriterProcess:
             )
         finally:
             theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # A forked child, such as a data loader's, would keep the connection open.
         os.register_at_fork(after_in_child=self._connection.close)
 

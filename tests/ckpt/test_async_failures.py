@@ -20,6 +20,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import StoreError
+from ckpt.writing.arena import Arena
 from ckpt.writing.write_job import error_message, read_answer
 from ckpt.writing.writers import WriterProcess
 from tests.ckpt.late_copies import SECONDS, late_copies
@@ -102,6 +103,16 @@ def test_a_manifest_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         go.set()
         with pytest.raises(ckpt.ExistsError):
             handle.wait(SECONDS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_job_does_not_end_the_writer_while_it_starts(number: int) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    writer = WriterProcess(Arena())
+    writer.process.send_signal(number)
+    writer.close()
+    assert writer.process.returncode == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
