@@ -79,6 +79,10 @@ osd class load list = *
 rgw data = {folder}/rgw
 rgw frontends = beast endpoint={host}:{port} tcp_nodelay=1
 rgw thread pool size = 64
+# What is deleted or replaced gives its room back at once, not after two hours.
+rgw gc obj min wait = 1
+rgw gc processor period = 5
+rgw gc processor max time = 5
 rgw crypt require ssl = false
 """
 
