@@ -37,7 +37,7 @@ PROGRAMS = (
 )
 PACKAGES = "ceph-mon ceph-osd radosgw ceph-common"
 KEY, SECRET = "test-key", "test-secret"
-STORE_BYTES = 8 << 30
+STORE_BYTES = 16 << 30
 """What the server says it can hold. Memory is taken as objects come."""
 
 CONFIGURATION = """\
