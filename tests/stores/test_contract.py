@@ -138,8 +138,9 @@ def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
             # moto's clock stands still, in 2010
             assert (0 if place.kind == "moto" else began) < found.started < time.time() + 60
             other.abort(found)
+            while other.unfinished():  # Azure's begins anew with a part that was on its way
+                other.abort(found)
             other.abort(found)
-            assert other.unfinished() == []
         assert store.names() == []
 
 
