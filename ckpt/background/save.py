@@ -54,6 +54,10 @@ def begin(
         thread.start()
     except RuntimeError:  # no thread can be started, as when the interpreter ends
         save.run(staged, error)
+    except BaseException:  # as KeyboardInterrupt is
+        if thread.ident is None:  # else it does so itself
+            _abandon(handle, staged)
+        raise
 
 
 def _lasting(plan: Plan) -> Plan:
@@ -96,8 +100,7 @@ class _Save:
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copy, write, commit; what goes wrong is the handle's to tell."""
         if not self._ranks.begin():  # the call was interrupted, and says so itself
-            self._handle.mark_staged()
-            self._handle.mark_finished(None)
+            _abandon(self._handle, staged)
             return
         written: list[ShardSummary | None] = []
         if error is None:
@@ -140,6 +143,13 @@ class _Save:
             open_store(self._handle.url, self._options) as store,
         ):
             finish(store, self._ranks, self._plan, written, error)
+
+
+def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
+    """Let nobody wait for what does not go on: no step for its copies, no save for its end."""
+    while staged:
+        _attempt(staged.pop().staging.finish)
+    handle.mark_finished(None)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:

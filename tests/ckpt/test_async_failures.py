@@ -115,6 +115,24 @@ def test_a_signal_to_the_job_does_not_end_the_writer_while_it_starts(number: int
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
+def test_after_an_interrupt_before_the_thread_runs_steps_and_saves_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    given = state()
+    given["model"](torch.ones(500_000)).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(tmp_path / "a", given, blocking=False)
+    given["optim"].step()
+    ckpt.save(tmp_path / "b", given, blocking=False).wait(SECONDS)
+    assert not ckpt.verify(tmp_path / "b").problems
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
 def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

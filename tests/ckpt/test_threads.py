@@ -28,7 +28,7 @@ class Acting:
         return {"acted": True}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        raise NotImplementedError
+        raise AssertionError("it is saved, and never loaded")
 
 
 def test_of_two_threads_one_at_a_time_begins_a_save_in_the_background(tmp_path: Path) -> None:
