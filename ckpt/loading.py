@@ -26,7 +26,7 @@ from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.reading.bites import Fits
 from ckpt.reading.fills import Fill, Planning, read_fills
 from ckpt.reading.lots import Read, Wanted
-from ckpt.reading.replicas import REPLICAS, Shares, exchanged, lot_bytes
+from ckpt.reading.replicas import REPLICAS, Shares, bytes_of_lots, exchanged
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import Reading
 from ckpt.states.saved import Rename, Saved
@@ -206,7 +206,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
 
             def shared_reading() -> Shares:
                 is_far = source.store.read_bytes > LOCAL_READ_BYTES
-                return Shares(ranks.mesh, ranks.here, lot_bytes(budget) if is_far else 0)
+                return Shares(ranks.mesh, ranks.here, bytes_of_lots(budget) if is_far else 0)
 
             planned, agreed = ranks.compare(
                 "planning to load",

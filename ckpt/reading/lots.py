@@ -20,12 +20,13 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ckpt.reading.bites import Fits, Request, requests_for
+from ckpt.reading.held import elements_held, positions
 from ckpt.states.memory import memory_of
 from formats.catalog import TensorRecord
 from sharding.layout import Layout, Mesh
@@ -47,6 +48,27 @@ class _Entry:
     stored: Layout
     local: torch.Tensor
     want: Layout
+    savers: np.ndarray
+    """The ranks of the stored mesh, in row-major order."""
+    wanting: np.ndarray
+    """Those of the wanted one, by their positions in the world."""
+
+    @property
+    def part_bytes(self) -> int:
+        """What each rank that saved has of it, on average."""
+        return -(-self.record.nbytes // self.stored.mesh.size)
+
+    @property
+    def reads(self) -> np.ndarray:
+        """Bytes to read, for each rank that saved."""
+        found = np.empty(len(self.savers), np.int64)
+        found[self.savers] = elements_held(self.stored) * self.local.itemsize
+        return found
+
+    @property
+    def receives(self) -> np.ndarray:
+        """Bytes that come to each rank that wants some, at the most; as in `wanting`."""
+        return elements_held(self.want) * self.local.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,16 +81,10 @@ class _Dealt:
     """This rank's part in that, without the memory yet; none where others read."""
 
 
-@dataclass(slots=True, eq=False)
-class _Lot:
-    """Tensors that are read by the same ranks."""
-
-    number: int
-    reads: np.ndarray
-    """Bytes that each rank reads, by its position in the world."""
-    part_bytes: int = 0
-    """Of the file of each rank that saved, on average."""
-    dealt: list[_Dealt] = field(default_factory=list)
+_Lot = list[_Dealt]
+"""Tensors that are read by the same ranks."""
+_Moving = tuple[_Entry, Move]
+"""A tensor on its way."""
 
 
 class Lots:
@@ -82,8 +98,8 @@ class Lots:
         self._lot_bytes = lot_bytes
         self._entries: list[_Entry] = []
         self._rounds: list[list[_Lot]] = []
-        self._stored: dict[Layout, np.ndarray] = {}
-        self._wanted: dict[Layout, np.ndarray] = {}
+        self._positions: dict[tuple[Mesh, Mesh], np.ndarray | None] = {}
+        self._readers: dict[tuple[Mesh, int], Mesh] = {}
 
     @property
     def names(self) -> list[str]:
@@ -97,13 +113,16 @@ class Lots:
             stored is None
             or 2 * stored.mesh.size > ranks
             or ranks % stored.mesh.size
+            or stored.replicas > 1
             or not 0 < record.nbytes <= self._lot_bytes * stored.mesh.size
-            or sorted(stored.mesh.ranks()) != list(range(stored.mesh.size))
-            or any(self._world.coordinate(rank) is None for rank in want.mesh.ranks())
         ):
             return False
-        entry = _Entry(name, record, stored, local, want)
-        if self._reads(entry).max() > self._lot_bytes:
+        savers = self._among(stored.mesh, Mesh.grid(("saved",), (stored.mesh.size,)))
+        wanting = self._among(want.mesh, self._world)
+        if savers is None or wanting is None:
+            return False
+        entry = _Entry(name, record, stored, local, want, savers, wanting)
+        if entry.reads.max() > self._lot_bytes:
             return False
         self._entries.append(entry)
         return True
@@ -113,24 +132,33 @@ class Lots:
 
         A rank reads at most `lot_bytes` of a lot, and less where some would have none to read.
         """
-        lots: list[_Lot] = []
         every = sum(entry.record.nbytes for entry in self._entries)
-        part_bytes = min(self._lot_bytes, -(-every // self._world.size))
+        most_parts = min(self._lot_bytes, -(-every // self._world.size))
+        number, parts = -1, 0  # of the last lot
+        reading = np.zeros(self._world.size, np.int64)  # by each rank, of the last lot
+        before = np.zeros_like(reading)  # and of those before it in its round
+        rounds: list[list[_Lot]] = []
         # As they lie in the files, where the target has them in the order of the state.
         for entry in sorted(self._entries, key=lambda one: -one.record.dtype.itemsize):
-            part = -(-entry.record.nbytes // entry.stored.mesh.size)
-            reads = self._reads(entry)
+            reads = entry.reads
             if (
-                not lots
-                or lots[-1].part_bytes + part > part_bytes
-                or (self._readers(lots[-1], entry) + reads).max() > self._lot_bytes
+                not rounds
+                or parts + entry.part_bytes > most_parts
+                or (reading[self._reading(entry, number)] + reads).max() > self._lot_bytes
             ):
-                lots.append(_Lot(len(lots), np.zeros(self._world.size, np.int64)))
-            lot = lots[-1]
-            lot.part_bytes += part
-            self._readers(lot, entry)[:] += reads
-            lot.dealt.append(self._dealt(entry, lot.number, fits))
-        self._rounds = _rounds(lots, self._lot_bytes)
+                number, parts = number + 1, 0
+                before += reading
+                reading[:] = 0
+                rounds = rounds or [[]]
+                rounds[-1].append([])
+            readers = self._reading(entry, number)
+            reading[readers] += reads
+            parts += entry.part_bytes
+            if (before[readers] + reading[readers]).max() > self._lot_bytes:
+                rounds.append([rounds[-1].pop()])
+                before[:] = 0
+            rounds[-1][-1].append(self._dealt(entry, number, fits))
+        self._rounds = rounds
 
     def mark(self) -> tuple[str, ...]:
         """The same on ranks that deal out the same."""
@@ -139,7 +167,7 @@ class Lots:
             f"{dealt.have!r} {dealt.entry.want!r}"
             for number, lots in enumerate(self._rounds)
             for lot in lots
-            for dealt in lot.dealt
+            for dealt in lot
         )
 
     def deal(self, read: Read, send: Send, most_bytes: int) -> None:
@@ -162,16 +190,16 @@ class Lots:
         for batch, nbytes in self._batches(moves, most_bytes):
             send(batch, nbytes)
 
-    def _read(self, lot: _Lot, read: Read, failed: list[Exception]) -> Iterator[Move]:
+    def _read(self, lot: _Lot, read: Read, failed: list[Exception]) -> Iterator[_Moving]:
         """The tensors of a lot on their way, once they are read."""
-        sources = [self._source(dealt) for dealt in lot.dealt]
+        sources = [self._source(dealt) for dealt in lot]
         wanted = [
             (
                 dealt.entry.name,
                 [request._replace(memory=memory_of(source)) for request in dealt.requests],
                 source,
             )
-            for dealt, source in zip(lot.dealt, sources, strict=True)
+            for dealt, source in zip(lot, sources, strict=True)
             if dealt.requests
         ]
         if wanted and not failed:
@@ -179,11 +207,13 @@ class Lots:
                 read(wanted)
             except Exception as error:
                 failed.append(error)
-        for dealt, source in zip(lot.dealt, sources, strict=True):
+        for dealt, source in zip(lot, sources, strict=True):
             entry = dealt.entry
-            yield Move(entry.name, source, dealt.have, entry.local, entry.want)
+            yield entry, Move(entry.name, source, dealt.have, entry.local, entry.want)
 
-    def _batches(self, moves: Iterable[Move], most_bytes: int) -> Iterator[tuple[list[Move], int]]:
+    def _batches(
+        self, moves: Iterable[_Moving], most_bytes: int
+    ) -> Iterator[tuple[list[Move], int]]:
         """Moves of which no rank receives more than `most_bytes`, and the bytes of all of them.
 
         A tensor of which some rank receives more is by itself, with `most_bytes`.
@@ -194,13 +224,13 @@ class Lots:
         def limit() -> int:
             return every if received.max() <= most_bytes else most_bytes
 
-        for move in moves:
-            more = self._parts(move.want, self._wanted, self._ranks) * move.target.itemsize
-            if batch and (received + more).max() > most_bytes:
+        for entry, move in moves:
+            more = entry.receives
+            if batch and (received[entry.wanting] + more).max() > most_bytes:
                 yield batch, limit()
                 batch, received, every = [], np.zeros_like(received), 0
             batch.append(move)
-            received += more
+            received[entry.wanting] += more
             every += move.have.numel * move.target.itemsize
         if batch:
             yield batch, limit()
@@ -215,30 +245,25 @@ class Lots:
 
     def _read_as(self, stored: Layout, number: int) -> Layout:
         """A stored layout with the readers of a lot in the place of those that saved (rule 2)."""
-        each = self._world.size // stored.mesh.size
-        readers = [self._ranks[rank * each + number % each] for rank in stored.mesh.ranks()]
-        mesh = Mesh.of_ranks(stored.mesh.names, stored.mesh.sizes, readers)
-        return Layout(stored.shape, mesh, stored.placements)
+        mesh, each = stored.mesh, self._world.size // stored.mesh.size
+        readers = self._readers.get((mesh, number % each))
+        if readers is None:
+            ranks = [self._ranks[rank * each + number % each] for rank in mesh.ranks()]
+            readers = Mesh.of_ranks(mesh.names, mesh.sizes, ranks)
+            self._readers[mesh, number % each] = readers
+        return Layout(stored.shape, readers, stored.placements)
 
-    def _readers(self, lot: _Lot, entry: _Entry) -> np.ndarray:
-        """What those read of a lot who read this tensor, by the ranks that saved: a view."""
+    def _reading(self, entry: _Entry, number: int) -> slice:
+        """Who reads a tensor in a lot, by the ranks that saved: positions in the world."""
         each = self._world.size // entry.stored.mesh.size
-        return lot.reads[lot.number % each :: each]
+        return slice(number % each, None, each)
 
-    def _reads(self, entry: _Entry) -> np.ndarray:
-        """The bytes of a tensor that are read for each rank that saved."""
-        ranks = range(entry.stored.mesh.size)
-        return self._parts(entry.stored, self._stored, ranks) * entry.local.itemsize
-
-    def _parts(
-        self, layout: Layout, known: dict[Layout, np.ndarray], ranks: Iterable[int]
-    ) -> np.ndarray:
-        """The elements that each of the ranks has of a tensor."""
-        found = known.get(layout)
-        if found is None:
-            spans = [layout.span(rank) for rank in ranks]
-            found = known[layout] = np.array([hi - lo for lo, hi in spans], np.int64)
-        return found
+    def _among(self, mesh: Mesh, world: Mesh) -> np.ndarray | None:
+        """The positions of a mesh's ranks in a world; None if some are not in it."""
+        key = mesh, world
+        if key not in self._positions:
+            self._positions[key] = positions(mesh, world)
+        return self._positions[key]
 
     def _source(self, dealt: _Dealt) -> torch.Tensor:
         """Memory for this rank's part of a tensor as it is read; empty where others read."""
@@ -246,16 +271,3 @@ class Lots:
         if dealt.requests:
             lo, hi = dealt.have.span(self._here)
         return torch.empty(hi - lo, dtype=dealt.entry.local.dtype)
-
-
-def _rounds(lots: Iterable[_Lot], most_bytes: int) -> list[list[_Lot]]:
-    """Lots that lie side by side, of which together no rank reads more than that."""
-    rounds: list[list[_Lot]] = []
-    reads: np.ndarray | None = None
-    for lot in lots:
-        if reads is None or (reads + lot.reads).max() > most_bytes:
-            rounds.append([])
-            reads = np.zeros_like(lot.reads)
-        rounds[-1].append(lot)
-        reads += lot.reads
-    return rounds

@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from ckpt.ranks import HASH_BITS
+from ckpt.reading.held import positions
 from ckpt.reading.lots import Lots, Read
 from formats.catalog import TensorRecord
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, Reader
@@ -46,7 +47,7 @@ def exchanged(replicas: str, reader: Reader) -> bool:
     return replicas == "exchange"
 
 
-def lot_bytes(budget: int) -> int:
+def bytes_of_lots(budget: int) -> int:
     """How much a rank reads for the others at a time: it is held three times."""
     return min(REMOTE_READ_BYTES, budget // 3)
 
@@ -61,6 +62,7 @@ class Shares:
         self._moves: list[Move] = []
         self._turn = 0
         self._divided: dict[tuple[Layout, int | None], Layout] = {}
+        self._inside: dict[Mesh, bool] = {}
         self.lots = Lots(world, here, lot_bytes)
         """What one rank reads for all."""
 
@@ -103,7 +105,7 @@ class Shares:
         def send(moves: Sequence[Move], nbytes: int) -> None:
             redistribute(moves, group=group, budget=nbytes)
 
-        self.lots.deal(read, send, lot_bytes(budget))
+        self.lots.deal(read, send, bytes_of_lots(budget))
 
     def _share(self, layout: Layout, itemsize: int) -> Layout | None:
         """Who reads what of a tensor; None where it is not replicated, or beyond these ranks."""
@@ -113,12 +115,18 @@ class Shares:
         if layout.numel * layout.replicas * itemsize <= SMALL_BYTES * layout.mesh.size:
             self._turn += 1
             turn = self._turn % layout.replicas
+        if not self._is_inside(layout.mesh):
+            return None
         key = layout, turn
         if key not in self._divided:
-            if any(self._world.coordinate(rank) is None for rank in layout.mesh.ranks()):
-                return None
             self._divided[key] = divided(layout, turn)
         return self._divided[key]
+
+    def _is_inside(self, mesh: Mesh) -> bool:
+        """Whether all its ranks are among these. Looked up once: models have few meshes."""
+        if mesh not in self._inside:
+            self._inside[mesh] = positions(mesh, self._world) is not None
+        return self._inside[mesh]
 
 
 def divided(layout: Layout, turn: int | None) -> Layout:

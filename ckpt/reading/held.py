@@ -1,0 +1,57 @@
+"""How much of a tensor each rank holds, for all ranks at once: arithmetic on arrays, not a loop.
+
+Whoever divides work by what others hold asks for thousands of tensors; `Layout.span`, rank by rank,
+would take longer than the work.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from sharding.layout import FlatShard, Layout, Mesh, Only, Split
+
+
+def elements_held(layout: Layout) -> np.ndarray:
+    """How many elements each coordinate of the mesh holds at the most, in row-major order.
+
+    Exact along the axes that decide how much lies where: `FlatShard` and `Only`. Where an axis cuts
+    unevenly, those that hold less count like those that hold most: the most is exact.
+
+    >>> from sharding.layout import Shard
+    >>> mesh = Mesh.grid(("dp",), (3,))
+    >>> elements_held(Layout((10,), mesh, (FlatShard(1, 5),))).tolist()
+    [4, 5, 1]
+    >>> elements_held(Layout((7,), mesh, (Shard(0),))).tolist()  # 3, 3 and 1
+    [3, 3, 3]
+    """
+    sizes = layout.mesh.sizes
+    axes = list(zip(layout.placements, sizes, np.indices(sizes, sparse=True), strict=True))
+    # Coordinate 0 of an axis that cuts dimensions has the most.
+    most = prod(layout.local_shape(layout.mesh.rank((0,) * len(sizes))))
+    lo = np.zeros((1,) * len(sizes), np.int64)
+    hi = lo + most
+    for placement, _, index in axes:
+        if isinstance(placement, FlatShard):
+            start = index * placement.stride - placement.offset
+            end = np.minimum(hi, lo + start + placement.stride)
+            lo = lo + np.maximum(start, 0)
+            hi = np.maximum(lo, end)
+    held, parts = hi - lo, 1
+    for placement, size, index in axes:
+        if isinstance(placement, Only):
+            held = held * (index == placement.index)
+        elif isinstance(placement, Split):
+            parts *= size
+    return np.broadcast_to(-(-held // parts), sizes).reshape(-1)
+
+
+def positions(mesh: Mesh, world: Mesh) -> np.ndarray | None:
+    """Where the ranks of a mesh are among those of a world of one axis; None if some are not.
+
+    >>> positions(Mesh.grid(("tp",), (2,), 1), Mesh.grid(("world",), (4,)))
+    array([1, 2])
+    """
+    found = [at[0] for at in map(world.coordinate, mesh.ranks()) if at is not None]
+    return np.array(found, np.int64) if len(found) == mesh.size else None
