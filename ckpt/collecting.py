@@ -22,7 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ckpt.stores.store import Options, Store, join_url, one_spelling, open_store, split_url
+from ckpt.stores.store import (
+    Options,
+    Store,
+    join_url,
+    local_path,
+    one_spelling,
+    open_store,
+    split_url,
+)
 from ckpt.writing.bases import Loans, loans, loans_beside
 from ckpt.writing.commit import GRACE_SECONDS
 from formats.errors import FormatError
@@ -79,7 +87,8 @@ def gc(
     """The left-overs at `url`, a checkpoint or a folder of checkpoints; with `delete`, removed.
 
     To be called by one process. What is part of a checkpoint, or borrowed by one, is never among
-    them. What a save that is under way may have written is listed, and stays.
+    them. What a save that is under way may have written is listed, and stays. Where there is no
+    folder, there are none.
 
     Args:
         delete: remove those that are old enough.
@@ -96,9 +105,7 @@ def gc(
     ['shard']
     """
     age = GRACE_SECONDS + CLOCKS_SECONDS if older_than is None else older_than
-    text = os.fspath(url)
-    above = text.rstrip("/")
-    place = text if not above or above.endswith(":") else above
+    place = _folder(url)
 
     def look_up() -> Loans:
         return loans_beside(place, storage_options)[0]
@@ -109,6 +116,22 @@ def gc(
         inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
         found = _collected([place], look_up, age, delete, storage_options)
         return found + _collected(inside, lambda: loans(store), age, delete, storage_options)
+
+
+def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> bool:
+    """Whether a folder is there; in a bucket, one with something in it, as there are no others."""
+    path = local_path(url)
+    if path is not None:
+        return os.path.isdir(path)
+    with open_store(_folder(url), storage_options) as store:
+        return bool(store.sizes() or store.folders() or store.unfinished())
+
+
+def _folder(url: str | os.PathLike[str]) -> str:
+    """The path or URL without the slashes at its end, which are no part of a name."""
+    text = os.fspath(url)
+    above = text.rstrip("/")
+    return text if not above or above.endswith(":") else above
 
 
 def _collected(

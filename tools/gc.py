@@ -61,14 +61,15 @@ def duration(text: str) -> float:
 
 def run(options: Options) -> int:
     """Print the list."""
-    from ckpt.collecting import gc
+    from ckpt.collecting import gc, is_folder
+    from ckpt.errors import NotACheckpointError
 
+    storage = mapping(options.storage_options)
     found = gc(
-        options.url,
-        delete=options.delete,
-        older_than=options.older_than,
-        storage_options=mapping(options.storage_options),
+        options.url, delete=options.delete, older_than=options.older_than, storage_options=storage
     )
+    if not found and not is_folder(options.url, storage):
+        raise NotACheckpointError(f"{options.url}: there is no such folder")
     if options.as_json:
         print(json_text({"url": options.url, "left_overs": [asdict(one) for one in found]}))
         return ExitCode.FINE

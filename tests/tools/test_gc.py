@@ -45,3 +45,17 @@ def test_the_command_lists_and_deletes(
 
 def test_an_age_that_is_none_is_a_usage_error(saved: Path, run: Run) -> None:
     assert run("gc", saved, "--older-than", "soon").code == 2
+
+
+@pytest.mark.parametrize("url", ["{tmp_path}/run", "{tmp_path}/file", "memory://test_gc/run"])
+def test_a_folder_that_is_not_there_is_told_apart_from_a_clean_one(
+    url: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "file").touch()
+    place = url.format(tmp_path=tmp_path)
+    ended = run("gc", place, "--delete")
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err == f"ckpt: {place}: there is no such folder\n"
+    assert ckpt.gc(place) == []  # whoever collects in a program may come a second time
+    (tmp_path / "empty").mkdir()
+    assert run("gc", tmp_path / "empty").code == 0
