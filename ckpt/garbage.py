@@ -15,8 +15,8 @@ def collected_later() -> Iterator[None]:
     each time a quarter has come to them: with torch imported that is most of the time of a plan.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()  # in here, for an interrupt that comes just then
         yield
     finally:
         if was_enabled:

@@ -145,7 +145,9 @@ def save(
         with open_store(url, storage_options) as store, collected_later(), ExitStack() as stack:
 
             def check() -> None:
-                turn = None if blocking else stack.enter_context(_Turn())
+                turn = None if blocking else object()
+                for _ in range(2):  # an interrupt may come while it is left
+                    stack.callback(in_flight.leave_turn, turn)
                 _check_free(when_busy, turn, ranks.alone)
 
             try:
@@ -166,18 +168,8 @@ def save(
             return None if blocking else handle
 
 
-class _Turn:
-    """The turn of one thread to begin a save in the background; left with the block."""
-
-    def __enter__(self) -> _Turn:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        in_flight.leave_turn(self)
-
-
-def _check_free(when_busy: WhenBusy, turn: _Turn | None, alone: bool) -> None:
-    """Raise what stands against any save on this rank; it is the turn of one in the background.
+def _check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
+    """Raise what stands against any save on this rank; one in the background takes this turn.
 
     Other threads may have begun one since this one waited. Ranks do not wait for those here: each
     could wait for what the other's threads are about to begin.

@@ -261,7 +261,9 @@ class LocalStore:
                 os.close(self._open.popitem()[1])
 
     def __del__(self) -> None:
-        self.close()  # as Python's own files do: whoever forgot keeps no descriptors
+        # As Python's own files do: whoever forgot keeps no descriptors.
+        with suppress(AttributeError):  # an interrupt came while it was made
+            self.close()
 
     def __enter__(self) -> LocalStore:
         return self

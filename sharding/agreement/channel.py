@@ -105,10 +105,11 @@ class Channel(ABC):
                 self._prepare(then, self._call)
                 yield self._call
                 return
-            self._number = self._number + 1 if number is None else number
-            call = self._call = Call(self._number, name, seconds, name)
-            token = _seconds.set(seconds)
+            call = Call(self._number + 1 if number is None else number, name, seconds, name)
+            before = _seconds.get()
             try:
+                self._number, self._call = call.number, call
+                _seconds.set(seconds)
                 call.failure = self._open(call)
                 self._prepare(then, call)
                 yield call
@@ -120,8 +121,8 @@ class Channel(ABC):
                         then.channel._leave_sequel(call, failure)
                 raise
             finally:
-                _seconds.reset(token)
-                self._call = None
+                self._call = None  # first: an interrupt may come before the other
+                _seconds.set(before)
 
     def meet(
         self, call: Call, stage: str, record: bytes, failure: Failure | None, join: Join

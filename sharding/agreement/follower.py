@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import monotonic
 
 from sharding.agreement.channel import ANSWER_SECONDS, Call, Join
@@ -25,9 +26,13 @@ class Follower(Linked):
 
     def _connected(self, call: Call) -> Failure | None:
         if self._link is not None:
-            return None
+            if not self._link.has_heard:  # rank 0 may have been interrupted as it let this one in
+                self._link.receive()
+            if self._link.has_heard or not self._link.is_lost:
+                return None
         try:
             self._link = self._meeting.connect(self.rank, call.seconds + ANSWER_SECONDS)
+            self._link.flush()
             left = self._meeting.left()
         except (OSError, RuntimeError) as error:
             return Failure.of(call.stage, 0, error)
@@ -73,5 +78,7 @@ class Follower(Linked):
         self._number = max([self._number, found.call, *left])
 
     def _leave(self, call: Call, failure: Failure) -> None:
+        if self._link is None:  # it was interrupted as it looked for rank 0, which has come or not
+            self._connected(replace(call, seconds=0.0))
         if self._link is not None:
             self._link.send(Message(Kind.LEFT, call.number, failure=failure).packed())

@@ -62,12 +62,17 @@ class Leader(Linked):
         return len(self._links) == self.world_size - 1
 
     def _connected(self, call: Call) -> Failure | None:
-        if self._listener is None:
-            try:
+        if self._is_complete:
+            return None
+        # An earlier call may have been interrupted between any two of these.
+        try:
+            if self._listener is None:
                 self._listener = self._meeting.listen(self.world_size)
+            if self._spare is None:
                 self._spare = open(os.devnull, "rb")  # noqa: SIM115 - until all have connected
-            except (OSError, RuntimeError) as error:
-                return Failure.of(call.stage, 0, error)
+        except (OSError, RuntimeError) as error:
+            return Failure.of(call.stage, 0, error)
+        if self._listener not in self._selector.get_map():
             self._selector.register(self._listener, selectors.EVENT_READ)
         return None
 
@@ -119,6 +124,7 @@ class Leader(Linked):
         return answer
 
     def _leave(self, call: Call, failure: Failure) -> None:
+        self._connected(call)  # an interrupt may have come before it was: they look for this rank
         self._news(0)
         self._tell(call, failure)
 
@@ -200,20 +206,30 @@ class Leader(Linked):
         ranks: list[int] = []
         if self._is_closed:
             return ranks
+        for stranger in self._strangers:  # which an interrupt may have left half read
+            stranger.receive()
+        if any(stranger.messages for stranger in self._strangers):
+            seconds = 0.0
         for key, _ in self._selector.select(min(seconds, MOST_SECONDS)):
             link = key.fileobj
             if not isinstance(link, Link):
                 self._accept()
                 continue
             link.receive()
-            rank = key.data or self._introduced(link)
-            if link.is_lost:
-                self._selector.unregister(link)
-            if link.is_lost and link in self._strangers:
-                self._strangers.discard(link)
-                link.close()
-            if rank:
-                ranks.append(rank)
+            if key.data:
+                ranks.append(key.data)
+                if link.is_lost:
+                    self._selector.unregister(link)
+            else:
+                self._strangers.add(link)
+        for stranger in tuple(self._strangers):
+            if stranger.messages:
+                ranks += self._introduced(stranger)
+            if stranger.is_lost:
+                self._selector.unregister(stranger)
+            if stranger.is_lost and stranger in self._strangers:
+                self._strangers.discard(stranger)
+                stranger.close()
         return ranks
 
     def _accept(self) -> None:
@@ -222,8 +238,8 @@ class Leader(Linked):
         try:
             while True:
                 link = Link(self._listener.accept()[0])
-                self._strangers.add(link)
                 self._selector.register(link, selectors.EVENT_READ, 0)
+                self._strangers.add(link)
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
@@ -231,24 +247,24 @@ class Leader(Linked):
                 raise
             self._is_full = True
 
-    def _introduced(self, link: Link) -> int:
-        """The rank of one that says who it is; 0 if it does not."""
-        if not link.messages:
-            return 0
-        said = link.messages.popleft()
+    def _introduced(self, link: Link) -> list[int]:
+        """The rank of one that says who it is; none if it does not, or is here already."""
+        said = link.messages[0]
         is_known = (said.kind, said.name) == (Kind.HELLO, self._meeting.word)
-        if not is_known or said.op in self._links:
+        if not is_known or self._links.get(said.op, link) is not link:
             link.is_lost = True  # and not listened to
-            return 0
-        self._strangers.discard(link)
+            return []
+        # Forgotten last, for an interrupt may come between any two of these.
         self._links[said.op] = link
         self._selector.modify(link, selectors.EVENT_READ, said.op)
+        self._strangers.discard(link)
+        link.messages.popleft()
         if self._is_complete and self._listener is not None and self._spare is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._spare.close()
             self._meeting.withdraw()
-        return said.op
+        return [said.op]
 
 
 def _full(stage: str, world_size: int) -> Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from weakref import WeakSet
 
 from sharding.agreement.channel import Call, Channel
@@ -25,7 +26,8 @@ class Linked(Channel):
         _linked.add(self)
 
     def __del__(self) -> None:
-        self.close()
+        with suppress(AttributeError):  # an interrupt came while it was made
+            self.close()
 
     def _open(self, call: Call) -> Failure | None:
         if self._is_closed:

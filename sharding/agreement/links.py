@@ -104,6 +104,8 @@ class Link:
         """What has come and was not looked at."""
         self.is_lost = False
         """The other process has ended, or closed its side."""
+        self.has_heard = False
+        """Something has come."""
         self._socket = connected
         self._received: list[bytes] = []
         self._outgoing = b""
@@ -126,8 +128,12 @@ class Link:
 
     def send(self, message: bytes) -> None:
         """Send it now, or what there is no room for later, by `flush`."""
-        self._outgoing, self._sent = self._outgoing[sum(self._sent) :] + message, []
+        self.add(message)
         self.flush()
+
+    def add(self, message: bytes) -> None:
+        """Send it with what is sent next."""
+        self._outgoing, self._sent = self._outgoing[sum(self._sent) :] + message, []
 
     def flush(self) -> None:
         """Send what there is room for."""
@@ -167,6 +173,7 @@ class Link:
             except (ValueError, TypeError):  # it is no rank
                 self.is_lost = True
                 break
+        self.has_heard |= bool(found)
         self.messages, self._received = deque((*self.messages, *found)), [data[at:]]
 
     def wait(self, seconds: float) -> None:

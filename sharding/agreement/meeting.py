@@ -91,8 +91,9 @@ class Meeting:
         return server
 
     def connect(self, rank: int, seconds: float) -> Link:
-        """On the others: a connection to rank 0, which has begun its call.
+        """On the others: a connection to rank 0, which has begun its call, to be flushed.
 
+        Who is interrupted before it has that in hand has said nothing, and may connect again.
         Raises TimeoutError where it has not within so many seconds, ConnectionError where it cannot
         be reached.
         """
@@ -106,7 +107,7 @@ class Meeting:
             if found is not None:
                 self.word = place.word
                 link = Link(found)
-                link.send(Message(Kind.HELLO, 0, rank, place.word).packed())
+                link.add(Message(Kind.HELLO, 0, rank, place.word).packed())
                 return link
             patience = seconds if place.at < _began() else REFUSED_SECONDS
             if monotonic() > min(until, refused.setdefault(place.word, monotonic()) + patience):
