@@ -1,5 +1,6 @@
 """What goes wrong in the background is told to all ranks, once, and costs one checkpoint."""
 
+import gc
 import os
 import resource
 import select
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
+from ckpt import in_flight
 from ckpt.errors import StoreError
+from ckpt.garbage import collected_later
 from ckpt.writing.arena import Arena
 from ckpt.writing.write_job import error_message, read_answer
 from ckpt.writing.writers import WriterProcess
@@ -131,6 +134,45 @@ def test_after_an_interrupt_before_the_thread_runs_steps_and_saves_go_on(
     ckpt.save(tmp_path / "b", given, blocking=False).wait(SECONDS)
     assert not ckpt.verify(tmp_path / "b").problems
     assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_an_interrupt_while_the_turn_to_save_is_given_back_leaves_it_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, interrupted = in_flight.leave_turn, []
+
+    def leaving(turn: object) -> None:
+        if not interrupted:
+            interrupted.append(turn)
+            raise KeyboardInterrupt
+        leave(turn)
+
+    monkeypatch.setattr(in_flight, "leave_turn", leaving)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(tmp_path / "a", {"w": torch.ones(2)}, blocking=False)
+    in_flight.wait()
+    # Refused, not waited for: where the turn stays taken, to wait takes for ever.
+    handle = ckpt.save(tmp_path / "b", {"w": torch.ones(2)}, blocking=False, when_busy="refuse")
+    handle.wait(SECONDS)
+    assert ckpt.verify(tmp_path / "a").sound
+
+
+def test_an_interrupt_as_garbage_is_put_off_leaves_it_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disable = gc.disable
+
+    def disabling() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", disabling)
+    try:
+        with pytest.raises(KeyboardInterrupt), collected_later():
+            raise AssertionError("it was interrupted before")
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
