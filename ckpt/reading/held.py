@@ -6,6 +6,7 @@ would take longer than the work.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -47,11 +48,18 @@ def elements_held(layout: Layout) -> np.ndarray:
     return np.broadcast_to(-(-held // parts), sizes).reshape(-1)
 
 
+@lru_cache(maxsize=64)
 def positions(mesh: Mesh, world: Mesh) -> np.ndarray | None:
     """Where the ranks of a mesh are among those of a world of one axis; None if some are not.
+
+    Remembered, as a model has thousands of tensors and few meshes: the array cannot be written to.
 
     >>> positions(Mesh.grid(("tp",), (2,), 1), Mesh.grid(("world",), (4,)))
     array([1, 2])
     """
     found = [at[0] for at in map(world.coordinate, mesh.ranks()) if at is not None]
-    return np.array(found, np.int64) if len(found) == mesh.size else None
+    if len(found) < mesh.size:
+        return None
+    array = np.array(found, np.int64)
+    array.setflags(write=False)
+    return array

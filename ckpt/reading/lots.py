@@ -98,7 +98,6 @@ class Lots:
         self._lot_bytes = lot_bytes
         self._entries: list[_Entry] = []
         self._rounds: list[list[_Lot]] = []
-        self._positions: dict[tuple[Mesh, Mesh], np.ndarray | None] = {}
         self._readers: dict[tuple[Mesh, int], Mesh] = {}
 
     @property
@@ -117,8 +116,8 @@ class Lots:
             or not 0 < record.nbytes <= self._lot_bytes * stored.mesh.size
         ):
             return False
-        savers = self._among(stored.mesh, Mesh.grid(("saved",), (stored.mesh.size,)))
-        wanting = self._among(want.mesh, self._world)
+        savers = positions(stored.mesh, Mesh.grid(("saved",), (stored.mesh.size,)))
+        wanting = positions(want.mesh, self._world)
         if savers is None or wanting is None:
             return False
         entry = _Entry(name, record, stored, local, want, savers, wanting)
@@ -257,13 +256,6 @@ class Lots:
         """Who reads a tensor in a lot, by the ranks that saved: positions in the world."""
         each = self._world.size // entry.stored.mesh.size
         return slice(number % each, None, each)
-
-    def _among(self, mesh: Mesh, world: Mesh) -> np.ndarray | None:
-        """The positions of a mesh's ranks in a world; None if some are not in it."""
-        key = mesh, world
-        if key not in self._positions:
-            self._positions[key] = positions(mesh, world)
-        return self._positions[key]
 
     def _source(self, dealt: _Dealt) -> torch.Tensor:
         """Memory for this rank's part of a tensor as it is read; empty where others read."""

@@ -62,7 +62,6 @@ class Shares:
         self._moves: list[Move] = []
         self._turn = 0
         self._divided: dict[tuple[Layout, int | None], Layout] = {}
-        self._inside: dict[Mesh, bool] = {}
         self.lots = Lots(world, here, lot_bytes)
         """What one rank reads for all."""
 
@@ -115,18 +114,12 @@ class Shares:
         if layout.numel * layout.replicas * itemsize <= SMALL_BYTES * layout.mesh.size:
             self._turn += 1
             turn = self._turn % layout.replicas
-        if not self._is_inside(layout.mesh):
+        if positions(layout.mesh, self._world) is None:
             return None
         key = layout, turn
         if key not in self._divided:
             self._divided[key] = divided(layout, turn)
         return self._divided[key]
-
-    def _is_inside(self, mesh: Mesh) -> bool:
-        """Whether all its ranks are among these. Looked up once: models have few meshes."""
-        if mesh not in self._inside:
-            self._inside[mesh] = positions(mesh, self._world) is not None
-        return self._inside[mesh]
 
 
 def divided(layout: Layout, turn: int | None) -> Layout:
