@@ -14,10 +14,9 @@ def collected_later() -> Iterator[None]:
     A plan is some objects for every tensor, and Python looks through all the objects there are
     each time a quarter has come to them: with torch imported that is most of the time of a plan.
     """
-    was_enabled = gc.isenabled()
+    back = gc.enable if gc.isenabled() else gc.disable
     try:
         gc.disable()  # in here, for an interrupt that comes just then
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        back()

@@ -43,19 +43,28 @@ def begin(
     `ranks` are those that this call goes on with: a thread tells them how it went. Raises no error:
     from here on errors are the handle's, because the other ranks count on this one's report.
     """
-    staged, error = attempt(lambda: _stage(plan, state))
-    if staged:
+    staged: list[_Staged] = []
+    thread: threading.Thread | None = None
+
+    def stage() -> None:
+        staged.append(_stage(plan, state))
         handle.staging(staged[0].staging.help)
-    save = _Save(handle, _lasting(plan), ranks, progress, options)
-    # A daemon, because `in_flight` waits for it at exit, while it still can finish.
-    thread = threading.Thread(target=save.run, args=(staged, error), name="ckpt-save", daemon=True)
+        staged[0].staging.hold_steps()
+
     try:
-        in_flight.begin(handle, thread)
-        thread.start()
-    except RuntimeError:  # no thread can be started, as when the interpreter ends
-        save.run(staged, error)
+        _, error = attempt(stage)
+        save = _Save(handle, _lasting(plan), ranks, progress, options)
+        # A daemon, because `in_flight` waits for it at exit, while it still can finish.
+        thread = threading.Thread(
+            target=save.run, args=(staged, error), name="ckpt-save", daemon=True
+        )
+        try:
+            in_flight.begin(handle, thread)
+            thread.start()
+        except RuntimeError:  # no thread can be started, as when the interpreter ends
+            save.run(staged, error)
     except BaseException:  # as KeyboardInterrupt is
-        if thread.ident is None:  # else it does so itself
+        if thread is None or thread.ident is None:  # else it does so itself
             _abandon(handle, staged)
         raise
 
@@ -105,6 +114,7 @@ class _Save:
         written: list[ShardSummary | None] = []
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop()))
+        _let_go(staged)
         self._handle.mark_staged()
         _, ended = _attempt(lambda: self._end(written[0] if written else None, error))
         self._handle.mark_finished(ended)
@@ -147,9 +157,14 @@ class _Save:
 
 def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
     """Let nobody wait for what does not go on: no step for its copies, no save for its end."""
-    while staged:
-        _attempt(staged.pop().staging.finish)
+    _let_go(staged)
     handle.mark_finished(None)
+
+
+def _let_go(staged: list[_Staged]) -> None:
+    """Let no step wait for copies that nobody will write."""
+    while staged:
+        _attempt(lambda: staged.pop().staging.finish())
 
 
 def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:

@@ -19,6 +19,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -97,13 +98,14 @@ class Staging:
         self._data = data
         self._touched = touched
         self._devices = DeviceCopies(data)
+        self._owners = owners
         self._later: list[Slot] = []
-        self._todo: deque[tuple[Slot, int, int]] = deque()
-        """What nobody has begun to copy: runs of bytes of slots."""
-        self._undone = 0
-        """Runs that nobody has copied to their end."""
-        self._error: Exception | None = None
-        self._change = threading.Condition()
+        self._runs: list[tuple[Slot, int, int]] = []
+        """Bytes of slots that can be copied one by one."""
+        self._copied: set[int] = set()
+        """Numbers of runs."""
+        self._helping: list[threading.Lock] = []
+        """Each is held by a thread while it copies runs."""
         self._done = threading.Event()
         owned = _storages(owners)
         for slot in found:
@@ -119,12 +121,16 @@ class Staging:
             if slot.is_on_cuda:
                 self._devices.start(slot.part, slot.lo)
             else:
-                self._todo += _runs(slot)
-        self._undone = len(self._todo)
-        if self._later:
-            _hold_steps(self, owners)
-        else:
+                self._runs += _runs(slot)
+        self._todo = deque(range(len(self._runs)))
+        """The runs that nobody has begun."""
+        if not self._later:
             self._done.set()
+
+    def hold_steps(self) -> None:
+        """From now on the owners' steps wait for the copies; somebody has to call `finish`."""
+        if self._later:
+            _hold_steps(self, self._owners)
 
     def finish(self) -> None:
         """Everything is copied when this returns; to be called once, by the thread that copies.
@@ -133,10 +139,12 @@ class Staging:
         """
         try:
             self.help()
-            with self._change:
-                self._change.wait_for(lambda: not self._undone)
-            if self._error is not None:
-                raise self._error
+            for helping in list(self._helping):
+                with helping:
+                    pass
+            for number, run in enumerate(self._runs):
+                if number not in self._copied:  # who had begun it failed, or was interrupted
+                    self._copy(*run)
             self._devices.finish()
             changed = [
                 slot.part.name
@@ -145,7 +153,7 @@ class Staging:
             ]
         finally:
             self._todo.clear()
-            self._later, self._data = [], memoryview(b"")
+            self._later, self._runs, self._data = [], [], memoryview(b"")
             self._devices = DeviceCopies(self._data)
             self._done.set()
         if changed:
@@ -162,23 +170,15 @@ class Staging:
         self._done.wait()
 
     def help(self) -> None:
-        """Copy what nobody has begun; any thread may."""
-        while True:
-            try:
-                slot, lo, hi = self._todo.popleft()
-            except IndexError:
-                return
-            error: Exception | None = RuntimeError(f"{slot.part.name}: its copy was interrupted")
-            try:
-                self._copy(slot, lo, hi)
-                error = None
-            except Exception as caught:
-                error = caught
-            finally:  # whatever ends this thread, the other one must not wait for ever
-                with self._change:
-                    self._error = self._error or error
-                    self._undone -= 1
-                    self._change.notify_all()
+        """Copy what nobody has begun; any thread may. What fails here, `finish` tries again."""
+        mine = threading.Lock()
+        self._helping.append(mine)
+        with mine, suppress(IndexError):  # none is left
+            while True:
+                number = self._todo.popleft()
+                with suppress(Exception):
+                    self._copy(*self._runs[number])
+                    self._copied.add(number)
 
     def _copy(self, slot: Slot, lo: int, hi: int) -> None:
         """Copy bytes of a slot; all of them where they do not lie in host memory end to end."""

@@ -72,17 +72,17 @@ class Arena:
 
     def _remap(self, nbytes: int) -> None:
         self._unmap()
+        self.touched = 0
         pages = -(-(HEAD_BYTES + nbytes) // mmap.PAGESIZE)
         os.ftruncate(self.descriptor, pages * mmap.PAGESIZE)
         self._map = mapped(self.descriptor)
-        self.touched = 0
 
     def _unmap(self) -> None:
-        if self._map is not None:
-            self._before_remapping()
+        self._before_remapping()
+        before, self._map = self._map, None  # first: an interrupt may come before the other
+        if before is not None:
             with suppress(BufferError):  # a view that is still somewhere keeps the mapping alive
-                self._map.close()
-            self._map = None
+                before.close()
 
 
 def mapped(descriptor: int) -> mmap.mmap:

@@ -1,0 +1,67 @@
+"""Ctrl-C in one process, at every place of a save in the background and the step after it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt import in_flight
+from ckpt.writing.arena import Arena
+from tests.interrupts import Interrupt
+
+SECONDS = 60
+SAMPLE = 150
+"""Places of a save; an odd stride comes by all kinds of them."""
+
+
+# Python swallows what is raised in a `__del__`, an interrupt too, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_steps_and_saves_go_on_wherever_a_save_in_the_background_was_interrupted(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(256, 256)  # large enough to be copied later than the call
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+
+    def interrupted(at: int) -> Interrupt:
+        with Interrupt(at, "agreed_plan") as interrupt:
+            try:
+                handle = ckpt.save(tmp_path / f"new-{at}", state, blocking=False)
+                optimizer.step()
+                handle.wait(SECONDS)
+            except KeyboardInterrupt:
+                assert interrupt.where
+        return interrupt
+
+    optimizer.step()
+    places = interrupted(0).seen
+    assert places > 500
+    for at in range(1, places + 1, places // SAMPLE | 1):
+        where = interrupted(at).where
+        optimizer.step()
+        ckpt.save(tmp_path / "next", state, blocking=False, overwrite=True).wait(SECONDS)
+        assert not in_flight.is_busy(), where
+        assert ckpt.open(tmp_path / "next")["model.weight"][:].equal(model.weight), where
+        if (tmp_path / f"new-{at}" / "manifest.json").exists():
+            assert ckpt.verify(tmp_path / f"new-{at}").sound, where
+
+
+def test_the_arena_serves_the_next_save_wherever_its_growing_was_interrupted() -> None:
+    places = 0
+    for at in range(50):
+        arena = Arena()
+        arena.reserve(10)
+        with Interrupt(at, "reserve") as interrupt:
+            try:
+                arena.reserve(1 << 20)
+            except KeyboardInterrupt:
+                assert interrupt.where
+        data = arena.reserve(1 << 20)
+        data[-3:] = b"end"
+        del data
+        arena.close()
+        places = max(places, interrupt.seen)
+    assert 10 < places < 50
