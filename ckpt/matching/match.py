@@ -7,6 +7,8 @@ becomes a `Want`, what is to be set a step of `Match.install`, what does not fit
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from copy import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +18,10 @@ from torch.optim import Optimizer
 from ckpt.matching.ledger import Ledger, Match, Step, Want
 from ckpt.matching.match_optimizer import match_optimizer
 from ckpt.matching.selection import Selection
+from ckpt.states.flatten import DICTS
 from ckpt.states.local_states import by_parameters
 from ckpt.states.memory import torch_can_share
-from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join
+from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join, kind_of
 from ckpt.states.stateful import (
     ParameterNames,
     Stateful,
@@ -27,7 +30,7 @@ from ckpt.states.stateful import (
     parameter_names,
     unwrapped,
 )
-from formats.catalog import TensorRef, Tree
+from formats.catalog import TensorRef
 from formats.native.tree import ROOT
 from sharding.describe.describing import Spread, clean_name, load_rest, part_of, state_dict_names
 from sharding.describe.local_part import LocalPart
@@ -104,7 +107,7 @@ class _Matcher:
         self._ledger.used.add(name)
         if not isinstance(saved, TensorRef):
             self._ledger.differ(
-                name, "structure", f"is {_shown(saved)} in the checkpoint, a tensor in the target"
+                name, "structure", f"is {kind_of(saved)} in the checkpoint, a tensor in the target"
             )
             return
         record = self._ledger.saved.catalog.tensors[saved.name]
@@ -177,8 +180,7 @@ class _Matcher:
             if items is not node:
                 return node  # its flat parameters have got what belongs to their parts
             if isinstance(node, MutableMapping):
-                node.update(loaded)
-                return node
+                return _filled(node, loaded)
             return loaded
 
         return install
@@ -213,8 +215,8 @@ class _Matcher:
             self._ledger.differ(
                 path,
                 "structure",
-                f"is {_shown(saved)} in the checkpoint, a {type(node).__name__} in the target; put "
-                "None there to take what was saved",
+                f"is {kind_of(saved)} in the checkpoint, a {type(node).__name__} in the target; "
+                "put None there to take what was saved",
             )
             return lambda: node
         step = self._ledger.whole(saved, path)
@@ -222,8 +224,7 @@ class _Matcher:
         def install() -> object:
             loaded = step()
             if isinstance(node, dict) and isinstance(loaded, dict):
-                node.update(loaded)
-                return node
+                return _filled(node, loaded)
             if isinstance(node, list) and isinstance(loaded, list | tuple):
                 node[:] = loaded
                 return node
@@ -239,10 +240,37 @@ class _Matcher:
         def install() -> object:
             loaded = step()
             if loaded is not nothing:
+                if isinstance(loaded, dict) and any(map(_holds_dict, loaded.values())):
+                    loaded = _as_dicts_of(node.state_dict(), loaded)
                 node.load_state_dict(loaded)  # type: ignore[arg-type]
             return node
 
         return install
+
+
+def _filled(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
+    """A mapping with these items in it; one by one, because a Counter's `update` adds them up."""
+    for key, item in items.items():
+        node[key] = item
+    return node
+
+
+def _holds_dict(tree: object) -> bool:
+    return isinstance(tree, dict) or (isinstance(tree, list) and any(map(_holds_dict, tree)))
+
+
+def _as_dicts_of(state: object, loaded: object) -> object:
+    """A nest whose dicts are Counters and such, where those of a state are: files have dicts."""
+    if isinstance(loaded, list) and isinstance(state, list) and len(loaded) == len(state):
+        return [_as_dicts_of(*pair) for pair in zip(state, loaded, strict=True)]
+    if not isinstance(loaded, dict) or not isinstance(state, dict):
+        return loaded
+    items = {key: _as_dicts_of(state.get(key), item) for key, item in loaded.items()}
+    if type(state) not in DICTS or type(state) is dict:
+        return items
+    empty = copy(state)
+    empty.clear()
+    return _filled(empty, items)
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
@@ -277,13 +305,3 @@ def _holds_target(node: object) -> bool:
     if isinstance(node, Mapping):
         return any(_holds_target(item) for item in node.values())
     return isinstance(node, torch.Tensor | np.ndarray | nn.Module | Stateful)
-
-
-def _shown(tree: Tree) -> str:
-    if isinstance(tree, TensorRef):
-        return "a tensor"
-    if isinstance(tree, dict):
-        return f"a dict of {len(tree)}" + (" with tensors" if holds_tensor(tree) else "")
-    if isinstance(tree, list | tuple):
-        return f"a {type(tree).__name__} of {len(tree)}"
-    return repr(tree)[:80]

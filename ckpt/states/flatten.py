@@ -48,7 +48,8 @@ MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
 PLAIN = (NoneType, bool, float, str, bytes, complex)
 """Types whose values stand for themselves."""
-DICTS = (dict, OrderedDict, defaultdict)
+DICTS = (dict, OrderedDict, defaultdict, Counter)
+"""What is stored as a dict; a Counter is what a MultiStepLR keeps its milestones in."""
 NESTS = (dict, list, tuple)
 SPREAD = (torch.Tensor, LocalPart)
 ORDINARY = (torch.Tensor, nn.Parameter)

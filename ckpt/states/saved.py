@@ -46,6 +46,17 @@ def holds_tensor(tree: Tree) -> bool:
     return isinstance(tree, TensorRef)
 
 
+def kind_of(tree: Tree) -> str:
+    """What stands in a tree, in a few words."""
+    if isinstance(tree, TensorRef):
+        return "a tensor"
+    if isinstance(tree, dict):
+        return f"a dict of {len(tree)}" + (" with tensors" if holds_tensor(tree) else "")
+    if isinstance(tree, list | tuple):
+        return f"a {type(tree).__name__} of {len(tree)}"
+    return repr(tree)[:80]
+
+
 def renamer(rename: Rename | None) -> Callable[[str], str]:
     """A function from a checkpoint's name to the target's.
 

@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from ckpt.ranks import HASH_BITS, Ranks
-from ckpt.states.described import Described, merged
+from ckpt.states.described import Described, merged, overruled
 from ckpt.states.flatten import FlatState
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import DType
@@ -31,7 +31,9 @@ class Together:
     whole: Described
     """As all ranks have it together; the same on every rank, but for plain values."""
     same_values: bool
-    """Whether the plain values are the same on all ranks too, as far as anybody looked."""
+    """Whether the plain values are the same on all ranks too; True where the structures differ."""
+    overruled: str | None
+    """There, the name of a plain value of this rank, where that of another rank is in `whole`."""
     number: int
     """Rank 0's."""
 
@@ -57,10 +59,11 @@ def together(
         stage, describing, lambda found: (found.structure, found.values), 2, number
     )
     same_structure, same_values = agreed.same
-    whole = found.described
+    whole, other = found.described, None
     if not same_structure:
         whole = merge(ranks, whole, found.structure)
-    return Together(found.flat, whole, same_values or not same_structure, agreed.number)
+        other = overruled(found.described.tree, whole.tree)
+    return Together(found.flat, whole, same_values or not same_structure, other, agreed.number)
 
 
 def described_by(flat: FlatState) -> Described:

@@ -96,6 +96,13 @@ def agreed_plan(
     whole = held.whole
     if not held.same_values:
         _warn_of_values(ranks, whole)
+    if held.overruled is not None:
+        warn(
+            f"rank {ranks.rank} has another value of {held.overruled!r} in the state than the "
+            "lowest rank that has it, whose value is stored; give what differs between ranks a "
+            "name of its own",
+            stacklevel=3,
+        )
     tensors = stored_layouts(whole.tensors)
     return Plan(
         own_parts(held.flat, tensors, ranks.here),

@@ -1,5 +1,6 @@
 """Training goes on bit for bit: every optimizer, plain and sharded, loaded into fresh objects."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -126,6 +127,34 @@ def test_a_checkpoint_before_the_first_step_empties_the_optimizer(tmp_path: Path
     train(model, optimizer, 0, 2)
     ckpt.load(tmp_path, {"model": model, "optim": optimizer})
     assert not optimizer.state_dict()["state"]
+
+
+def schedulers(optimizer: Optimizer) -> dict[str, Any]:
+    """Those of torch that keep a Counter, alone and inside of another."""
+    made = torch.optim.lr_scheduler
+    inner: list[Any] = [made.LinearLR(optimizer), made.MultiStepLR(optimizer, [3, 3, 9])]
+    return {
+        "steps": made.MultiStepLR(optimizer, [2, 5, 5], 0.5),
+        "sequence": made.SequentialLR(optimizer, inner, [4]),
+    }
+
+
+def test_a_scheduler_that_counts_milestones_goes_on_where_it_was(tmp_path: Path) -> None:
+    model = network(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    made = schedulers(optimizer)
+    train(model, optimizer, 0, 1)
+    for scheduler in made.values():
+        scheduler.step()
+    ckpt.save(tmp_path, {"schedulers": made, "counts": Counter({"a": 2})})
+    again = schedulers(torch.optim.SGD(network(1).parameters(), lr=1.0))
+    counts = Counter({"a": 5})
+    ckpt.load(tmp_path, {"schedulers": again, "counts": counts})
+    assert counts == Counter({"a": 2})
+    for name, scheduler in made.items():
+        assert again[name].state_dict() == scheduler.state_dict()
+    assert type(again["steps"].milestones) is Counter
+    assert type(again["sequence"]._schedulers[1].milestones) is Counter
 
 
 def groups(model: nn.Sequential, order: int) -> Optimizer:

@@ -110,6 +110,43 @@ def test_pipeline_stages_are_one_checkpoint_for_any_other_stages(
         assert str(checkpoint["layers.2.w"].layout) == "stage:2=S(0)"
 
 
+def stage_in_training(stage: int, learning_rate: float, seed: int) -> dict[str, Any]:
+    """One stage of a pipeline after a step, with the optimizer of its parameters."""
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({f"{stage}-{n}": torch.nn.Linear(4, 4) for n in range(stage + 1)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    for layer in model.values():
+        layer(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def resume_stages_in_training(folder: str, rates: list[float]) -> list[str]:
+    rank = dist.get_rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saved = stage_in_training(rank, rates[rank], 0)
+        ckpt.save(folder, saved)
+    dist.barrier()
+    stage = dist.get_world_size() - 1 - rank  # stages go on on other ranks
+    loaded = stage_in_training(stage, 7.0, 1)
+    ckpt.load(folder, loaded)
+    expected = stage_in_training(stage, rates[stage], 0)
+    torch.testing.assert_close(
+        loaded["optimizer"].state_dict(), expected["optimizer"].state_dict(), rtol=0, atol=0
+    )
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("rates", [[0.1, 0.1, 0.1], [0.1, 0.2, 0.1]])
+def test_the_optimizers_of_pipeline_stages_are_resumed_with_their_groups(
+    clusters: Callable, tmp_path: Path, rates: list[float]
+) -> None:
+    assert clusters(3).run(resume_stages_in_training, str(tmp_path), rates) == [[]] * 3
+    saved: Any = ckpt.read(tmp_path)
+    assert [group["lr"] for group in saved["optimizer"]["param_groups"]] == sorted(set(rates))
+
+
 def save_keys_of_its_own(folder: str) -> None:
     rank = dist.get_rank()
     state: dict[str, object] = {} if rank == 1 else {f"rank {rank}": torch.full((rank + 1,), 1.0)}
@@ -253,6 +290,41 @@ def test_plain_values_that_differ_are_warned_of_and_rank_0_s_are_stored(
         assert len(said) == 1
         assert said[0].startswith(f"rank {rank} has other plain values")
     assert ckpt.read(tmp_path)["rank"] == 0  # type: ignore[index]
+
+
+def save_different_values_beside_other_names(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    average = {"average": torch.full((3,), 5.0)} if rank == 1 else None
+    state = {"stage": {f"w{rank}": torch.ones(2)}, "rng": rank, "step": 3, "kept": average}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ckpt.save(folder, state)
+    return [str(warning.message) for warning in caught]
+
+
+def test_values_that_differ_are_warned_of_beside_tensors_of_other_names(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    first, *others = clusters(3).run(save_different_values_beside_other_names, str(tmp_path))
+    assert first == []
+    for rank, said in enumerate(others, 1):
+        assert len(said) == 1
+        assert said[0].startswith(f"rank {rank} has another value of 'rng'")
+    state: Any = ckpt.read(tmp_path)
+    assert (state["rng"], state["step"]) == (0, 3)
+    assert torch.equal(state["kept"]["average"], torch.full((3,), 5.0))
+
+
+def save_a_tensor_or_a_number(folder: str) -> None:
+    ckpt.save(folder, {"w": torch.ones(2) if dist.get_rank() else 0.5})
+
+
+def test_a_tensor_on_one_rank_and_a_number_on_another_are_refused(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    with pytest.raises(Exception, match=r"w: a tensor on rank 1, 0\.5 on another rank; give what"):
+        clusters(3).run(save_a_tensor_or_a_number, str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def save_replicated(folder: str, compress: bool) -> None:
