@@ -79,11 +79,13 @@ class ConvertReport:
     nbytes: int
     """Bytes of the tensors written."""
     left_out: tuple[str, ...]
-    """Key paths of plain values that the target's format cannot hold."""
+    """Key paths of plain values that the target's format cannot hold, and metadata."""
     kind: str | None = None
     """`full`, `sharded` or `local`, where it was asked for."""
     world_size: int | None = None
     """The ranks that the target is divided among, where a kind was asked for."""
+    became_text: tuple[str, ...] = ()
+    """Key paths of dicts of which some keys are text now and were numbers; dcp has no others."""
 
 
 def convert(
@@ -143,7 +145,9 @@ def convert(
     there = storage_options if dst_storage_options is None else dst_storage_options
     with open_source(source, storage_options) as opened:
         _check_apart(opened, target, chosen)
-        with outgoing(opened.store, opened.catalog, select, selection, dtype, progress) as state:
+        with outgoing(
+            opened.url, opened.store, opened.catalog, select, selection, dtype, progress
+        ) as state:
             left_out: tuple[str, ...] = ()
             if chosen.is_file:
                 left_out = _write_file(chosen, target, there, state, overwrite)
@@ -167,6 +171,7 @@ def convert(
             left_out,
             None if divided is None else divided.value,
             ranks,
+            _became_text(chosen, state),
         )
 
 
@@ -210,6 +215,7 @@ def write_native(
             "ckpt": __version__,
             "world_size": str(division.world_size),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **state.metadata,
         }
         manifest = Manifest(division.stored, state.aliases, state.tree, files, writer)
     except BaseException:
@@ -233,8 +239,21 @@ def _write_file(
             from formats import torch_save
 
             torch_save.write(store, name, state)
+            left_out = _said(state)
         store.flush()
     return left_out
+
+
+def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
+    from formats.dcp_nest import lost
+
+    found = lost(state.tree) if chosen is Format.DCP else ()
+    return tuple(name or "the outermost" for name, is_empty in found if not is_empty)
+
+
+def _said(state: Outgoing) -> tuple[str, ...]:
+    """The metadata, as what a format without a place for it leaves out."""
+    return tuple(f"metadata[{key!r}]" for key in sorted(state.metadata))
 
 
 def _write_folder(
@@ -254,8 +273,10 @@ def _write_folder(
             left_out = huggingface.write(store, state, max_shard_bytes)
         else:
             from formats import dcp
+            from formats.dcp_nest import lost
 
             dcp.write(store, state)
+            left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
         if state.tensors:
             store.flush()
     return left_out

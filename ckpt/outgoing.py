@@ -30,6 +30,8 @@ from ckpt.reading.transfer import Transfer
 from ckpt.states.saved import Missing, Saved, join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
+from formats.errors import UnsupportedError
+from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.layout import HoleError, Piece, span_boxes
@@ -39,6 +41,9 @@ BLOCK_BYTES = 8 << 20
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+_WRITTEN = {"ckpt": WRITER_KEYS, "safetensors": ("format",), "huggingface": ("format",)}
+"""Formats with a place for metadata, and what their writers put there."""
 
 _ALIGN_BYTES = 16
 """Parts of a block begin at multiples of the largest element."""
@@ -70,6 +75,7 @@ class Streams(Outgoing):
 
 @contextmanager
 def outgoing(
+    url: str,
     reader: Reader,
     catalog: Catalog,
     select: str | None,
@@ -77,7 +83,7 @@ def outgoing(
     dtype: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Streams]:
-    """The part of a checkpoint that `select` and `selection` name, ready to be written.
+    """The part of the checkpoint at `url` that `select` and `selection` name, ready to be written.
 
     `select` is a key path: what lies below it, under names without it. `selection` then goes by
     those names. `dtype`, a torch name, casts the floating-point tensors. The streams are read one
@@ -85,11 +91,17 @@ def outgoing(
 
     Raises:
         MismatchError: nothing lies at `select`.
+        UnsupportedError: a top entry has an empty name, which would be nowhere in other names.
         CorruptError, FormatError: a file that is needed is missing, shorter or longer than it was,
             or not what the checkpoint says of it.
         HoleError: some elements of a tensor are stored nowhere.
     """
-    tree = _below(catalog, select or "", reader.url)
+    tree = _below(catalog, select or "", url)
+    if isinstance(tree, dict) and "" in tree and selected(tree[""], "", selection):
+        raise UnsupportedError(
+            f"{url}: the name of a top entry is empty; give it one where it is saved, or leave it "
+            "out (exclude=, --exclude '')"
+        )
     target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
     tensors: dict[str, OutgoingTensor] = {}
     elements: dict[str, Elements] = {}
@@ -126,7 +138,15 @@ def outgoing(
     with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
         reading = _Reading(reader, ahead, progress)
         walked = walk(tree, "")
-        yield Streams(tensors, walked, aliases, {}, elements=elements)
+        yield Streams(tensors, walked, aliases, _kept_metadata(catalog), elements=elements)
+
+
+def _kept_metadata(catalog: Catalog) -> dict[str, str]:
+    """What somebody said of the checkpoint; not what its writer said of itself."""
+    written = _WRITTEN.get(catalog.format)
+    if written is None:
+        return {}
+    return {key: text for key, text in catalog.metadata.items() if key not in written}
 
 
 def _outgoing(

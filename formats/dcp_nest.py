@@ -31,6 +31,26 @@ def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
         yield from _below((str(key),), value)
 
 
+def lost(tree: Tree, path: str = "") -> Iterator[tuple[str, bool]]:
+    """What a nest does not have when it comes back: names of dicts.
+
+    Each with whether it is an empty one, which is not there; of others numbers as keys become text.
+
+    >>> list(lost({"state": {}, "a": {1: 2}, "b": [{"c": {}}, ({},)]}))
+    [('state', True), ('a', False), ('b.0.c', True)]
+    """
+    if isinstance(tree, dict):
+        if path and not tree:
+            yield path, True
+        elif not all(type(key) is str for key in tree):
+            yield path, False
+        for key, item in tree.items():
+            yield from lost(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list) and _is_taken_apart(tree):
+        for index, item in enumerate(tree):
+            yield from lost(item, f"{path}.{index}")
+
+
 def _below(path: KeyPath, node: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     if isinstance(node, dict):
         for key, value in node.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tools.exit_codes import ExitCode
@@ -131,6 +132,7 @@ def run(options: Options) -> int:
             "tensors": report.tensors,
             "bytes": report.nbytes,
             "left_out": left_out,
+            "became_text": report.became_text,
             "seconds": round(seconds, 3),
         }
         print(json_text(summary))
@@ -144,13 +146,23 @@ def run(options: Options) -> int:
         f"{seconds:.1f} s"
     )
     if left_out:
-        names = ", ".join(printable(name) for name in left_out[:SHOWN_LEFT_OUT])
-        more = len(left_out) - SHOWN_LEFT_OUT
         print(
-            f"note: {report.target_format} cannot hold plain values; {len(left_out)} left out: "
-            f"{names}" + (f" and {more} more" if more > 0 else "")
+            f"note: {count(len(left_out), 'value')} left out, which {report.target_format} cannot "
+            f"hold: {_shown(left_out)}"
+        )
+    if report.became_text:
+        print(
+            f"note: {report.target_format} has no keys but text; those that were numbers are text "
+            f"now in {_shown(report.became_text)}"
         )
     return ExitCode.FINE
+
+
+def _shown(names: Sequence[str]) -> str:
+    """The first few names."""
+    more = len(names) - SHOWN_LEFT_OUT
+    first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
+    return first + (f" and {more} more" if more > 0 else "")
 
 
 def _size(text: str) -> int:

@@ -83,6 +83,10 @@ class StoredTensor:
     """Which rank's file holds which piece: no element twice."""
 
 
+WRITER_KEYS = ("ckpt", "torch", "world_size", "time")
+"""What a writer says of itself; what else is under `writer` somebody said of the checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything a reader needs before it opens a shard file."""

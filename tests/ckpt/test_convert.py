@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import ckpt
 from ckpt.converting import ConvertReport, Format, convert, format_of
@@ -20,7 +22,7 @@ from ckpt.reading.transfer import MAX_WORKERS, SCRATCH_BYTES
 from ckpt.stores.local_store import LocalStore
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME, DTYPES
-from formats.errors import CorruptError
+from formats.errors import CorruptError, UnsupportedError
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
@@ -158,6 +160,49 @@ def test_the_report_says_what_was_written(small: Path, tmp_path: Path) -> None:
         nbytes=(20 + 4 + 20) * 4 + 7 * 8,
         left_out=("optimizer.step",),
     )
+
+
+@pytest.mark.parametrize("target", list(PLACES))
+def test_a_top_entry_without_a_name_is_refused_before_anything_is_replaced(
+    tmp_path: Path, target: str
+) -> None:
+    place = tmp_path / PLACES[target]
+    torch.save({"w": torch.ones(2)}, tmp_path / "sound.pt")
+    convert(tmp_path / "sound.pt", place, to=target)
+    save_file({"": torch.zeros(2), "w": torch.zeros(2)}, tmp_path / "nameless.safetensors")
+    torch.save({"": {"w": torch.zeros(2)}}, tmp_path / "nested.pt")
+    for source in ("nameless.safetensors", "nested.pt"):
+        with pytest.raises(UnsupportedError, match=rf"{source}: the name of a top entry is empty"):
+            convert(tmp_path / source, place, to=target, overwrite=True)
+    assert tensors_of(ckpt.read(place)) == tensors_of({"w": torch.ones(2)})
+    convert(tmp_path / "nameless.safetensors", place, to=target, overwrite=True, exclude="")
+    assert tensors_of(ckpt.read(place)) == tensors_of({"w": torch.zeros(2)})
+
+
+def test_what_dcp_cannot_hold_is_reported(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"state": {0: {"m": torch.ones(2)}, 1: {}}}}
+    torch.save({**state, "empty": {}}, tmp_path / "a.pt")
+    report = convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp")
+    assert report.left_out == ("optim.state.1", "empty")
+    assert report.became_text == ("optim.state",)
+    again = convert(tmp_path / "dcp", tmp_path / "again", to="dcp")
+    assert (again.left_out, again.became_text) == ((), ())
+
+
+@pytest.mark.parametrize("target", list(PLACES))
+def test_metadata_of_a_file_is_kept_where_there_is_a_place_for_it(
+    tmp_path: Path, target: str
+) -> None:
+    said = {"modelspec.title": "a model", "ss_network_dim": "4"}
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"format": "pt", **said})
+    report = convert(tmp_path / "a.safetensors", tmp_path / PLACES[target], to=target)
+    if target in ("torch", "dcp"):
+        assert report.left_out == ("metadata['modelspec.title']", "metadata['ss_network_dim']")
+        return
+    assert report.left_out == ()
+    convert(tmp_path / PLACES[target], tmp_path / "b.safetensors")
+    with safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", **said}
 
 
 def test_progress_adds_up_to_the_bytes_of_the_tensors(small: Path, tmp_path: Path) -> None:
