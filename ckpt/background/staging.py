@@ -190,6 +190,12 @@ class Staging:
                 at += len(block)
             return
         source = part.leaf.local.data_ptr() + part.lo * part.dtype.itemsize + lo
+        memory = part.leaf.local.untyped_storage()
+        if source + hi - lo > memory.data_ptr() + memory.nbytes():
+            raise StateChangedError(
+                f"{part.name} gave up its memory before it was copied, as where it is offloaded; "
+                "call wait_staged() of the save's handle before that"
+            )
         target = _address(self._data) + slot.lo + lo
         if slot.lo + hi > self._touched and hi - lo > SMALL_BYTES:
             populate(target, hi - lo)

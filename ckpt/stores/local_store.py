@@ -191,7 +191,7 @@ class LocalStore:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             try:
-                yield LocalFileWriter(descriptor)
+                yield LocalFileWriter(descriptor, self._folder / name)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -213,7 +213,7 @@ class LocalStore:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             try:
-                LocalFileWriter(descriptor).write([data])
+                LocalFileWriter(descriptor, target).write([data])
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -344,8 +344,9 @@ class _Reading:
 class LocalFileWriter:
     """Appends to one open file."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
+        self._path = path
         self._written = 0
         self._started = 0
         """Bytes that the disk has been told to write."""
@@ -353,8 +354,9 @@ class LocalFileWriter:
     def write(self, buffers: Iterable[Buffer]) -> None:
         """Append the buffers, many in one call."""
         waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        for first in range(0, len(waiting), IO_VECTORS):
-            self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
+        with _named(self._path):
+            for first in range(0, len(waiting), IO_VECTORS):
+                self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
         if self._written - self._started >= EARLY_BYTES:
             _start_write_back(self._descriptor, self._started, self._written - self._started)
             self._started = self._written
@@ -362,8 +364,20 @@ class LocalFileWriter:
     def rewrite_start(self, data: Buffer) -> None:
         """Replace the first bytes of the file."""
         view, done = memoryview(data).cast("B"), 0
-        while done < len(view):
-            done += os.pwrite(self._descriptor, view[done:], done)
+        with _named(self._path):
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done:], done)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What the system says of a descriptor, it says of this file: that the disk is full, say."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _read_range(descriptor: int, lo: int, hi: int) -> bytes:

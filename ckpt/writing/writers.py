@@ -6,6 +6,7 @@ and serves all later ones; it ends with this one (`ckpt.writing.writer_process`)
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -33,7 +34,12 @@ class WriterProcess:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._connection, theirs = Pipe()
-        descriptors = (theirs.fileno(), arena.descriptor)
+        # Above standard input, output and error, which are the process's own: one that is closed in
+        # the trainer leaves its number to the next.
+        descriptors = [
+            fcntl.fcntl(found, fcntl.F_DUPFD_CLOEXEC, 3)
+            for found in (theirs.fileno(), arena.descriptor)
+        ]
         # The job may be signalled before the process can say that it ignores that.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
@@ -45,6 +51,8 @@ class WriterProcess:
             )
         finally:
             theirs.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # A forked child, such as a data loader's, would keep the connection open.
         os.register_at_fork(after_in_child=self._connection.close)

@@ -470,3 +470,40 @@ if rank != {first}:
     assert [program.returncode for program in programs] == [0, 0], said
     assert not ckpt.verify(tmp_path / "checkpoint").problems
     assert ckpt.read(tmp_path / "checkpoint")["w"].equal(torch.arange(1e6))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
+def test_a_trainer_without_standard_streams_saves_in_the_background(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    program = (
+        "import os, sys\n"
+        f"for one in {closed}: os.close(one)\n"
+        "import ckpt, torch\n"
+        "ckpt.save(sys.argv[1], {'w': torch.ones(9)}, blocking=False).wait(60)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    assert ckpt.verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, blocking: bool) -> None:
+    def save() -> None:
+        handle = ckpt.save(tmp_path, {"w": torch.ones(9999)}, blocking=blocking)
+        assert handle is not None
+        handle.wait(SECONDS)
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if not blocking:
+        limit_writer(4096)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if blocking else soft, hard))
+    try:
+        with pytest.raises((OSError, StoreError), match=rf"{tmp_path}/.*\.safetensors"):
+            save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+        if not blocking:
+            limit_writer(hard)
+    assert not list(tmp_path.iterdir())

@@ -108,6 +108,17 @@ def test_a_change_past_the_optimizer_fails_the_save_by_name(
     ckpt.save(tmp_path, {"model": model})  # nothing is left to tell
 
 
+def test_memory_that_is_given_up_too_early_fails_the_save_by_name(tmp_path: Path) -> None:
+    model, optimizer = network()
+    with late_copies() as go:
+        handle = ckpt.save(tmp_path, {"model": model, "o": optimizer}, blocking=False)
+        model.weight.untyped_storage().resize_(0)
+        go.set()
+        with pytest.raises(ckpt.StateChangedError, match=r"^model\.weight gave up its memory"):
+            handle.wait(SECONDS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_after_wait_staged_everything_may_be_changed(tmp_path: Path) -> None:
     model, optimizer = network()
     weight = model.weight.detach().clone()
