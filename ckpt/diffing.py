@@ -7,22 +7,25 @@ Rules:
 2. Tensors are read block by block, both sides' elements in row-major order: two blocks of
    `BLOCK_BYTES` and their numbers are in memory, never a whole model.
 3. Tied names are looked up under each of their names; a pair of stored tensors is compared once.
-4. Plain values are compared where both formats can hold any.
+4. Plain values, and the kinds of containers and keys (`ckpt.structure`), are compared where both
+   formats can hold any. DCP makes texts of all keys: beside another format its keys are no matter.
+5. To compare nothing is an error where patterns are why: a mistyped one would find no difference.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
+from ckpt.matching.selection import Selection
 from ckpt.reading.sources import Source, open_source
-from ckpt.states.saved import join
+from ckpt.states.saved import by_name, join
 from ckpt.stores.store import Options
+from ckpt.structure import Container, StructureDifference, compare_structure, containers
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from formats.url_secrets import without_secrets
@@ -76,6 +79,8 @@ class Comparison:
     only_b: tuple[str, ...]
     tensors: tuple[TensorDifference, ...]
     values: tuple[ValueDifference, ...]
+    structure: tuple[StructureDifference, ...]
+    """Containers and keys of other kinds, under the same names."""
     compared_tensors: int
     """Pairs whose elements were compared."""
     compared_bytes: int
@@ -89,7 +94,8 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """True when no difference was found."""
-        return not (self.only_a or self.only_b or self.tensors or self.values)
+        found = (self.only_a, self.only_b, self.tensors, self.values, self.structure)
+        return not any(found)
 
 
 def diff(
@@ -107,20 +113,25 @@ def diff(
     storage_options: Options = None,
     b_storage_options: Options = None,
 ) -> Comparison:
-    """The differences of two checkpoints: names, shapes, dtypes, elements and plain values.
+    """The differences of two checkpoints: names, shapes, dtypes, elements, values and structure.
 
     Args:
         rtol, atol: see rule 1; both 0 compares bits.
-        include, exclude: patterns of the names to compare, of tensors and values.
+        include, exclude: patterns (`*`, `?`) of the names to compare, of tensors and values.
         select: a key path. Names below it lose it, in whichever checkpoint has such: a training
             checkpoint's `model` compares with an exported file.
-        values: compare plain values too.
+        values: compare plain values too, and what kinds of containers and keys they are in.
         dtype: a difference of dtypes is one; else elements are compared as numbers.
         progress: called with numbers of bytes of A's tensors as they are compared.
         storage_options: what the fsspec drivers of both URLs are told.
         b_storage_options: what that of `b` is told instead.
 
-    Raises NotACheckpointError, or FormatError where a checksum is wrong or a tensor is not whole.
+    Raises:
+        NotACheckpointError: there is none at `a` or `b`.
+        FormatError: a checksum is wrong, or a tensor is not whole.
+        ValueError: nothing lies below `select`, a pattern to include matches no name in either, or
+            `exclude` leaves nothing.
+        StateError: two entries of a checkpoint have one name.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -130,30 +141,20 @@ def diff(
     ...     found.equal, found.tensors[0].first, found.tensors[0].max_abs
     (False, (2,), 0.5)
     """
-    chosen = _Chosen(_patterns(include) or ("*",), _patterns(exclude))
+    chosen = Selection.of(include or None, exclude)
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
-        sides = (_Side.of(left, select, chosen), _Side.of(right, select, chosen))
+        sides = (_Side.of(left, select), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
             raise ValueError(
                 without_secrets(f"neither {left.url} nor {right.url} has anything below {select!r}")
             )
-        return _compare(*sides, Tolerance(rtol, atol), values, dtype, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-
-    def __contains__(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.include) and not any(
-            fnmatchcase(name, pattern) for pattern in self.exclude
-        )
-
-
-def _patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+        names = {
+            name for side in sides for name in (*side.tensors, *(side.values if values else ()))
+        }
+        chosen.check_chooses(names, without_secrets(f"{left.url} and {right.url}"))
+        one, other = (side.chosen(chosen) for side in sides)
+        return _compare(one, other, Tolerance(rtol, atol), values, dtype, progress)
 
 
 @dataclass(frozen=True)
@@ -164,27 +165,35 @@ class _Side:
     tensors: Mapping[str, TensorRecord]
     """Under all names, tied ones too."""
     values: Mapping[str, Tree]
-    selected: bool
-    """It has names below the selected key path."""
+    structure: Mapping[str, Container]
+    select: str | None
+    """The key path that the names have lost, where there are names below it."""
 
     @classmethod
-    def of(cls, source: Source, select: str | None, chosen: _Chosen) -> _Side:
+    def of(cls, source: Source, select: str | None) -> _Side:
         catalog = source.catalog
         records = dict(catalog.tensors)
         records |= {alias: catalog.tensors[name] for alias, name in catalog.aliases.items()}
-        values = dict(plain_values(catalog.tree))
+        values = by_name(plain_values(catalog.tree), source.url)
+        by_name([*records.items(), *values.items()], source.url)  # of a tensor and a value
         prefix = f"{select}."
-        selected = select is not None and any(
-            name.startswith(prefix) for name in (*records, *values)
-        )
-        if selected:
-            records = _below(records, prefix)
-            values = _below(values, prefix)
-        return cls(
-            source,
-            {name: record for name, record in records.items() if name in chosen},
-            {name: value for name, value in values.items() if name in chosen},
-            selected,
+        if select is not None and any(name.startswith(prefix) for name in (*records, *values)):
+            return cls(source, _below(records, prefix), _below(values, prefix), {}, select)
+        return cls(source, records, values, {}, None)
+
+    @property
+    def selected(self) -> bool:
+        """It has names below the selected key path."""
+        return self.select is not None
+
+    def chosen(self, selection: Selection) -> _Side:
+        """What of it a selection chooses."""
+        prefix = f"{self.select}." if self.select is not None else ""
+        return replace(
+            self,
+            tensors={name: one for name, one in self.tensors.items() if name in selection},
+            values={name: one for name, one in self.values.items() if name in selection},
+            structure=containers(self.source.catalog.tree, selection.__contains__, prefix),
         )
 
 
@@ -242,6 +251,7 @@ def _compare(
             close += 1
             max_abs = max(max_abs, found.max_abs)
     values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())
+    structure = _compare_structure(a, b) if with_values else ()
     return Comparison(
         a.source.url,
         b.source.url,
@@ -249,6 +259,7 @@ def _compare(
         tuple(name for name in b.tensors if name not in a.tensors),
         tuple(differences),
         values,
+        structure,
         compared,
         compared_bytes,
         close,
@@ -329,6 +340,14 @@ def _compare_values(
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             found.append(ValueDifference(name, here, there))
     return tuple(found), ()
+
+
+def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
+    kinds = {side.source.catalog.format for side in (a, b)}
+    if kinds & set(FLAT_FORMATS):
+        return ()
+    with_keys = "dcp" not in kinds or len(kinds) == 1
+    return compare_structure(a.structure, b.structure, with_keys)
 
 
 def _shown(value: Tree) -> str:

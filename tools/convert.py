@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from formats.catalog import TensorRef, Tree
 from tools.exit_codes import ExitCode
 from tools.progress import progress, tensor_bytes
 from tools.storage_options import Option, add_storage_options, mapping, storage_option
@@ -52,8 +53,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         ".safetensors, .pt, .pth or .bin, else a folder of ckpt's own",
     )
     add("--select", metavar="KEYPATH", help="only what is below this key path, which is dropped")
-    add("--include", action="append", metavar="PATTERN", help="only these names; repeatable")
-    add("--exclude", action="append", metavar="PATTERN", help="not these names; repeatable")
+    add(
+        "--include",
+        action="append",
+        metavar="PATTERN",
+        help="only these names; may have * and ?; repeatable",
+    )
+    add(
+        "--exclude",
+        action="append",
+        metavar="PATTERN",
+        help="not these names; may have * and ?; repeatable",
+    )
     add(
         "--max-shard-size",
         dest="max_shard_bytes",
@@ -101,6 +112,7 @@ def run(options: Options) -> int:
 
     began = time.monotonic()
     told = mapping(options.storage_options)
+    _check_patterns(options, told)
     with progress("convert", lambda: tensor_bytes(options.src, told)) as advance:
         report = convert(
             options.src,
@@ -163,6 +175,23 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - SHOWN_LEFT_OUT
     first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
     return first + (f" and {more} more" if more > 0 else "")
+
+
+def _check_patterns(options: Options, told: Mapping[str, object] | None) -> None:
+    """Raise ValueError where a pattern to include names nothing, or nothing is left over."""
+    from ckpt.matching.selection import Selection
+    from ckpt.reading.sources import open_source
+    from ckpt.states.saved import Missing, Saved
+    from ckpt.structure import names_of
+
+    selection = Selection.of(options.include, options.exclude)
+    if selection.is_all:
+        return
+    with open_source(options.src, told) as source:
+        found = Saved(source.catalog).node(options.select or "")
+    if not isinstance(found, Missing):  # which is told of by who converts
+        tree: Tree = {"tensor": found} if isinstance(found, TensorRef) else found
+        selection.check_chooses(set(names_of(tree)), printable(options.src))
 
 
 def _size(text: str) -> int:

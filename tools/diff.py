@@ -14,7 +14,7 @@ from tools.text import count, json_text, printable, shortened, size
 if TYPE_CHECKING:
     from ckpt.diffing import Comparison
 
-SUMMARY = "compare names, shapes, dtypes, elements and plain values of two checkpoints"
+SUMMARY = "compare names, shapes, dtypes, elements, plain values and structure of two checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("b", metavar="B", help="another one, of any format")
     add("--rtol", type=float, default=0.0, help="close is |a-b| <= atol + rtol*|b|; default 0")
     add("--atol", type=float, default=0.0, help="default 0; both 0 compares bit by bit")
-    add("--include", action="append", metavar="PATTERN", help="only these names; repeatable")
-    add("--exclude", action="append", metavar="PATTERN", help="not these names; repeatable")
+    add(
+        "--include",
+        action="append",
+        metavar="PATTERN",
+        help="only these names; may have * and ?; repeatable",
+    )
+    add(
+        "--exclude",
+        action="append",
+        metavar="PATTERN",
+        help="not these names; may have * and ?; repeatable",
+    )
     add(
         "--select",
         metavar="KEYPATH",
         help="compare what is below this key path, in A, B or both (example: model)",
     )
-    add("--tensors-only", action="store_true", help="do not compare plain values")
+    add("--tensors-only", action="store_true", help="compare neither plain values nor structure")
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
     add_storage_options(parser)
@@ -100,6 +110,8 @@ def _print(found: Comparison) -> None:
     for value in found.values:
         sides = [shortened(side) if side is not None else "missing" for side in (value.a, value.b)]
         print(f"! {printable(value.name)}: {sides[0]} and {sides[1]}")
+    for one in found.structure:
+        print(f"! {printable(one.name) or 'the whole'}: {printable(one.a)} and {printable(one.b)}")
     for note in found.notes:
         print(f"note: {printable(note)}")
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
@@ -112,7 +124,9 @@ def _print(found: Comparison) -> None:
         print(f"no difference: {compared}")
         return
     names = len(found.only_a) + len(found.only_b)
+    every = names + len(found.tensors) + len(found.values) + len(found.structure)
+    nests = f", {len(found.structure)} in structure" if found.structure else ""
     print(
-        f"{count(names + len(found.tensors) + len(found.values), 'difference')}: {names} in names, "
-        f"{len(found.tensors)} in tensors, {len(found.values)} in values; {compared}"
+        f"{count(every, 'difference')}: {names} in names, {len(found.tensors)} in tensors, "
+        f"{len(found.values)} in values{nests}; {compared}"
     )

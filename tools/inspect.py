@@ -9,9 +9,9 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
-from ckpt.states.saved import join
+from ckpt.matching.selection import check_names_some, matches
+from ckpt.states.saved import by_name, join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from tools.exit_codes import ExitCode
@@ -62,11 +62,16 @@ def run(options: Options) -> int:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")
     with open_source(options.url, mapping(options.storage_options)) as source:
         catalog = source.catalog
+        values = by_name(_values(catalog.tree), source.url)
+        names = by_name([*catalog.tensors.items(), *values.items()], source.url)
+        for pattern in options.patterns:
+            check_names_some(pattern, [*names, *catalog.aliases], options.url, selects)
         chosen = _chosen(options.patterns)
+        values = {name: value for name, value in values.items() if chosen(name)}
         if options.as_json:
-            print(json_text(_described(options.url, catalog, chosen)))
+            print(json_text(_described(options.url, catalog, values, chosen)))
         else:
-            for line in _lines(options, catalog, chosen):
+            for line in _lines(options, catalog, values, chosen):
                 print(line)
     return ExitCode.FINE
 
@@ -79,7 +84,7 @@ def selects(pattern: str, name: str) -> bool:
     >>> selects("model.layers.1", "model.layers.10.w")
     False
     """
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    return matches(pattern, name) or matches(f"{pattern}.*", name)
 
 
 def _chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -98,9 +103,10 @@ class _Branch:
     nbytes: int = 0
 
 
-def _lines(options: Options, catalog: Catalog, chosen: Callable[[str], bool]) -> Iterator[str]:
+def _lines(
+    options: Options, catalog: Catalog, values: Mapping[str, Tree], chosen: Callable[[str], bool]
+) -> Iterator[str]:
     tensors = {name: record for name, record in catalog.tensors.items() if chosen(name)}
-    values = {name: value for name, value in _values(catalog.tree) if chosen(name)}
     files = catalog.files
     total = size(sum(file.size for file in files))
     yield (
@@ -191,7 +197,9 @@ def _text(value: Tree) -> str:
     return str(value) if isinstance(value, DType) else repr(value)
 
 
-def _described(url: str, catalog: Catalog, chosen: Callable[[str], bool]) -> dict[str, object]:
+def _described(
+    url: str, catalog: Catalog, values: Mapping[str, Tree], chosen: Callable[[str], bool]
+) -> dict[str, object]:
     """Everything, for programs. Values are encoded as in a manifest (docs/format.md)."""
     from formats.native.tree import encode
 
@@ -216,9 +224,7 @@ def _described(url: str, catalog: Catalog, chosen: Callable[[str], bool]) -> dic
             if chosen(record.name)
         ],
         "aliases": {alias: name for alias, name in catalog.aliases.items() if chosen(alias)},
-        "values": {
-            name: encode(value, no_tensor) for name, value in _values(catalog.tree) if chosen(name)
-        },
+        "values": {name: encode(value, no_tensor) for name, value in values.items()},
         "files": [
             {"name": file.name, "bytes": file.size, "digest": file.digest or None}
             for file in catalog.files

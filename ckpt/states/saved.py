@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from ckpt.errors import StateError
 from formats.catalog import Catalog, Key, TensorRef, Tree
@@ -11,6 +12,8 @@ from formats.native.tree import ROOT
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """From the checkpoint's name to the target's: a function, or a mapping of names or prefixes."""
+
+_T = TypeVar("_T")
 
 
 class Missing:
@@ -35,6 +38,19 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
             yield from leaves(item, join(path, index))
     else:
         yield path or (ROOT if isinstance(tree, TensorRef) else ""), tree
+
+
+def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") -> dict[str, _T]:
+    """The entries by their names. Raises StateError where two have the same one.
+
+    A file of torch.save may hold both `"a.b"` and `"a"` with `"b"` in it.
+    """
+    found: dict[str, _T] = {}
+    for name, entry in entries:
+        if name in found:
+            raise StateError(f"two entries of {where} get the name {name!r}")
+        found[name] = entry
+    return found
 
 
 def holds_tensor(tree: Tree) -> bool:
@@ -90,14 +106,9 @@ class Saved:
     def __init__(self, catalog: Catalog, rename: Rename | None = None) -> None:
         self.catalog = catalog
         self.rename = renamer(rename)
-        self.leaves: dict[str, Tree] = {}
         self._nodes: dict[str, Tree] = {}
         self._names: list[str] | None = None
-        for name, leaf in leaves(catalog.tree):
-            renamed = self.rename(name)
-            if renamed in self.leaves:
-                raise StateError(f"two entries of the checkpoint get the name {renamed!r}")
-            self.leaves[renamed] = leaf
+        self.leaves = by_name((self.rename(name), leaf) for name, leaf in leaves(catalog.tree))
         if rename is None:
             self._index(catalog.tree, "")
 

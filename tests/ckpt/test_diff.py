@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from ckpt.converting import convert
 from ckpt.diffing import diff
-from ckpt.errors import NotACheckpointError
+from ckpt.errors import NotACheckpointError, StateError
 from ckpt.saving import save
 from formats.errors import CorruptError
 
@@ -284,3 +284,81 @@ def test_tolerances_are_not_negative(tmp_path):
     for wrong in ({"rtol": -1.0}, {"atol": float("nan")}):
         with pytest.raises(ValueError, match="not negative"):
             diff(tmp_path / "c", tmp_path / "c", **wrong)
+
+
+NESTS = (
+    {"a": {0: 1}, "b": (1, 2), "c": [torch.ones(2)], "d": {"0": torch.ones(2)}, "e": {1.5: 1}},
+    {"a": {"0": 1}, "b": [1, 2], "c": {"0": torch.ones(2)}, "d": (torch.ones(2),), "e": {"1.5": 1}},
+)
+
+
+def test_containers_and_keys_of_other_kinds_are_a_difference_of_structure(pair):
+    found = pair(*NESTS)
+    assert [(one.name, one.a, one.b) for one in found.structure] == [
+        ("a.0", "under the key 0", "under '0'"),
+        ("b", "a tuple", "a list"),
+        ("c", "a list", "a dict"),
+        ("d", "a dict", "a tuple"),
+        ("e.1.5", "under the key 1.5", "under '1.5'"),
+    ]
+    assert (found.tensors, found.values, found.equal) == ((), (), False)
+    assert pair(*NESTS, values=False).equal
+    assert pair(NESTS[0], NESTS[0]).equal
+
+
+def test_of_many_keys_of_another_kind_one_is_named(pair):
+    numbers = {number: number for number in range(100)}
+    (found,) = pair({"a": numbers}, {"a": {str(key): key for key in numbers}}).structure
+    assert found.name == "a.0"
+
+
+def test_patterns_and_a_key_path_choose_the_structure_that_is_compared(pair):
+    assert [one.name for one in pair(*NESTS, include="b.*").structure] == ["b"]
+    a, b = {"model": NESTS[0], "x": (1,)}, {"model": NESTS[1], "x": [1]}
+    names = [one.name for one in pair(a, b, select="model").structure]
+    assert names == ["a.0", "b", "c", "d", "e.1.5"]
+    assert [one.name for one in pair(NESTS[0], b, select="model").structure] == names
+    assert [one.name for one in pair(a, b, include="x.*").structure] == ["x"]
+
+
+@pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "torch", "dcp"])
+def test_what_a_format_cannot_hold_of_a_structure_is_no_difference(tmp_path, to):
+    w = torch.ones(2)
+    save(tmp_path / "c", {"a": {0: w, 1: {2: 3}}, "b": [(w + 1, 4), 5], "c": (6, {7: 8})})
+    convert(tmp_path / "c", tmp_path / to, to=to)
+    for one, other in ((to, "c"), ("c", to), (to, to)):
+        assert diff(tmp_path / one, tmp_path / other).equal
+
+
+@pytest.mark.parametrize("other", [99, 1])
+def test_two_values_of_one_name_are_an_error_and_not_one_of_them(tmp_path, other):
+    torch.save({"a.b": 1, "a": {"b": 2}}, tmp_path / "one.pt")
+    torch.save({"a.b": other, "a": {"b": 2}}, tmp_path / "other.pt")
+    torch.save({"a.b": torch.ones(1), "a": {"b": 2}}, tmp_path / "mixed.pt")
+    for b in ("other.pt", "mixed.pt"):
+        with pytest.raises(StateError, match=r"two entries of .*one\.pt get the name 'a\.b'"):
+            diff(tmp_path / "one.pt", tmp_path / b)
+    with pytest.raises(StateError, match=r"mixed\.pt get the name 'a\.b'"):
+        diff(tmp_path / "mixed.pt", tmp_path / "mixed.pt")
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(pair):
+    a, b = {"model": {"w": torch.zeros(1)}}, {"model": {"w": torch.ones(1)}, "step": 1}
+    for include in ("modle.*", ["model.*", "modle.*"]):
+        with pytest.raises(ValueError, match=r"'modle\.\*' matches no name; there are model"):
+            pair(a, b, include=include)
+    assert [one.name for one in pair(a, b, include="step").values] == ["step"]  # B has it
+    with pytest.raises(ValueError, match="'step' matches no name"):
+        pair(a, b, include="step", values=False)
+    with pytest.raises(ValueError, match=r"all 2 names are excluded by '\*'"):
+        pair(a, b, exclude="*")
+    assert not pair(a, b, exclude="nothing").equal
+    assert pair({}, {}).equal
+
+
+def test_a_bracket_in_a_pattern_is_a_bracket(pair):
+    a = {"blk[0].w": torch.zeros(1), "blk0.w": torch.zeros(1), "blk[!0]": torch.zeros(1)}
+    b = {"blk[0].w": torch.ones(1), "blk0.w": torch.ones(1), "blk[!0]": torch.ones(1)}
+    for pattern in ("blk[0].w", "blk[?].*", "*[0]*"):
+        assert [one.name for one in pair(a, b, include=pattern).tensors] == ["blk[0].w"]
+    assert [one.name for one in pair(a, b, exclude=["blk[*"]).tensors] == ["blk0.w"]

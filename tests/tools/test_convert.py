@@ -131,3 +131,28 @@ def test_a_truncated_file_of_a_rank_stops_the_conversion_before_it_begins(run, s
     assert f"{last}: the file has" in ended.err
     assert "it was truncated; restore it" in ended.err
     assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["--include", "modle.*"], "'modle.*' matches no name; there are model"),
+        (["--include", "model.*", "--include", "stepp"], "'stepp' matches no name; there are step"),
+        (["--exclude", "*"], "are excluded by '*'"),
+        (["--select", "model", "--include", "model.*"], "'model.*' matches no name; there are"),
+    ],
+)
+def test_patterns_that_choose_nothing_are_wrong_usage_and_nothing_is_written(
+    run, saved, tmp_path, patterns, said
+):
+    ended = run("convert", saved, tmp_path / "made", *patterns)
+    assert ended.code == ExitCode.USAGE
+    assert said in ended.err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_bracket_in_a_pattern_is_a_bracket(run, tmp_path):
+    torch.save({"blk[0].w": torch.ones(1), "blk0.w": torch.ones(1)}, tmp_path / "e.pt")
+    target = tmp_path / "m.safetensors"
+    assert run("convert", tmp_path / "e.pt", target, "--include", "blk[0].w").code == 0
+    assert list(load_file(target)) == ["blk[0].w"]

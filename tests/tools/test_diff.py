@@ -85,3 +85,29 @@ def test_a_select_that_nothing_has_is_wrong_usage(run, saved):
 
 def test_damage_is_an_error_not_a_difference(run, damaged):
     assert run("diff", damaged, damaged).code == ExitCode.DAMAGED
+
+
+def test_a_difference_of_structure_is_a_line_and_in_the_json(run, tmp_path):
+    save(tmp_path / "a", {"betas": (0.9, 0.99), "state": {0: 1}})
+    save(tmp_path / "b", {"betas": [0.9, 0.99], "state": {"0": 1}})
+    ended = run("diff", tmp_path / "a", tmp_path / "b")
+    assert ended.code == ExitCode.DIFFERENT
+    assert ended.out.splitlines() == [
+        "! betas: a tuple and a list",
+        "! state.0: under the key 0 and under '0'",
+        (
+            "2 differences: 0 in names, 0 in tensors, 0 in values, 2 in structure; "
+            "0 tensors, 0 B compared"
+        ),
+    ]
+    found = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json").out)
+    assert found["equal"] is False
+    assert found["structure"][0] == {"name": "betas", "a": "a tuple", "b": "a list"}
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--tensors-only").code == 0
+
+
+def test_patterns_that_leave_nothing_to_compare_are_wrong_usage(run, saved):
+    for patterns in (["--include", "modle.*"], ["--exclude", "*"]):
+        ended = run("diff", saved, saved, *patterns)
+        assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+        assert ended.err.startswith(f"ckpt: {saved} and {saved}: ")

@@ -105,3 +105,27 @@ def test_long_values_are_cut(run, tmp_path):
     save(tmp_path / "c", {"text": "x" * 10_000})
     out = run("inspect", tmp_path / "c", "--values").out
     assert max(map(len, out.splitlines())) < 300
+
+
+def test_a_name_that_nothing_has_is_wrong_usage(run, saved):
+    ended = run("inspect", saved, "model", "modle.norm")
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert "'modle.norm' matches no name; there are model.norm" in ended.err
+    for name in ("model", "step", "optimizer.param_groups.0", "model.head.weight"):
+        assert run("inspect", saved, name).code == 0
+
+
+def test_two_values_of_one_name_are_an_error_and_not_one_of_them(run, tmp_path):
+    torch.save({"a.b": 1, "a": {"b": 2}}, tmp_path / "e.pt")
+    torch.save({"a.b": 1, "a": {"b": torch.ones(2)}}, tmp_path / "f.pt")
+    for file in ("e.pt", "f.pt"):
+        for more in ([], ["--json"]):
+            ended = run("inspect", tmp_path / file, *more)
+            assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+            assert f"two entries of {tmp_path / file} get the name 'a.b'" in ended.err
+
+
+def test_a_bracket_in_a_pattern_is_a_bracket(run, tmp_path):
+    save(tmp_path / "c", {"blk[0].w": torch.ones(1), "blk0.w": torch.ones(1)})
+    found = json.loads(run("inspect", tmp_path / "c", "blk[0]", "--json").out)
+    assert [tensor["name"] for tensor in found["tensors"]] == ["blk[0].w"]
