@@ -24,7 +24,7 @@ from ckpt.errors import NotACheckpointError, StoreError
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.promises import Promises, Unfinished
 from formats.storage import FileWriter, Reader
-from formats.url_secrets import cause_without_secrets
+from formats.url_secrets import cause_without_secrets, without_secrets
 
 Options = Mapping[str, Any] | None
 """What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
@@ -138,17 +138,19 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
     """The path of a local folder or file; None for a URL that is a driver's.
 
     Raises ValueError for what can only be meant otherwise: no path at all, `~`, which is the
-    shell's, and a URL that lost a slash. Saved there, a checkpoint would be somewhere else than
-    where it is looked for.
+    shell's, a URL that lost a slash, and one with a `::` that chains nothing. Saved there, a
+    checkpoint would be somewhere else than where it is looked for.
 
     >>> local_path("file:///runs/a%20b"), local_path("s3://bucket/run")
     ('/runs/a%20b', None)
+    >>> local_path("runs/exp::1"), local_path("simplecache::s3://bucket/run")
+    ('runs/exp::1', None)
     """
     text = os.fspath(url)
     if text.startswith("file://"):
         path = text.removeprefix("file://")
         path = path.removeprefix("localhost") if path.startswith("localhost/") else path
-    elif "://" in text or "::" in text:
+    elif _is_url(text):
         return None
     else:
         path = text
@@ -167,6 +169,26 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
             f"{lost[1]}://{rest}; a folder of that name is ./{text}"
         )
     return path
+
+
+def _is_url(text: str) -> bool:
+    """Whether this is a driver's; `::` chains URLs and names of drivers, and is else a name's own.
+
+    Raises ValueError for a URL with another `::` in it, whose end a driver would pass over.
+    """
+    if "::" not in text:
+        return "://" in text
+    other = [link for link in text.split("::") if "://" not in link and not _is_protocol(link)]
+    if not other:
+        return True
+    if "://" in text and "/" not in text.partition("://")[0]:
+        raise ValueError(
+            without_secrets(
+                f"{text}: :: stands between URLs and drivers of fsspec, and {other[0]!r} is "
+                "neither: no name in a bucket can have it; a file on a disk is file://"
+            )
+        )
+    return False
 
 
 def _is_protocol(word: str) -> bool:

@@ -23,6 +23,8 @@ MEANT_OTHERWISE = {
     "s3:/bucket/run": "lost a slash.*give it as text, s3://bucket/run",
     "memory:/run": "lost a slash.*give it as text, memory://run",
     "file:/tmp/run": "lost a slash.*give it as text, file:///tmp/run",
+    "memory://bucket/exp::1": ":: stands between URLs and drivers of fsspec, and '1' is neither",
+    "simplecach::memory://bucket/exp": "and 'simplecach' is neither",
 }
 CALLS: dict[str, Callable[[str], Any]] = {
     "save": lambda url: ckpt.save(url, STATE),
@@ -82,7 +84,12 @@ def test_the_command_says_so_too(
         "{}/100%/a%20b#c?d+e&f=g",
         "{}/x/../y",
         "{}//z/",
+        "{}/exp::1",
+        "{}/exp::s3",
+        "{}/::",
+        "{}/exp::memory://x",
         "file://{}/a b",
+        "file://{}/exp::1",
         "file://{}/a%20b",
     ],
 )
@@ -99,8 +106,29 @@ def test_a_folder_may_have_a_name_that_looks_like_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("./~", "./s3:/run", "12:30/run", "run:/step-1", "~backup"):
+    for name in ("./~", "./s3:/run", "12:30/run", "run:/step-1", "~backup", "exp::1", "::"):
         assert_comes_back(name)
+
+
+def test_a_folder_is_not_deleted_in_the_place_of_one_with_colons(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "exp", STATE)
+    with pytest.raises(ckpt.NotACheckpointError, match="exp::1"):
+        ckpt.delete(tmp_path / "exp::1")
+    ckpt.convert(tmp_path / "exp", tmp_path / "exp::2")
+    ckpt.convert(tmp_path / "exp", tmp_path / "m::2.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"exp", "exp::2", "m::2.safetensors"}
+    ckpt.delete(tmp_path / "exp::2")
+    assert ckpt.verify(tmp_path / "exp").sound
+
+
+def test_a_chain_of_drivers_is_a_url(tmp_path: Path) -> None:
+    with open_store("memory://test_urls_chain") as store:
+        store.commit(SHARD_NAME, b"x", replace=False)
+        try:
+            with open_store("simplecache::memory://test_urls_chain") as chained:
+                assert chained.names() == [SHARD_NAME]
+        finally:
+            store.delete(SHARD_NAME)
 
 
 def test_the_root_of_a_driver_is_a_folder_to_collect_in() -> None:
