@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt.errors import NotACheckpointError
-from ckpt.stores.store import Options, open_store
+from ckpt.stores.store import Options, local_path, open_store
 from ckpt.writing.commit import withdraw
 from formats.native.manifest import MANIFEST, load, read_manifest
 
@@ -21,6 +21,7 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
         InUseError: checkpoints beside it borrow from it; they are named. Nothing was removed.
         NotACheckpointError: there is none of ckpt's own format at `url`.
         CorruptError: its manifest is damaged, so that nobody knows which files are its own.
+        ValueError: `url` is a link to it on a disk.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -29,6 +30,7 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
     ...     os.listdir(folder)
     []
     """
+    _check_no_link(url)
     with open_store(url, storage_options) as store:
         try:
             data = read_manifest(store)
@@ -41,3 +43,15 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
         for name in files:
             store.delete(name)
         store.remove_if_empty()
+
+
+def _check_no_link(url: str | os.PathLike[str]) -> None:
+    """Raise ValueError where a path is a link: nothing is deleted through one."""
+    path = local_path(url) or ""
+    while path.endswith(("/", "/.")):  # as which a link is the folder that it points to
+        path = path[:-1]
+    if os.path.islink(path):
+        raise ValueError(
+            f"{path}: a link to {os.path.realpath(path)}, which was not deleted; to delete that, "
+            "give its own path; to remove the link, use rm"
+        )
