@@ -7,11 +7,13 @@ Rules:
 2. Newest is what was committed last, by the time in the manifest, which copying a folder does not
    change. Those of the same second go by name, numbers in names by their value. A run that went
    back to step 100 so goes on from its own step 200, not from the step 300 that it gave up.
-3. A checkpoint that is passed over although it was committed is told of.
+3. A checkpoint that is passed over although it was committed is told of, and so is a folder that
+   this process may not look into.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -32,6 +34,8 @@ HEAD_BYTES = 4096
 WORKERS = 8
 """Folders that are looked into at once: a server takes time to answer."""
 SHOWN = 5
+UNREADABLE = "unreadable"
+"""The kind of what a process has no right to read, or what is a link that leads to itself."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -63,6 +67,7 @@ def latest(
     Raises:
         NotACheckpointError: there is no committed checkpoint in the folder.
         CorruptError: there are, and none is sound; what is wrong with them is said.
+        OSError: there is no other folder in it than those that may not be read.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,12 +86,19 @@ def newest_sound(
     folder: str | os.PathLike[str], verify: bool, options: Options
 ) -> tuple[str, list[Skipped]]:
     """What `latest` returns, and the newer ones that are not sound. Raises as it does."""
-    skipped: list[Skipped] = []
-    for url in (join_url(folder, found.name) for found in committed(folder, options)):
+    names, unreadable = _looked_into(folder, options)
+    skipped = [
+        Skipped(join_url(folder, name), UNREADABLE, str(error))
+        for name, error in unreadable.items()
+    ]
+    for url in (join_url(folder, found.name) for found in names):
         wrong = wrong_with(url, verify, options)
         if wrong is None:
             return url, skipped
         skipped.append(wrong)
+    if not names:
+        for error in unreadable.values():
+            raise error
     if skipped:
         said = "; ".join(wrong.message for wrong in skipped[:SHOWN])
         more = f"; and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""
@@ -98,10 +110,24 @@ def newest_sound(
 
 
 def committed(folder: str | os.PathLike[str], options: Options) -> list[Committed]:
-    """The checkpoints in a folder, sound or not, newest first."""
+    """The checkpoints in a folder that can be looked into, sound or not, newest first."""
+    return _looked_into(folder, options)[0]
+
+
+def _looked_into(
+    folder: str | os.PathLike[str], options: Options
+) -> tuple[list[Committed], dict[str, OSError]]:
+    """The checkpoints in a folder, newest first, and why others cannot be looked into, by name."""
     with open_store(folder, options) as store, ThreadPoolExecutor(WORKERS, "ckpt-list") as pool:
-        found = pool.map(lambda name: _committed(store, name), store.folders())
-        return sorted(filter(None, found), key=lambda one: one.age_key, reverse=True)
+        names = store.folders()
+        found = list(pool.map(lambda name: _committed(store, name), names))
+    known = sorted(
+        (one for one in found if isinstance(one, Committed)),
+        key=lambda one: one.age_key,
+        reverse=True,
+    )
+    pairs = zip(names, found, strict=True)
+    return known, {name: error for name, error in pairs if isinstance(error, OSError)}
 
 
 def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
@@ -111,16 +137,25 @@ def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
     """
     try:
         _check_whole(url, options)
+        if verify:
+            from ckpt.verifying import verify as verified
+
+            for problem in verified(url, storage_options=options).problems[:1]:
+                return Skipped(url, problem.kind, problem.message)
     except UnsupportedError:
         raise
     except (FormatError, NotACheckpointError) as error:
         return Skipped(url, error.kind, str(error))
-    if verify:
-        from ckpt.verifying import verify as verified
-
-        for problem in verified(url, storage_options=options).problems[:1]:
-            return Skipped(url, problem.kind, problem.message)
+    except OSError as error:
+        if not _is_out_of_reach(error):
+            raise
+        return Skipped(url, UNREADABLE, f"{url}: {error}")
     return None
+
+
+def _is_out_of_reach(error: OSError) -> bool:
+    """Whether it is this place that cannot be read, rather than the store that fails."""
+    return isinstance(error, PermissionError) or error.errno == errno.ELOOP
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
@@ -128,15 +163,19 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
     return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
-def _committed(store: Store, name: str) -> Committed | None:
-    """What stands in a folder of a store; None where there is no manifest."""
+def _committed(store: Store, name: str) -> Committed | OSError | None:
+    """What stands in a folder of a store: None without a manifest, or why that cannot be read."""
     manifest = f"{name}/{MANIFEST}"
     try:
         head = store.read(manifest, 0, min(HEAD_BYTES, store.size(manifest)))
     except FileNotFoundError:
         return None
-    except CorruptError:  # replaced by a shorter one since its size was asked for
+    except FormatError:  # replaced by a shorter one since its size was asked for, or no file
         head = b""
+    except OSError as error:
+        if not _is_out_of_reach(error):
+            raise
+        return error
     return Committed(name, _time_in(head) or _store_time(store, manifest))
 
 

@@ -23,7 +23,7 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -73,7 +73,7 @@ class LocalStore:
         """The files directly in the folder, sorted; none when there is no such folder."""
         try:
             with os.scandir(self._folder) as entries:
-                return sorted(entry.name for entry in entries if entry.is_file())
+                return sorted(entry.name for entry in entries if _says(entry.is_file))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -84,7 +84,7 @@ class LocalStore:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
                     with suppress(FileNotFoundError):  # gone since it was listed
-                        if entry.is_file():
+                        if _says(entry.is_file):
                             found[entry.name] = entry.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -94,7 +94,7 @@ class LocalStore:
         """The folders directly in the folder, sorted."""
         try:
             with os.scandir(self._folder) as entries:
-                found = sorted(entry.name for entry in entries if entry.is_dir())
+                found = sorted(entry.name for entry in entries if _says(entry.is_dir))
                 return [name for name in found if name != DISK_S_OWN]
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -399,6 +399,16 @@ def _opened(path: Path) -> int:
         return descriptor
     os.close(descriptor)
     raise HostileError(f"{path}: a folder, pipe or device is in the place of a file")
+
+
+def _says(is_one: Callable[[], bool]) -> bool:
+    """What an entry says of its kind; a link that leads around in a circle is of none."""
+    try:
+        return is_one()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _arrived(status: os.stat_result) -> float:

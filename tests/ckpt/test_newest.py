@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -156,3 +158,64 @@ def test_a_url_is_looked_through_like_a_folder() -> None:
         assert ckpt.latest("memory://newest/run/") == "memory://newest/run/step-2"
     finally:
         memory.rm("/newest", recursive=True)
+
+
+@contextmanager
+def powerless(folder: Path) -> Iterator[None]:
+    """Without root's right to read everywhere; the folders above this one are open."""
+    for above in (folder, *folder.parents[:3]):
+        above.chmod(0o755)
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+@pytest.mark.parametrize("closed", ["folder", "manifest"])
+def test_what_may_not_be_read_does_not_keep_the_sound_from_being_found(
+    tmp_path: Path, closed: str
+) -> None:
+    sound, other = save(tmp_path / "step-1"), save(tmp_path / "step-2")
+    bad = other if closed == "folder" else other / "manifest.json"
+    bad.chmod(0)
+    with powerless(tmp_path), pytest.warns(ckpt.FallbackWarning, match=r"denied.*step-2") as warned:
+        assert ckpt.latest(tmp_path) == str(sound)
+    (warning,) = (entry.message for entry in warned)
+    assert isinstance(warning, ckpt.FallbackWarning)
+    assert [(one.url, one.kind) for one in warning.skipped] == [(str(other), "unreadable")]
+    shutil.rmtree(sound)
+    with powerless(tmp_path), pytest.raises(PermissionError, match="step-2"):
+        ckpt.latest(tmp_path)
+    bad.chmod(0o755)
+
+
+def test_a_base_that_may_not_be_read_is_told_of_and_an_older_one_found(tmp_path: Path) -> None:
+    sound, base = save(tmp_path / "step-1"), save(tmp_path / "step-2", 1.0)
+    newest = save(tmp_path / "step-3", 1.0, base=base)
+    base.chmod(0)
+    with powerless(tmp_path), pytest.warns(ckpt.FallbackWarning) as warned:
+        assert ckpt.latest(tmp_path) == str(sound)
+    (warning,) = (entry.message for entry in warned)
+    assert isinstance(warning, ckpt.FallbackWarning)
+    assert {one.url for one in warning.skipped} == {str(newest), str(base)}
+    base.chmod(0o755)
+
+
+def test_links_that_lead_to_themselves_are_nobody_s_concern(tmp_path: Path) -> None:
+    sound = save(tmp_path / "step-1")
+    (tmp_path / "loop").symlink_to("loop")
+    assert ckpt.latest(tmp_path) == str(sound)
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "manifest.json").symlink_to("manifest.json")
+    with pytest.warns(ckpt.FallbackWarning, match="Too many levels"):
+        assert ckpt.latest(tmp_path) == str(sound)
+
+
+def test_a_folder_in_the_place_of_a_manifest_is_told_of_and_passed_over(tmp_path: Path) -> None:
+    sound = save(tmp_path / "step-1")
+    (tmp_path / "step-2" / "manifest.json").mkdir(parents=True)
+    with pytest.warns(ckpt.FallbackWarning, match="in the place of a file"):
+        assert ckpt.latest(tmp_path) == str(sound)

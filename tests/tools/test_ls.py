@@ -87,3 +87,13 @@ def test_a_damaged_checkpoint_by_itself_is_an_error(run, saved):
 def test_without_a_folder_the_working_one_is_listed(run, saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
     assert "step-3" in run("ls").out
+
+
+def test_a_link_that_leads_to_itself_hides_no_checkpoint(run, saved):
+    (saved.parent / "loop").symlink_to("loop")
+    (saved / "loop").symlink_to("loop")
+    ended = run("ls", saved.parent)
+    assert (ended.code, ended.err) == (0, "")
+    assert [line.split()[0] for line in ended.out.splitlines()] == ["NAME", saved.name]
+    for command in ("latest", "gc"):
+        assert run(command, saved.parent).code == 0
