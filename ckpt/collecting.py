@@ -3,7 +3,8 @@
 Rules:
 
 1. Only what has a name that `ckpt` gives: shard files, files that are being written, uploads that
-   are not complete, folders that are being converted to.
+   are not complete, folders that are being converted to. A file that is converted to may have any
+   name; so what is being written under a strange one counts where it begins as such a file does.
 2. Never what a manifest names: the one in the folder, or one beside it that borrows. Where a
    manifest is damaged, nobody knows what it names: nothing that it could mean is a left-over.
 3. Never what a live save may still commit: younger things are listed and stay. A save commits
@@ -48,7 +49,9 @@ _WRITTEN = re.compile(
     r"|\.metadata|__[0-9]+_[0-9]+\.distcp",
     re.DOTALL,
 )
-"""The files that saves and conversions write."""
+"""The files that saves and conversions write, as long as nobody names them otherwise."""
+_ZIP = b"PK\x03\x04"
+"""How a file of torch.save begins."""
 _FOLDER = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(part|old)", re.DOTALL)
 """A folder that a conversion fills, or the one that it has replaced."""
 
@@ -173,8 +176,9 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
         yield from _converted(store, place, sizes, converted, places, age)
         return
     for begun in unfinished:
-        if "/" not in begun.name and _WRITTEN.fullmatch(begun.name):
-            is_file = begun.mark in sizes
+        is_file = begun.mark in sizes
+        is_ours = _WRITTEN.fullmatch(begun.name) or (is_file and _begins(store, begun.mark))
+        if "/" not in begun.name and is_ours:
             name, kind = (begun.mark, PART) if is_file else (begun.name, UPLOAD)
             old = moment - begun.started
             yield LeftOver(place, name, kind, begun.nbytes, old, old >= age)
@@ -186,6 +190,16 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
         if name in arrivals:  # or its save has failed meanwhile
             old = moment - arrivals[name]
             yield LeftOver(place, name, SHARD, sizes[name], old, old >= age)
+
+
+def _begins(store: Store, name: str) -> bool:
+    """Whether a file begins as a safetensors file or one of torch.save does, or is empty."""
+    try:
+        head = store.read(name, 0, min(9, store.size(name)))
+    except (FormatError, OSError):  # it is gone, or replaced, or nobody may look
+        return False
+    has_header = int.from_bytes(head[:8], "little") <= current().header_bytes and head[8:] == b"{"
+    return not head or head.startswith(_ZIP) or has_header
 
 
 def _named(store: Store) -> set[str] | None:

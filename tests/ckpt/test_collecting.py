@@ -76,6 +76,27 @@ def test_left_overs_are_listed_beside_checkpoints_and_instead_of_them(tmp_path: 
     assert names(ckpt.gc(tmp_path / "a"), tmp_path) == {n for n in expected if n.startswith("a/")}
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_a_file_that_was_being_converted_to_is_found_whatever_its_name(
+    tmp_path: Path, to: str
+) -> None:
+    ckpt.save(tmp_path / "a", state(1))
+    ckpt.convert(tmp_path / "a", tmp_path / "out", to=to)
+    whole = (tmp_path / "out").read_bytes()
+    parts = {f".out.{length:08x}.part": length for length in (0, 50, len(whole))}
+    for part, length in parts.items():
+        (tmp_path / part).write_bytes(whole[:length])
+    fill(tmp_path, *STRANGERS)
+    (tmp_path / ".thesis.01234567.part").write_bytes(b"of another program {")
+    found = ckpt.gc(tmp_path, delete=True, older_than=0)
+    assert {one.name: one.nbytes for one in found} == parts
+    assert all(one.was_removed and one.kind == PART for one in found)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("a", "out", ".thesis.01234567.part"),
+        *STRANGERS,
+    }
+
+
 def test_only_old_ones_are_removed_and_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
