@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+
+INTERRUPTED = 130
+"""128 + SIGINT: `tools.exit_codes` has it too, and may not be imported yet."""
 
 
 def main() -> int:
     """Run the command line in `tools` and return its exit code."""
-    from tools.main import main as run
-
+    try:
+        from tools.main import main as run
+    except KeyboardInterrupt:
+        if sys.stderr is not None:
+            with suppress(OSError):
+                print("ckpt: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return run(sys.argv[1:])
 
 

@@ -4,7 +4,7 @@ Rules:
 
 1. Results go to stdout, errors and progress to stderr. `--json` prints one JSON object.
 2. An error is one line, `ckpt: <what happened, where, what to do>`; with CKPT_TRACEBACK set the
-   traceback comes before it.
+   traceback comes before it. Where stderr cannot be written, the exit code is the same.
 3. Commands import what they need when they run, so that `ckpt --help`, inspect, ls and verify start
    at once: torch alone takes a second.
 """
@@ -17,6 +17,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
@@ -24,7 +25,7 @@ from ckpt.version import __version__
 from formats.url_secrets import without_secrets
 from tools import convert, diff, gc, inspect, latest, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
-from tools.text import printable
+from tools.text import printable, tell
 
 OptionsT = TypeVar("OptionsT")
 
@@ -71,22 +72,38 @@ _COMMANDS = (
 
 def main(argv: Sequence[str]) -> int:
     """Run the command that the arguments name; returns its exit code, never raises."""
+    try:
+        code = _run(argv)
+        if sys.stdout is not None:  # as `>&-` leaves it
+            sys.stdout.flush()
+    except BrokenPipeError:
+        code = ExitCode.BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        code = _report(error)
+    _let_go()
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may be in any script
     try:
         arguments = parser().parse_args(argv)
-        code = int(arguments.command(arguments))
-        sys.stdout.flush()
     except SystemExit as end:  # argparse: --help, --version, wrong arguments
         return end.code if isinstance(end.code, int) else ExitCode.FINE
-    except BrokenPipeError:
-        # Python would flush stdout once more on its way out, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.BROKEN_PIPE
-    except (Exception, KeyboardInterrupt) as error:
-        return _report(error)
-    return code
+    return int(arguments.command(arguments))
+
+
+def _let_go() -> None:
+    """Python's own flush on its way out cannot fail, which would be another exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
 def _report(error: BaseException) -> int:
     """Print an error and return the exit code for it."""
     if os.environ.get("CKPT_TRACEBACK"):
-        traceback.print_exception(type(error), error, error.__traceback__)
+        tell("".join(traceback.format_exception(error)).rstrip("\n"))
     code = code_of(error)
     message = " ".join(str(error).splitlines())
     if code == ExitCode.INTERRUPTED:
@@ -122,5 +139,5 @@ def _report(error: BaseException) -> int:
         message += " (here: --overwrite)"
     elif isinstance(error, OSError) and error.strerror and error.filename:
         message = f"{error.filename}: {error.strerror}"
-    print(f"ckpt: {printable(without_secrets(message))}", file=sys.stderr)
+    tell(f"ckpt: {printable(without_secrets(message))}")
     return code

@@ -21,7 +21,7 @@ def progress(label: str, total: Callable[[], int | None]) -> Iterator[Progress |
 
     `total` gives the bytes to be done, or None; it is called only where there is a bar.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

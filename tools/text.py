@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 MAX_SHOWN = 200
@@ -27,6 +29,13 @@ def printable(text: str) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr; nothing happens where that is closed, full or nobody reads it."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stderr)
 
 
 def shortened(text: str) -> str:

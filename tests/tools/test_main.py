@@ -30,6 +30,16 @@ def start(*arguments, **options):
     )
 
 
+def in_shell(redirected, *arguments):
+    """A run of the command with its streams redirected by a shell."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-m", "ckpt", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.fixture
 def wide(tmp_path: Path) -> Path:
     """A file whose description is longer than any pipe holds."""
@@ -212,3 +222,54 @@ def test_a_storage_option_in_python_s_spelling_is_not_taken_for_text(run, said: 
     ended = run("ls", "s3://bucket/run", "-o", f"anon={said}")
     assert ended.code == ExitCode.USAGE
     assert f"say anon={meant}" in ended.err
+
+
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", ">/dev/full 2>&1"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["diff", "{}", "{}/nothing"], ExitCode.NOT_A_CHECKPOINT),
+        (["verify", "{}", "--bogus"], ExitCode.USAGE),
+        (["latest", "{}"], ExitCode.NOT_A_CHECKPOINT),
+    ],
+)
+def test_an_error_that_cannot_be_told_has_its_exit_code(saved, redirected, arguments, code):
+    ended = in_shell(redirected, *(argument.format(saved) for argument in arguments))
+    assert (ended.returncode, ended.stdout) == (code, "")
+
+
+def test_an_error_that_nobody_reads_has_its_exit_code(saved):
+    process = start("diff", saved, saved / "nothing")
+    process.stderr.close()
+    assert process.wait(60) == ExitCode.NOT_A_CHECKPOINT
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "latest"])
+def test_a_closed_stdout_is_no_bug(saved, command):
+    ended = in_shell(">&-", command, saved.parent if command == "latest" else saved)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (ExitCode.FINE, "", "")
+
+
+def test_a_result_that_cannot_be_written_is_an_error_of_the_store(saved):
+    ended = in_shell(">/dev/full", "ls", saved)
+    assert ended.returncode == ExitCode.STORE
+    assert ended.stderr == "ckpt: [Errno 28] No space left on device\n"
+
+
+def test_ctrl_c_before_the_command_is_imported_ends_with_one_line():
+    code = (
+        "import sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'tools.verify':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from ckpt.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "ls"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (ExitCode.INTERRUPTED, "")
+    assert ended.stderr == "ckpt: interrupted\n"
