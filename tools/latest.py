@@ -1,14 +1,18 @@
-"""`ckpt latest`: print the path of the newest sound checkpoint in a folder, for scripts."""
+"""`ckpt latest`: print the path of the newest sound checkpoint in a folder, for scripts.
+
+A script gets the bytes of the path, a terminal printable text.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
 
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import printable
+from tools.text import printable, tell
 
 SUMMARY = "print the path of the newest sound checkpoint in a folder"
 
@@ -41,6 +45,16 @@ def run(options: Options) -> int:
 
     found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
     for one in skipped:
-        print(f"ckpt: skipped: {printable(one.message)}", file=sys.stderr)
-    print(printable(found))
+        tell(f"ckpt: skipped: {printable(one.message)}")
+    _print_path(found)
     return ExitCode.FINE
+
+
+def _print_path(path: str) -> None:
+    """The path on a line: to a program byte for byte, to a person as text."""
+    raw = getattr(sys.stdout, "buffer", None)
+    if raw is None or sys.stdout.isatty():
+        print(printable(path))
+        return
+    sys.stdout.flush()
+    raw.write(os.fsencode(path) + b"\n")

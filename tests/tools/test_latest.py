@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,25 @@ def test_the_exit_code_says_whether_there_is_none_or_none_that_is_sound(run, cap
     out, err = capsys.readouterr()
     assert out == ""
     assert "none of the 2 checkpoints in it is sound" in err
+
+
+@pytest.mark.parametrize(
+    "name", [b"step\xe3\x80\x801", "fam\U0001f469\u200d\U0001f467".encode(), b"a\nb", b"\xff\xfe"]
+)
+def test_a_program_gets_the_path_byte_for_byte(tmp_path, name):
+    ckpt.save(tmp_path / os.fsdecode(name), {"w": torch.ones(2)})
+    command = [sys.executable, "-m", "ckpt", "latest", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (ExitCode.FINE, b"")
+    assert ended.stdout == os.fsencode(tmp_path) + b"/" + name + b"\n"
+
+
+def test_a_person_gets_text_that_a_terminal_takes_for_no_command(tmp_path):
+    ckpt.save(tmp_path / "a\x1b[2J", {"w": torch.ones(2)})
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "ckpt", "latest", str(tmp_path)]
+    subprocess.run(command, stdout=theirs, check=True)
+    shown = os.read(ours, 4096)
+    assert shown.strip() == os.fsencode(tmp_path) + rb"/a\x1b[2J"
+    os.close(ours)
+    os.close(theirs)
