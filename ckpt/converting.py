@@ -140,7 +140,8 @@ def convert(
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
     divided, ranks = checked_kind(kind, world_size)
-    _check_can_hold(chosen, target, divided, ranks)
+    _check_can_hold(chosen, target, divided, ranks, compress)
+    _check_castable(dtype)
     selection = Selection.of(include, exclude)
     there = storage_options if dst_storage_options is None else dst_storage_options
     with open_source(source, storage_options) as opened:
@@ -355,8 +356,16 @@ def _check_apart(source: Source, target: str, chosen: Format) -> None:
         )
 
 
-def _check_can_hold(chosen: Format, target: str, kind: Kind | None, ranks: int | None) -> None:
-    """Raise ValueError where the format has no place for the division that was asked for."""
+def _check_can_hold(
+    chosen: Format, target: str, kind: Kind | None, ranks: int | None, compress: bool
+) -> None:
+    """Raise ValueError where the format has no place for the division or compression asked for."""
+    if compress and chosen is not Format.CKPT:
+        raise ValueError(
+            f"{without_secrets(target)} would be written as {chosen.value}, which is not "
+            "compressed; only ckpt's own format is: convert to a folder with to='ckpt' "
+            "(--to ckpt), or leave out compress=True (--compress)"
+        )
     is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
     if chosen is not Format.CKPT and not is_whole:
         raise ValueError(
@@ -364,4 +373,20 @@ def _check_can_hold(chosen: Format, target: str, kind: Kind | None, ranks: int |
             "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
             "convert to a folder with to='ckpt' (--to ckpt), or leave out the kind and the "
             f"world size of {ranks}"
+        )
+
+
+_CAST_TO = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+"""Not float8_e8m0fnu, which has no sign, nor packed floats, which torch casts nothing to."""
+
+
+def _check_castable(dtype: str | None) -> None:
+    """Raise ValueError unless weights are still weights when they are cast to a type."""
+    if dtype is not None and dtype.removeprefix("torch.") not in _CAST_TO:
+        raise ValueError(
+            f"{dtype!r} is no type to cast floating-point tensors to; give dtype= (--dtype) as "
+            f"one of {', '.join(_CAST_TO)}"
         )

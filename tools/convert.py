@@ -79,7 +79,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="replace what is at DST; in a bucket, a file or a checkpoint of ckpt's own",
     )
     add("--compress", action="store_true", help="zstd; only for ckpt's own format")
-    add("--dtype", metavar="DTYPE", help="cast floating-point tensors (example: bfloat16)")
+    add(
+        "--dtype",
+        metavar="DTYPE",
+        help="cast tensors of 16-bit floats and larger (example: bfloat16); smaller floats, which "
+        "mean little without their scales, stay as they are and are named",
+    )
     add(
         "--kind",
         choices=KINDS,
@@ -133,6 +138,7 @@ def run(options: Options) -> int:
         )
     seconds = time.monotonic() - began
     left_out = tuple(report.left_out)
+    not_cast = _not_cast(options, told) if options.dtype and report.tensors else ()
     if options.as_json:
         summary = {
             "src": report.src,
@@ -145,6 +151,7 @@ def run(options: Options) -> int:
             "bytes": report.nbytes,
             "left_out": left_out,
             "became_text": report.became_text,
+            "not_cast": not_cast,
             "seconds": round(seconds, 3),
         }
         print(json_text(summary))
@@ -167,6 +174,10 @@ def run(options: Options) -> int:
             f"note: {report.target_format} has no keys but text; those that were numbers are text "
             f"now in {_shown(report.became_text)}"
         )
+    if not_cast:
+        print(
+            f"note: {count(len(not_cast), 'tensor')} of smaller floats not cast: {_shown(not_cast)}"
+        )
     return ExitCode.FINE
 
 
@@ -175,6 +186,20 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - SHOWN_LEFT_OUT
     first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
     return first + (f" and {more} more" if more > 0 else "")
+
+
+def _not_cast(options: Options, told: Mapping[str, object] | None) -> tuple[str, ...]:
+    """The tensors of floating point that were written and have another type than was asked for."""
+    from ckpt.reading.sources import open_source
+
+    there = mapping(options.dst_storage_options)
+    wanted = (options.dtype or "").removeprefix("torch.")
+    with open_source(options.dst, told if there is None else there) as source:
+        named = {name: str(record.dtype) for name, record in source.catalog.tensors.items()}
+    is_float = ("float", "bfloat")
+    return tuple(
+        name for name, dtype in named.items() if dtype.startswith(is_float) and dtype != wanted
+    )
 
 
 def _check_patterns(options: Options, told: Mapping[str, object] | None) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ckpt.saving import save
 from tools.exit_codes import ExitCode
 
 
@@ -156,3 +157,40 @@ def test_a_bracket_in_a_pattern_is_a_bracket(run, tmp_path):
     target = tmp_path / "m.safetensors"
     assert run("convert", tmp_path / "e.pt", target, "--include", "blk[0].w").code == 0
     assert list(load_file(target)) == ["blk[0].w"]
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf", "torch", "dcp"])
+def test_compression_of_a_format_that_has_none_is_a_wrong_argument(run, saved, tmp_path, to):
+    ended = run("convert", saved, tmp_path / "made", "--to", to, "--compress")
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert f"made would be written as {to}, which is not compressed" in ended.err
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("int8", "bool", "uint16", "complex64", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("bf16", "float", ""),
+    ],
+)
+def test_a_type_that_weights_cannot_be_cast_to_is_a_wrong_argument(run, saved, tmp_path, dtype):
+    ended = run("convert", saved, tmp_path / "made", "--dtype", dtype)
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert f"{dtype!r} is no type to cast floating-point tensors to; give dtype=" in ended.err
+    assert not (tmp_path / "made").exists()
+
+
+def test_smaller_floats_that_were_not_cast_are_named(run, tmp_path):
+    w = torch.ones(4)
+    kinds = {"e4": torch.float8_e4m3fn, "e5": torch.float8_e5m2, "e8": torch.float8_e8m0fnu}
+    state = {"w": w, "n": torch.arange(3), **{name: w.to(kind) for name, kind in kinds.items()}}
+    save(tmp_path / "c", state)
+    ended = run("convert", tmp_path / "c", tmp_path / "made", "--dtype", "torch.bfloat16")
+    assert ended.out.splitlines()[1:] == ["note: 3 tensors of smaller floats not cast: e4, e5, e8"]
+    options = ("--to", "torch", "--dtype", "float8_e5m2", "--json")
+    found = json.loads(run("convert", tmp_path / "c", tmp_path / "e5.pt", *options).out)
+    assert found["not_cast"] == ["e4", "e8"]
+    assert torch.load(tmp_path / "e5.pt", weights_only=True)["w"].dtype == torch.float8_e5m2
+    plain = json.loads(run("convert", tmp_path / "c", tmp_path / "plain", "--json").out)
+    assert plain["not_cast"] == []
