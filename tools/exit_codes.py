@@ -35,7 +35,7 @@ MEANINGS = {
     ExitCode.NOT_A_CHECKPOINT: "there is no checkpoint at the path or URL",
     ExitCode.DAMAGED: "a damaged or hostile file was met",
     ExitCode.STORE: "the disk or object store failed",
-    ExitCode.EXISTS: "something is there already and was not overwritten",
+    ExitCode.EXISTS: "what is there was not overwritten, or not removed as others borrow from it",
     ExitCode.UNSUPPORTED: "the file uses, or the target cannot hold, something not supported",
     ExitCode.INTERNAL: "a bug in ckpt",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
