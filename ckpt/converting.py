@@ -86,6 +86,8 @@ class ConvertReport:
     """The ranks that the target is divided among, where a kind was asked for."""
     became_text: tuple[str, ...] = ()
     """Key paths of dicts of which some keys are text now and were numbers; dcp has no others."""
+    not_cast: tuple[str, ...] = ()
+    """Tensors of smaller floats, which `dtype` leaves as they are."""
 
 
 def convert(
@@ -120,7 +122,7 @@ def convert(
         max_shard_bytes: the size at which a folder's files are cut (not for dcp, nor with `kind`).
         overwrite: replace what is at `dst`.
         compress: zstd, for `ckpt` only.
-        dtype: torch's name of the type to cast floating-point tensors to.
+        dtype: torch's name of the type to cast tensors of 16-bit floats and larger to.
         kind: `full`, `sharded` or `local`: what each of `world_size` ranks has of every tensor. The
             target is what those would have saved: whole tensors that they divide evenly when they
             write, rows as `torch.chunk` cuts them, or even runs of row-major elements; a file for
@@ -131,7 +133,8 @@ def convert(
         dst_storage_options: what that of `dst` is told instead.
 
     Raises:
-        ValueError: an unknown format, kind or number of ranks, or a kind the format cannot have.
+        ValueError: an unknown format, kind or number of ranks, a kind or compression the format
+            cannot have, a type that is no float, or a pattern that matches no name.
         NotACheckpointError: there is none at `src`.
         ExistsError: something is at `dst` and `overwrite` is False.
         CorruptError, FormatError: bytes of `src` are missing or changed, or its files are not
@@ -173,6 +176,7 @@ def convert(
             None if divided is None else divided.value,
             ranks,
             _became_text(chosen, state),
+            _not_cast(dtype, state),
         )
 
 
@@ -250,6 +254,16 @@ def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
 
     found = lost(state.tree) if chosen is Format.DCP else ()
     return tuple(name or "the outermost" for name, is_empty in found if not is_empty)
+
+
+def _not_cast(dtype: str | None, state: Outgoing) -> tuple[str, ...]:
+    wanted = (dtype or "").removeprefix("torch.")
+    kinds = {name: tensor.dtype.torch_name for name, tensor in state.tensors.items()}
+    return tuple(
+        name
+        for name, kind in kinds.items()
+        if wanted and kind != wanted and kind.startswith(("float", "bfloat"))
+    )
 
 
 def _said(state: Outgoing) -> tuple[str, ...]:

@@ -28,12 +28,14 @@ from ckpt.matching.selection import Selection
 from ckpt.reading.bites import Array, Request, requests_for
 from ckpt.reading.transfer import Transfer
 from ckpt.states.saved import Missing, Saved, join
+from ckpt.structure import names_of
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
+from formats.url_secrets import without_secrets
 from sharding.layout import HoleError, Piece, span_boxes
 
 BLOCK_BYTES = 8 << 20
@@ -91,6 +93,7 @@ def outgoing(
 
     Raises:
         MismatchError: nothing lies at `select`.
+        ValueError: a pattern to include matches no name, or nothing is left over.
         UnsupportedError: a top entry has an empty name, which would be nowhere in other names.
         CorruptError, FormatError: a file that is needed is missing, shorter or longer than it was,
             or not what the checkpoint says of it.
@@ -102,6 +105,7 @@ def outgoing(
             f"{url}: the name of a top entry is empty; give it one where it is saved, or leave it "
             "out (exclude=, --exclude '')"
         )
+    selection.check_chooses(set(names_of(tree)), without_secrets(url))
     target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
     tensors: dict[str, OutgoingTensor] = {}
     elements: dict[str, Elements] = {}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from formats.catalog import TensorRef, Tree
 from tools.exit_codes import ExitCode
 from tools.progress import progress, tensor_bytes
 from tools.storage_options import Option, add_storage_options, mapping, storage_option
@@ -117,7 +116,6 @@ def run(options: Options) -> int:
 
     began = time.monotonic()
     told = mapping(options.storage_options)
-    _check_patterns(options, told)
     with progress("convert", lambda: tensor_bytes(options.src, told)) as advance:
         report = convert(
             options.src,
@@ -138,7 +136,6 @@ def run(options: Options) -> int:
         )
     seconds = time.monotonic() - began
     left_out = tuple(report.left_out)
-    not_cast = _not_cast(options, told) if options.dtype and report.tensors else ()
     if options.as_json:
         summary = {
             "src": report.src,
@@ -151,7 +148,7 @@ def run(options: Options) -> int:
             "bytes": report.nbytes,
             "left_out": left_out,
             "became_text": report.became_text,
-            "not_cast": not_cast,
+            "not_cast": report.not_cast,
             "seconds": round(seconds, 3),
         }
         print(json_text(summary))
@@ -174,9 +171,10 @@ def run(options: Options) -> int:
             f"note: {report.target_format} has no keys but text; those that were numbers are text "
             f"now in {_shown(report.became_text)}"
         )
-    if not_cast:
+    if report.not_cast:
         print(
-            f"note: {count(len(not_cast), 'tensor')} of smaller floats not cast: {_shown(not_cast)}"
+            f"note: {count(len(report.not_cast), 'tensor')} of smaller floats not cast: "
+            f"{_shown(report.not_cast)}"
         )
     return ExitCode.FINE
 
@@ -186,37 +184,6 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - SHOWN_LEFT_OUT
     first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
     return first + (f" and {more} more" if more > 0 else "")
-
-
-def _not_cast(options: Options, told: Mapping[str, object] | None) -> tuple[str, ...]:
-    """The tensors of floating point that were written and have another type than was asked for."""
-    from ckpt.reading.sources import open_source
-
-    there = mapping(options.dst_storage_options)
-    wanted = (options.dtype or "").removeprefix("torch.")
-    with open_source(options.dst, told if there is None else there) as source:
-        named = {name: str(record.dtype) for name, record in source.catalog.tensors.items()}
-    is_float = ("float", "bfloat")
-    return tuple(
-        name for name, dtype in named.items() if dtype.startswith(is_float) and dtype != wanted
-    )
-
-
-def _check_patterns(options: Options, told: Mapping[str, object] | None) -> None:
-    """Raise ValueError where a pattern to include names nothing, or nothing is left over."""
-    from ckpt.matching.selection import Selection
-    from ckpt.reading.sources import open_source
-    from ckpt.states.saved import Missing, Saved
-    from ckpt.structure import names_of
-
-    selection = Selection.of(options.include, options.exclude)
-    if selection.is_all:
-        return
-    with open_source(options.src, told) as source:
-        found = Saved(source.catalog).node(options.select or "")
-    if not isinstance(found, Missing):  # which is told of by who converts
-        tree: Tree = {"tensor": found} if isinstance(found, TensorRef) else found
-        selection.check_chooses(set(names_of(tree)), printable(options.src))
 
 
 def _size(text: str) -> int:

@@ -189,6 +189,15 @@ def test_what_dcp_cannot_hold_is_reported(tmp_path: Path) -> None:
     assert (again.left_out, again.became_text) == ((), ())
 
 
+@pytest.mark.parametrize("chosen", [{"include": "modle.*"}, {"exclude": "*"}])
+def test_patterns_that_choose_nothing_are_refused_and_nothing_is_written(
+    small: Path, tmp_path: Path, chosen: dict[str, str]
+) -> None:
+    with pytest.raises(ValueError, match=r"'modle\.\*' matches no name|all 6 names are excluded"):
+        convert(small, tmp_path / "c", **chosen)  # type: ignore[arg-type]
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("target", list(PLACES))
 def test_metadata_of_a_file_is_kept_where_there_is_a_place_for_it(
     tmp_path: Path, target: str
