@@ -3,9 +3,9 @@
 Rules:
 
 1. A file appears under its name only when it is complete and flushed to the disk: it is written as
-   `.<name>.<random>.part` and renamed.
-2. `commit` is atomic: readers see the old content or the new, and without `replace` exactly one of
-   several writers wins.
+   `.<name>.<random>.part`, and gets its own name after that.
+2. So readers see the old content or the new, and without `replace` exactly one of several writers
+   wins: what came first stays.
 3. Reads are `pread`s of exact ranges into the caller's memory.
 4. The disk starts on what was written while more is being written, so that the flush which ends a
    file has little left to wait for.
@@ -184,53 +184,40 @@ class LocalStore:
                     at, view = at + count, view[count:]
 
     @contextmanager
-    def create(self, name: str, rewritable: bool = False) -> Iterator[LocalFileWriter]:
-        """A new file (rule 1). `rewritable` costs nothing here: a local file always is."""
-        self._make_folder()
-        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    def create(
+        self, name: str, rewritable: bool = False, replace: bool = True
+    ) -> Iterator[LocalFileWriter]:
+        """A new file (rule 1). `rewritable` costs nothing here: a local file always is.
+
+        Raises ExistsError at the end, without `replace`, when something has the name by then.
+        """
+        part, descriptor = self._begin(name)
         try:
             try:
                 yield LocalFileWriter(descriptor, self._folder / name)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            os.replace(part, self._folder / name)
+            _give_name(part, self._folder / name, replace)
             self._forget(name)
-        except BaseException:
+        finally:
             with suppress(FileNotFoundError):
                 part.unlink()
-            raise
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
         """Write a small file atomically and flush the folder (rule 2).
 
         Raises ExistsError, without `replace`, when the file is there already.
         """
-        self._make_folder()
-        target = self._folder / name
-        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        part, descriptor = self._begin(name)
         try:
             try:
-                LocalFileWriter(descriptor, target).write([data])
+                LocalFileWriter(descriptor, self._folder / name).write([data])
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             self.flush()  # the files this one speaks of must be durable before it is
-            if replace:
-                os.replace(part, target)
-            else:
-                try:
-                    os.link(part, target)
-                except FileExistsError as error:
-                    raise ExistsError(f"{target} exists already") from error
-                except OSError as error:
-                    if error.errno not in NO_HARD_LINKS:
-                        raise
-                    if target.exists():
-                        raise ExistsError(f"{target} exists already") from error
-                    os.replace(part, target)
+            _give_name(part, self._folder / name, replace)
             self._forget(name)
         finally:
             with suppress(FileNotFoundError):
@@ -294,6 +281,17 @@ class LocalStore:
                     stale = self._open.popitem(last=False)[1]
         if stale is not None:
             os.close(stale)
+
+    def _begin(self, name: str) -> tuple[Path, int]:
+        """The file that a new one is written as, and a descriptor of it."""
+        self._make_folder()
+        part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        try:
+            return part, os.open(part, flags, 0o666)
+        except FileNotFoundError:  # somebody has removed the folder just now, which was empty
+            self._make_folder()
+            return part, os.open(part, flags, 0o666)
 
     def _make_folder(self) -> None:
         """The folder exists, and the folders above it durably know of it."""
@@ -409,6 +407,26 @@ def _says(is_one: Callable[[], bool]) -> bool:
         if error.errno != errno.ELOOP:
             raise
         return False
+
+
+def _give_name(part: Path, target: Path, replace: bool) -> None:
+    """A finished file gets its name; without `replace` only where nothing has it (rule 2).
+
+    The name that it was written under may stay: the caller removes it.
+    """
+    if replace:
+        os.replace(part, target)
+        return
+    try:
+        os.link(part, target)
+    except FileExistsError as error:
+        raise ExistsError(f"{target} exists already") from error
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise ExistsError(f"{target} exists already") from error
+        os.replace(part, target)
 
 
 def _arrived(status: os.stat_result) -> float:

@@ -172,14 +172,20 @@ class ObjectStore:
             ) from error
 
     @contextmanager
-    def create(self, name: str, rewritable: bool = False) -> Iterator[FileWriter]:
+    def create(
+        self, name: str, rewritable: bool = False, replace: bool = True
+    ) -> Iterator[FileWriter]:
         """A new file, in parts; where the driver has none, a stream.
 
-        A rewritable stream is first written to a temporary local file.
+        A rewritable stream is first written to a temporary local file. Without `replace`, what
+        goes in one request goes on condition that the file is absent; for a larger one it is
+        looked for before it begins and just before it is complete, and ExistsError raised.
         """
         driver = self._driver
+        if not replace:
+            self._check_absent(name)
         if not isinstance(driver, StreamDriver):
-            with self._uploading(driver, name, rewritable) as upload:
+            with self._uploading(driver, name, rewritable, replace) as upload:
                 yield upload
         elif rewritable:
             with tempfile.TemporaryFile() as local:
@@ -191,6 +197,8 @@ class ObjectStore:
         else:
             with driver.stream(self._path(name)) as remote:
                 yield remote
+                if not replace and driver.promises.hides_unfinished:
+                    self._check_absent(name)
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
         """Write a small file in one request, on condition of its absence unless `replace`."""
@@ -198,9 +206,7 @@ class ObjectStore:
         if replace:
             self._try("writing", name, lambda: self._driver.put(path, view, absent=False))
             return
-        if self.promises.put_if_absent is not True and self.exists(name):
-            raise ExistsError(f"{self.url}/{name} exists already")
-        self._put_absent(name, data)
+        self._put_new(name, view)
 
     def unfinished(self) -> list[Unfinished]:
         """Uploads in parts that have begun here and not ended, some of which may be going on."""
@@ -248,7 +254,9 @@ class ObjectStore:
         return self._try("looking for", name, lambda: self._driver.status(path))
 
     @contextmanager
-    def _uploading(self, driver: PartsDriver, name: str, rewritable: bool) -> Iterator[FileWriter]:
+    def _uploading(
+        self, driver: PartsDriver, name: str, rewritable: bool, replace_file: bool
+    ) -> Iterator[FileWriter]:
         path, stopped = self._path(name), threading.Event()
         patient = self._patience
         if patient.sleep is time.sleep:
@@ -257,13 +265,24 @@ class ObjectStore:
         def send(doing: str, action: Callable[[], T]) -> T:
             return self._try(doing, name, action, patient, stopped.is_set)
 
+        def send_whole(data: memoryview) -> None:
+            if replace_file:
+                send("writing", lambda: driver.put(path, data, absent=False))
+            else:
+                self._put_new(name, data)
+
+        def finish(mark: str, tags: Sequence[Any], total: int) -> None:
+            if not replace_file:
+                self._check_absent(name)
+            self._finish(driver, name, mark, tags, total)
+
         sending = Sending(
-            put=lambda data: send("writing", lambda: driver.put(path, data, absent=False)),
+            put=send_whole,
             begin=lambda: send("beginning to upload", lambda: driver.begin(path)),
             put_part=lambda mark, number, data: send(
                 f"uploading part {number} of", lambda: driver.put_part(path, mark, number, data)
             ),
-            finish=lambda mark, tags, total: self._finish(driver, name, mark, tags, total),
+            finish=finish,
             abort=lambda mark: self._abort(
                 name, mark, replace(self._patience, deadline_seconds=CANCEL_SECONDS)
             ),
@@ -296,14 +315,24 @@ class ObjectStore:
             if tries == 1 or self.size(name) != total:
                 raise
 
-    def _put_absent(self, name: str, data: bytes) -> None:
+    def _check_absent(self, name: str) -> None:
+        if self.exists(name):
+            raise ExistsError(f"{self.url}/{name} exists already")
+
+    def _put_new(self, name: str, data: memoryview) -> None:
+        """Write a file that is not there, or raise ExistsError."""
+        if self.promises.put_if_absent is not True:
+            self._check_absent(name)
+        self._put_absent(name, data)
+
+    def _put_absent(self, name: str, data: memoryview) -> None:
         """Write a file that is not there, and find out whether the server saw to that (rule 3)."""
-        path, view, tries = self._path(name), memoryview(data), 0
+        path, tries = self._path(name), 0
 
         def put() -> None:
             nonlocal tries
             tries += 1
-            self._driver.put(path, view, absent=True)
+            self._driver.put(path, data, absent=True)
 
         try:
             self._try("writing", name, put)
@@ -314,7 +343,7 @@ class ObjectStore:
                 raise
         except UnsupportedRequestError:
             self._learn(False)
-            self._try("writing", name, lambda: self._driver.put(path, view, absent=False))
+            self._try("writing", name, lambda: self._driver.put(path, data, absent=False))
         else:
             if self.promises.put_if_absent is None:
                 try:

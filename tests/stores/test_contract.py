@@ -231,6 +231,39 @@ def test_a_file_can_be_replaced_by_a_new_one(store: Store) -> None:
     assert content_of(store, "data") == b"a new one"
 
 
+@pytest.mark.parametrize("rewritable", [False, True])
+def test_a_file_that_is_to_be_new_is_not_written_over_another(
+    store: Store, rewritable: bool
+) -> None:
+    with store.create("data", rewritable, replace=False) as file:
+        file.write([CONTENT])
+    with (
+        pytest.raises(ExistsError, match="/data exists already"),
+        store.create("data", rewritable, replace=False) as file,
+    ):
+        file.write([b"a new one"])
+    assert content_of(store, "data") == CONTENT
+    assert store.names() == ["data"]
+
+
+@pytest.mark.parametrize("content", [CONTENT, LARGE], ids=["small", "large"])
+def test_a_file_that_is_to_be_new_is_not_written_over_one_that_has_come_meanwhile(
+    place: Place, store: Store, content: bytes
+) -> None:
+    if not store.promises.hides_unfinished:
+        pytest.skip("fsspec's memory shows what is written so far")
+    with (  # noqa: PT012
+        pytest.raises(ExistsError, match="/data exists already"),
+        place.open() as other,
+        store.create("data", replace=False) as file,
+    ):
+        file.write([content])
+        put(other, "data", b"it came first")
+    assert content_of(store, "data") == b"it came first"
+    assert store.names() == ["data"]
+    assert store.unfinished() == []
+
+
 def test_the_start_of_a_rewritable_file_can_be_filled_in_last(store: Store) -> None:
     with store.create("data", rewritable=True) as file:
         file.write([b"........", CONTENT])
