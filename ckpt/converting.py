@@ -42,7 +42,9 @@ from ckpt.version import __version__
 from ckpt.writing.bases import check_unused
 from ckpt.writing.commit import commit, now
 from formats import huggingface, safetensors_file
-from formats.native.manifest import MANIFEST, Manifest
+from formats.errors import FormatError
+from formats.limits import current
+from formats.native.manifest import MANIFEST, Manifest, ShardFile
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
@@ -205,7 +207,10 @@ def write_native(
         check_unused(store.url, store.options)
     began = now()
     attempt = secrets.token_hex(8)
-    files = []
+    path = local_path(store.url)
+    is_new = path is not None and not os.path.lexists(path)
+    files: list[ShardFile] = []
+    may_be_there = False
     try:
         for rank, names in division.parts.items():
             file_name = f"{attempt}-{rank:05d}.safetensors"
@@ -223,11 +228,30 @@ def write_native(
             **state.metadata,
         }
         manifest = Manifest(division.stored, state.aliases, state.tree, files, writer)
-    except BaseException:
-        for written in files:
-            store.delete(written.name)
+        may_be_there = True
+        commit(store, manifest, began, overwrite)
+    except BaseException as error:
+        if not may_be_there or _is_not_there(store, attempt, error):
+            for written in files:
+                store.delete(written.name)
+            if is_new:
+                store.remove_if_empty()
         raise
-    commit(store, manifest, began, overwrite)
+
+
+def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
+    """Whether no manifest will name the files of an attempt, of which the commit failed so.
+
+    A server may yet do what it was asked to: only where it has refused is that sure.
+    """
+    if local_path(store.url) is None and not isinstance(error, ExistsError):
+        return False
+    try:
+        return attempt.encode() not in store.read_whole(MANIFEST, current().manifest_bytes)
+    except FileNotFoundError:
+        return True
+    except (OSError, FormatError):
+        return False
 
 
 def _write_file(
