@@ -2,10 +2,8 @@
 
 Rules:
 
-1. What is there already is an error, unless `overwrite`. A target that is a file, or a native
-   checkpoint, is replaced atomically. A local folder of another format is written under another
-   name beside it and renamed when it is complete; on an object store, where nothing can be renamed,
-   such a folder has to be empty.
+1. What is there already, or comes meanwhile, is an error, unless `overwrite` (`ckpt.targets`). What
+   is written appears whole, and what it replaces stays until then (`ckpt.placing`).
 2. Memory is bounded by two blocks, whatever the size of a tensor or of the model.
 3. A kind of state and a number of ranks say how a native checkpoint is divided (`kind_layouts`):
    file by file as those ranks would have written it, each read from the source as it is written.
@@ -13,33 +11,22 @@ Rules:
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.matching.selection import Selection
 from ckpt.outgoing import Streams, outgoing
-from ckpt.reading.sources import Source, open_source
-from ckpt.stores.store import (
-    Options,
-    Store,
-    is_file,
-    local_path,
-    one_spelling,
-    open_store,
-    split_url,
-)
+from ckpt.placing import file_writer, folder_writer
+from ckpt.reading.sources import open_source
+from ckpt.stores.store import Options, Store, local_path, open_store, split_url
+from ckpt.targets import check_file, check_folder, check_native, check_no_other
 from ckpt.version import __version__
-from ckpt.writing.bases import check_unused
 from ckpt.writing.commit import commit, now
 from formats import huggingface, safetensors_file
 from formats.errors import FormatError
@@ -50,8 +37,6 @@ from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
 from formats.url_secrets import without_secrets
 from sharding.kind import Kind
-
-PART_SUFFIX = ".part"
 
 
 class Format(str, Enum):
@@ -122,7 +107,10 @@ def convert(
         include: patterns (`*`, `?`) of names, after `select`, to take.
         exclude: patterns of names to leave out.
         max_shard_bytes: the size at which a folder's files are cut (not for dcp, nor with `kind`).
-        overwrite: replace what is at `dst`.
+        overwrite: replace what is at `dst`: a file, a checkpoint of ckpt's own, or, for `hf` and
+            `dcp`, a folder with all that is in it, unless that is more checkpoints than one. A link
+            is itself replaced. Never a pipe, a device, or what the source or another checkpoint
+            needs.
         compress: zstd, for `ckpt` only.
         dtype: torch's name of the type to cast tensors of 16-bit floats and larger to.
         kind: `full`, `sharded` or `local`: what each of `world_size` ranks has of every tensor. The
@@ -138,7 +126,8 @@ def convert(
         ValueError: an unknown format, kind or number of ranks, a kind or compression the format
             cannot have, a type that is no float, or a pattern that matches no name.
         NotACheckpointError: there is none at `src`.
-        ExistsError: something is at `dst` and `overwrite` is False.
+        ExistsError: something is at `dst`, or has come there meanwhile, and `overwrite` is False;
+            or it is nothing that may be replaced.
         CorruptError, FormatError: bytes of `src` are missing or changed, or its files are not
             those of the ranks it speaks of; nothing appears at `dst`.
     """
@@ -150,7 +139,12 @@ def convert(
     selection = Selection.of(include, exclude)
     there = storage_options if dst_storage_options is None else dst_storage_options
     with open_source(source, storage_options) as opened:
-        _check_apart(opened, target, chosen)
+        check = check_folder
+        if chosen is Format.CKPT:
+            check = check_native
+        elif chosen.is_file:
+            check = check_file
+        check(opened, target, there, overwrite)
         with outgoing(
             opened.url, opened.store, opened.catalog, select, selection, dtype, progress
         ) as state:
@@ -201,10 +195,6 @@ def write_native(
     store: Store, state: Streams, division: Division, overwrite: bool, compress: bool
 ) -> None:
     """A committed native checkpoint whose files hold what the division says, rank by rank."""
-    if store.exists(MANIFEST):
-        if not overwrite:
-            raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
-        check_unused(store.url, store.options)
     began = now()
     attempt = secrets.token_hex(8)
     path = local_path(store.url)
@@ -228,6 +218,8 @@ def write_native(
             **state.metadata,
         }
         manifest = Manifest(division.stored, state.aliases, state.tree, files, writer)
+        if not overwrite:
+            check_no_other(store)
         may_be_there = True
         commit(store, manifest, began, overwrite)
     except BaseException as error:
@@ -258,18 +250,37 @@ def _write_file(
     chosen: Format, target: str, options: Options, state: Outgoing, overwrite: bool
 ) -> tuple[str, ...]:
     folder, name = split_url(target)
-    if not overwrite and is_file(target, options):
-        raise ExistsError(f"{target} exists; pass overwrite=True to replace it")
     left_out: tuple[str, ...] = ()
-    with open_store(folder, options) as store:
+    with open_store(folder, options) as store, file_writer(target, store, overwrite) as writer:
         if chosen is Format.SAFETENSORS:
-            left_out = safetensors_file.write(store, name, state)
+            left_out = safetensors_file.write(writer, name, state)
         else:
             from formats import torch_save
 
-            torch_save.write(store, name, state)
+            torch_save.write(writer, name, state)
             left_out = _said(state)
         store.flush()
+    return left_out
+
+
+def _write_folder(
+    chosen: Format,
+    target: str,
+    options: Options,
+    state: Outgoing,
+    overwrite: bool,
+    max_shard_bytes: int,
+) -> tuple[str, ...]:
+    left_out: tuple[str, ...] = ()
+    with folder_writer(target, options, overwrite) as writer:
+        if chosen is Format.HUGGINGFACE:
+            left_out = huggingface.write(writer, state, max_shard_bytes)
+        else:
+            from formats import dcp
+            from formats.dcp_nest import lost
+
+            dcp.write(writer, state)
+            left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
     return left_out
 
 
@@ -293,105 +304,6 @@ def _not_cast(dtype: str | None, state: Outgoing) -> tuple[str, ...]:
 def _said(state: Outgoing) -> tuple[str, ...]:
     """The metadata, as what a format without a place for it leaves out."""
     return tuple(f"metadata[{key!r}]" for key in sorted(state.metadata))
-
-
-def _write_folder(
-    chosen: Format,
-    target: str,
-    options: Options,
-    state: Outgoing,
-    overwrite: bool,
-    max_shard_bytes: int,
-) -> tuple[str, ...]:
-    left_out: tuple[str, ...] = ()
-    with (
-        _fresh_folder(target, options, overwrite) as folder,
-        open_store(folder, options) as store,
-    ):
-        if chosen is Format.HUGGINGFACE:
-            left_out = huggingface.write(store, state, max_shard_bytes)
-        else:
-            from formats import dcp
-            from formats.dcp_nest import lost
-
-            dcp.write(store, state)
-            left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
-        if state.tensors:
-            store.flush()
-    return left_out
-
-
-@contextmanager
-def _fresh_folder(target: str, options: Options, overwrite: bool) -> Iterator[str]:
-    """A folder to write into that becomes `target` when the block ends well (rule 1)."""
-    with open_store(target, options) as store:
-        occupied = bool(store.names() or store.folders())
-        if overwrite and store.exists(MANIFEST):
-            check_unused(target, store.options)
-    path = local_path(target)
-    if path is None:
-        if occupied:
-            raise ExistsError(f"{target} is not empty; choose another folder of the bucket")
-        yield target
-        return
-    local = Path(path)
-    if local.exists() and not local.is_dir():
-        raise ExistsError(f"{target} is a file; this format is a folder")
-    if occupied and not overwrite:
-        raise ExistsError(f"{target} is not empty; pass overwrite=True to replace it")
-    local.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(4)
-    fresh = local.parent / f".{local.name}.{mark}{PART_SUFFIX}"
-    old = local.parent / f".{local.name}.{mark}.old"
-    try:
-        yield str(fresh)
-        fresh.mkdir(exist_ok=True)  # nothing to write is an empty folder
-        if local.exists() and not _exchange(fresh, local):
-            local.rename(old)
-        if not local.exists():
-            fresh.rename(local)
-        with open_store(str(local.parent)) as parent:
-            parent.flush()
-        for rest in (fresh, old):
-            shutil.rmtree(rest, ignore_errors=True)
-    except BaseException:
-        if old.exists() and not local.exists():
-            old.rename(local)
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """True when two folders have got one another's names, at one moment; Linux can.
-
-    Two renames would leave a moment in which there is nothing under the name.
-    """
-    if _renameat2 is None:
-        return False
-    here, names = -100, (os.fsencode(one), os.fsencode(other))  # AT_FDCWD, <fcntl.h>
-    return bool(_renameat2(here, names[0], here, names[1], 2) == 0)  # RENAME_EXCHANGE, <linux/fs.h>
-
-
-_renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-if _renameat2 is not None:
-    _renameat2.argtypes = (
-        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p),
-        ctypes.c_uint,
-    )
-
-
-def _check_apart(source: Source, target: str, chosen: Format) -> None:
-    """Raise ExistsError where writing the target would take the source away."""
-    here, there = one_spelling(source.url), one_spelling(target)
-    if here == there:
-        raise ExistsError(f"{target} is the source itself; convert to another place")
-    if chosen.is_file and there in [f"{here}/{file.name}" for file in source.catalog.files]:
-        raise ExistsError(f"{target} is a file of the source; convert to another place")
-    if chosen in (Format.HUGGINGFACE, Format.DCP) and here.startswith(f"{there}/"):
-        raise ExistsError(
-            f"{target} holds the source {source.url}, and is replaced as a whole; convert to "
-            "another place"
-        )
 
 
 def _check_can_hold(

@@ -118,7 +118,7 @@ def _catalog_of(store: Store) -> Catalog:
 
         return dcp.read(store)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        if any(name.endswith(".safetensors") and _is_shard(name) for name in names):
+        if any(name.endswith(".safetensors") and is_shard(name) for name in names):
             raise NotACheckpointError(
                 f"{store.url}: shards without a {MANIFEST}: a save that was not finished; there is "
                 "no checkpoint here"
@@ -129,7 +129,7 @@ def _catalog_of(store: Store) -> Catalog:
     raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(store, names)})")
 
 
-def _is_shard(name: str) -> bool:
+def is_shard(name: str) -> bool:
     """True for the names of native shards: 16 hex digits, the rank."""
     attempt, _, rank = name.removesuffix(".safetensors").partition("-")
     return len(attempt) == 16 and rank.isdecimal() and not set(attempt) - set("0123456789abcdef")

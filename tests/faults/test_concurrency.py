@@ -174,6 +174,25 @@ def test_of_jobs_that_save_to_one_place_one_wins_and_the_others_are_told(
     assert place.files() == belonging(place)
 
 
+@pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "torch", "dcp"])
+def test_of_jobs_that_convert_to_one_place_one_wins_and_the_others_are_told(
+    jobs: Jobs, place: Place, to: str
+) -> None:
+    for step in (1, 2, 3):
+        save(f"{place.url}/from/{step}", step, options=place.options)
+    for number in range(rounds(place)):
+        url = f"{place.url}/to/{number}"
+        told = {"target": url, "to": to, "options": place.options}
+        ended = jobs.race(
+            *(("convert", {**told, "source": f"{place.url}/from/{step}"}) for step in (1, 2, 3))
+        )
+        assert sorted(one.error for one in ended) == ["", "ExistsError", "ExistsError"], ended
+        (winner,) = [step for step, one in enumerate(ended, 1) if not one.error]
+        assert found_step(url, place.options) == winner
+    for found in (f"{place.url}/to", place.url):
+        assert ckpt.gc(found, older_than=0, storage_options=place.options) == []
+
+
 def test_of_jobs_that_overwrite_one_place_one_is_there_whole(jobs: Jobs, place: Place) -> None:
     for _ in range(rounds(place)):
         told = {"url": f"{place.url}/a", "overwrite": True, "options": place.options}

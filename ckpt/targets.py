@@ -1,0 +1,278 @@
+"""What a conversion may write over, looked at before the first tensor is read.
+
+Rules:
+
+1. Without `overwrite` nothing is written over, and no checkpoint of another kind put out of sight.
+2. With it, what is at the place is replaced if it is of the kind that is written, a file or a
+   folder, or a link to one, which is itself replaced. Pipes and devices never are.
+3. A checkpoint other than the one that is replaced is never taken away: not the source nor what it
+   borrows from, not a file that the manifest beside it names, not a folder's other checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckpt.errors import ExistsError
+from ckpt.reading.sources import DCP_METADATA, Source, is_shard
+from ckpt.stores.store import (
+    Options,
+    Store,
+    is_file,
+    join_url,
+    local_path,
+    one_spelling,
+    open_store,
+    split_url,
+)
+from ckpt.writing.bases import check_unused, loans_beside
+from formats.errors import FormatError
+from formats.limits import current
+from formats.native.manifest import MANIFEST, load, read_manifest
+
+SHOWN_NAMES = 5
+_WEIGHTS = re.compile(
+    r"(.+?)(-[0-9]{5,}-of-[0-9]{5,})?(\.safetensors|\.pt|\.pth|\.bin|\.ckpt|\.pkl)(\.index\.json)?",
+    re.DOTALL,
+)
+"""The names of files of weights: one, or a part of several, or the index of those."""
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def check_file(source: Source, target: str, options: Options, overwrite: bool) -> None:
+    """Raise ExistsError where one file may not be written at `target`."""
+    _check_is_not_source(source, target)
+    there = one_spelling(target)
+    for file, owner in _files_of(source).items():
+        if there == file:
+            raise ExistsError(f"{target} is a file of {owner}; convert to another place")
+    path = local_path(target)
+    if path is not None:
+        kind = _kind(target, Path(path))
+        if kind is None:
+            return
+        if kind == "a folder":
+            raise ExistsError(
+                f"{target} is a folder, and this format is one file; convert to a file in it"
+            )
+        if kind != "a file":
+            raise ExistsError(f"{target} is {kind}, and is not replaced; convert to another place")
+    elif not is_file(target, options):
+        return
+    if not overwrite:
+        raise ExistsError(f"{target} exists; pass overwrite=True to replace it")
+    _check_no_part_of_another(target, options)
+
+
+def check_native(source: Source, target: str, options: Options, overwrite: bool) -> None:
+    """Raise ExistsError where no native checkpoint may be written to `target`."""
+    _check_is_not_source(source, target)
+    path = local_path(target)
+    if path is not None and _kind(target, Path(path)) not in (None, "a folder"):
+        raise ExistsError(f"{target} is no folder, and ckpt's own format is one; choose another")
+    with open_store(target, options) as store:
+        if not store.exists(MANIFEST):
+            if not overwrite:
+                check_no_other(store)
+            return
+        if not overwrite:
+            raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
+        check_unused(target, options)
+        data = store.read_whole(MANIFEST, current().manifest_bytes)
+    there = one_spelling(target)
+    for file in _files_of(source):
+        folder, name = split_url(file)
+        if folder == there and _names(data, name):
+            raise ExistsError(
+                f"{target} holds {name}, which is the source, or a part of it, and would go with "
+                "the checkpoint that is replaced; convert to another place"
+            )
+
+
+def check_no_other(store: Store) -> None:
+    """Raise ExistsError where a folder without a manifest is a checkpoint of another format."""
+    for name in store.names():
+        found = _WEIGHTS.fullmatch(name)
+        is_other = found is not None and found[3] == ".safetensors" and not is_shard(name)
+        if name == DCP_METADATA or is_other:
+            raise ExistsError(
+                f"{store.url} is a checkpoint of another format ({name}), which nobody would see "
+                "any more beside one of ckpt's own; convert to another place, or pass "
+                "overwrite=True to put the new one before it"
+            )
+
+
+def check_folder(source: Source, target: str, options: Options, overwrite: bool) -> None:
+    """Raise ExistsError where no folder of another format may be written to `target`."""
+    _check_is_not_source(source, target)
+    there = one_spelling(target)
+    if any(file.startswith(f"{there}/") for file in (one_spelling(source.url), *_files_of(source))):
+        raise ExistsError(
+            f"{target} holds the source {source.url}, or a part of it, and is replaced as a "
+            "whole; convert to another place"
+        )
+    check_replaceable(target, options, overwrite)
+
+
+def check_replaceable(target: str, options: Options, overwrite: bool) -> None:
+    """Raise ExistsError where what is at `target` may not go for a folder of another format."""
+    path = local_path(target)
+    if path is None:
+        with open_store(target, options) as store:
+            if store.names() or store.folders():
+                raise ExistsError(f"{target} is not empty; choose another folder of the bucket")
+        return
+    local = folder_path(path)
+    kind = _kind(target, local)
+    if kind is None:
+        return
+    if kind != "a folder":
+        raise ExistsError(f"{target} is {kind}, and this format is a folder; choose another")
+    if os.path.ismount(local):
+        raise ExistsError(f"{target} is where a disk begins; convert to a folder in it")
+    if local.is_symlink():
+        if not overwrite:
+            raise ExistsError(
+                f"{target} is a link to a folder; give that folder itself, or pass overwrite=True "
+                "to replace the link"
+            )
+        return  # and what it leads to stays
+    if not overwrite and any(local.iterdir()):
+        raise ExistsError(f"{target} is not empty; pass overwrite=True to replace it")
+    if (local / MANIFEST).is_file():
+        check_unused(target, options)
+    _check_holds_no_other(target, local)
+
+
+def folder_path(path: str) -> Path:
+    """The path of a folder by a name of its own: `.` and `..` cannot be renamed.
+
+    >>> folder_path("runs/hf/").as_posix(), folder_path("/runs/..").as_posix()
+    ('runs/hf', '/')
+    """
+    found = Path(path)
+    return Path(os.path.realpath(path)) if found.name in ("", "..") else found
+
+
+def checkpoints_among(names: Iterable[str]) -> tuple[str, ...]:
+    """Of the files of a folder, one of each checkpoint that they seem to be.
+
+    >>> checkpoints_among(["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+    ('model-00001-of-00002.safetensors',)
+    >>> checkpoints_among(["config.json", "manifest.json", "optimizer.pt"])
+    ('manifest.json', 'optimizer.pt')
+    """
+    found: dict[object, str] = {}
+    for name in sorted(names):
+        weights = _WEIGHTS.fullmatch(name)
+        if name == MANIFEST or is_shard(name):
+            found.setdefault(MANIFEST, name)
+        elif name == DCP_METADATA or name.endswith(".distcp"):
+            found.setdefault(DCP_METADATA, name)
+        elif weights is not None:
+            found.setdefault((weights[1], weights[3]), name)
+    return tuple(found.values())
+
+
+def _check_holds_no_other(target: str, local: Path) -> None:
+    """Raise ExistsError where a folder holds more checkpoints than one (rule 3)."""
+    others: list[str] = []
+    for folder, _, names in os.walk(local, onerror=_raise):
+        found = checkpoints_among(names)
+        is_own = Path(folder) == local
+        if not is_own or len(found) > 1:
+            others += [os.path.relpath(os.path.join(folder, name), local) for name in found]
+    if others:
+        more = f" and {len(others) - SHOWN_NAMES} more" if len(others) > SHOWN_NAMES else ""
+        raise ExistsError(
+            f"{target} holds {', '.join(others[:SHOWN_NAMES])}{more}, more than the one checkpoint "
+            "that overwriting replaces, and would be removed as a whole; move away what you need, "
+            "or convert to another place"
+        )
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _check_is_not_source(source: Source, target: str) -> None:
+    own = {one_spelling(source.url)}
+    if source.catalog.format == "ckpt":  # by its manifest, perhaps
+        own.add(one_spelling(source.store.url))
+    if one_spelling(target) in own:
+        raise ExistsError(f"{target} is the source itself; convert to another place")
+
+
+def _files_of(source: Source) -> dict[str, str]:
+    """The files that reading the source needs, in one spelling, and whose each is."""
+    folder, catalog = source.store.url, source.catalog
+    found = {one_spelling(join_url(folder, file.name)): "the source" for file in catalog.files}
+    if catalog.bases:
+        beside = split_url(one_spelling(folder))[0]
+        for base in load(read_manifest(source.store)).bases:
+            if base is not None:
+                lender = join_url(beside, base.folder)
+                for file in base.files:
+                    place = one_spelling(join_url(lender, file.name))
+                    found[place] = f"{lender}, which the source borrows from"
+    return found
+
+
+def _check_no_part_of_another(target: str, options: Options) -> None:
+    """Raise ExistsError where a file belongs to a native checkpoint, or is borrowed (rule 3)."""
+    folder, name = split_url(target)
+    folder = one_spelling(folder)
+    with open_store(folder, options) as store:
+        try:
+            data = store.read_whole(MANIFEST, current().manifest_bytes)
+        except FileNotFoundError:
+            data = b""
+    if data and (name == MANIFEST or _names(data, name)):
+        raise ExistsError(
+            f"{target} belongs to the checkpoint {folder}, whose manifest names it; convert to "
+            "another place, or replace that checkpoint as a whole: to='ckpt' (--to ckpt)"
+        )
+    if is_shard(name):
+        found, own = loans_beside(folder, options)
+        if found.cover(own, name):
+            raise ExistsError(
+                f"{target} is borrowed from by a checkpoint beside {folder}; convert to another "
+                "place"
+            )
+
+
+def _names(manifest: bytes, name: str) -> bool:
+    """Whether a manifest names a file beside it; a damaged one is taken at its word."""
+    try:
+        return any(file.name == name for file in load(manifest).files)
+    except FormatError:
+        return json.dumps(name).encode() in manifest
+
+
+def _kind(target: str, path: Path) -> str | None:
+    """What is at a path, links followed; None for nothing. Raises ExistsError for a broken link."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise ExistsError(f"{target} would lie in a file; convert to another place") from error
+    if stat.S_ISLNK(status.st_mode):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ExistsError(
+                f"{target} is a link to {os.readlink(path)}, where there is nothing; remove it, or "
+                "convert to another place"
+            ) from error
+    return next((kind for test, kind in _KINDS if test(status.st_mode)), "a device")
