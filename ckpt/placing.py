@@ -21,7 +21,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol, cast
 
 from ckpt.errors import ExistsError
 from ckpt.stores.store import Options, Store, local_path, open_store
@@ -33,18 +32,12 @@ _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What the rename of a folder fails with where there is anything but an empty folder."""
 
 
-class _Creates(Protocol):
-    """What our stores have in common beyond `Store`."""
-
-    def create(self, name: str, *, replace: bool = True) -> AbstractContextManager[FileWriter]: ...
-
-
 class NewFiles:
     """A store in which no file is replaced (rule 1)."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
-        self._store = cast(_Creates, store)
+        self._store = store
 
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
         """A new file. Raises ExistsError where it has come to be meanwhile."""

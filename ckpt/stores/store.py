@@ -55,11 +55,13 @@ class Store(Reader, Protocol):
         """True when the folder has this file."""
         ...
 
-    def create(self, name: str, rewritable: bool = False) -> AbstractContextManager[FileWriter]:
+    def create(
+        self, name: str, rewritable: bool = False, replace: bool = True
+    ) -> AbstractContextManager[FileWriter]:
         """A new file: complete and durable when the block ends well, absent otherwise.
 
         `rewrite_start` works only with `rewritable`, and on what the first buffer that is written
-        has.
+        has. Without `replace` raises ExistsError at the end when something has the name by then.
         """
         ...
 

@@ -228,8 +228,10 @@ class FaultyStore:
                 data = data[target.nbytes :]
 
     @contextmanager
-    def create(self, name: str, rewritable: bool = False) -> Iterator[FileWriter]:
-        context = self._inner.create(name, rewritable)
+    def create(
+        self, name: str, rewritable: bool = False, replace: bool = True
+    ) -> Iterator[FileWriter]:
+        context = self._inner.create(name, rewritable, replace)
         file = self._faults.do("create", name, context.__enter__)
         try:
             yield FaultyWriter(file, name, self._faults)
