@@ -53,6 +53,12 @@ class StoreError(CkptError, OSError):
     kind = "store"
 
 
+class ReplacedError(StoreError):
+    """The checkpoint was replaced or deleted while it was read. None is damaged: read it again."""
+
+    kind = "replaced"
+
+
 class BusyError(CkptError):
     """A save is in flight on some rank, and another was not to wait for it: that one is refused."""
 
@@ -129,6 +135,12 @@ class DamagedLoadError(PartialLoadError, CorruptError):
     """Reading met changed or missing bytes half-way."""
 
     kind = "corrupt"
+
+
+class ReplacedLoadError(PartialLoadError, ReplacedError):
+    """The checkpoint was replaced or deleted when some of it had been read into the target."""
+
+    kind = "replaced"
 
 
 class RankError(CkptError, sharding_errors.RankError):

@@ -5,7 +5,9 @@ Rules:
 1. Damage alone makes a load go back: bytes that are missing or changed, or no checkpoint at all.
    Where the target does not fit, a store fails or a rank dies, an older one would not help.
 2. All ranks decide alike, by the failure that they agreed on.
-3. A failed try may have filled a part of the target. The one that succeeds has to fill all of that;
+3. A checkpoint that is replaced while it is read is not damaged: the same place is begun again, on
+   all ranks alike.
+4. A failed try may have filled a part of the target. The one that succeeds has to fill all of that;
    no call returns a mix of two checkpoints.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 from warnings import warn
 
@@ -23,14 +26,19 @@ from ckpt.errors import (
     NotACheckpointError,
     PartialLoadError,
     RankError,
+    ReplacedError,
+    ReplacedLoadError,
     Skipped,
 )
 from ckpt.newest import committed, natural
 from ckpt.ranks import Ranks
+from ckpt.reading.watched import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.storage import GoneError, SizeError, TooLargeError
 
+TO_USER = 7
+"""Calls from where all ranks are told of a warning to the program that called `ckpt.load`."""
 Url = str | os.PathLike[str]
 
 DAMAGE = {
@@ -41,6 +49,8 @@ DAMAGE = {
     )
 }
 """The errors after which an older checkpoint is tried: their `kind` by their class."""
+REPLACED = (ReplacedError.__name__, ReplacedLoadError.__name__)
+"""Those after which the same place is tried again."""
 
 
 class Loaded(NamedTuple):
@@ -58,7 +68,7 @@ def load_or_older(
     load: Callable[[str], Loaded],
     options: Options,
 ) -> object:
-    """The state from `url`, or from the first of its fallbacks that is sound.
+    """The state from `url`, or from the first of its fallbacks that is sound; False for none.
 
     Called by all ranks; `load` is what they do together for one of them. Raises what the last try
     failed with, or a PartialLoadError where that says nothing of what an earlier one touched.
@@ -66,45 +76,61 @@ def load_or_older(
     skipped: list[Skipped] = []
     touched: dict[str, None] = {}
     older: list[str] | None = None
-    here = os.fspath(url)
+    here, tries = os.fspath(url), 1
     while True:
         ranks.told = None
         try:
             loaded = load(here)
         except Exception as error:
-            if isinstance(error, PartialLoadError | RankError):
-                touched.update(dict.fromkeys(error.touched))
-            kind = _damage(ranks)
+            said = error.touched if isinstance(error, PartialLoadError | RankError) else ()
+            touched.update(dict.fromkeys(said))
+            if tries < TRIES and _failure(ranks) in REPLACED:
+                tries += 1
+                continue
+            is_said = touched.keys() <= set(said)
+            kind = DAMAGE.get(_failure(ranks))
             if kind is None:
-                if not skipped or not touched:
+                if not touched or (is_said and not skipped):
                     raise
                 raise PartialLoadError(
-                    f"{skipped[0].url} is damaged and was read in part; then {here} failed with "
+                    f"{_partly_read(url, skipped)}; then {here} failed with "
                     f"{type(error).__name__}: {error}",
                     list(touched),
                 ) from error
             skipped.append(Skipped(here, kind, str(error)))
             older = _older(ranks, url, fallback, options) if older is None else older
             if older:
-                here = older.pop(0)
+                here, tries = older.pop(0), 1
                 continue
-            if len(skipped) == 1:
+            if len(skipped) == 1 and is_said:
                 raise
             raise _none_is_sound(skipped, list(touched)) from error
         if left := touched.keys() - loaded.names:
             raise PartialLoadError(
-                f"{here}, loaded in the place of {skipped[0].url}, does not have all that was "
-                "filled from that before it was found to be damaged",
+                f"{_partly_read(url, skipped)}; {here}, loaded in its place, does not have all "
+                "that was filled from that",
                 sorted(left),
             )
-        if skipped and ranks.rank == 0:
-            warn(FallbackWarning(here, skipped), stacklevel=3)
+        if skipped:
+            ranks.attempt("telling of the fallback", partial(_tell, ranks, here, skipped))
         return loaded.state
 
 
-def _damage(ranks: Ranks) -> str | None:
-    """The `kind` of the failure that all ranks know of, where it is damage."""
-    return None if ranks.told is None else DAMAGE.get(ranks.told[1])
+def _partly_read(url: Url, skipped: Sequence[Skipped]) -> str:
+    """Why a target holds some of what was not loaded."""
+    if skipped:
+        return f"{skipped[0].url} is damaged and was read in part"
+    return f"{os.fspath(url)} was replaced while it was read"
+
+
+def _tell(ranks: Ranks, taken: str, skipped: Sequence[Skipped]) -> None:
+    if ranks.rank == 0:
+        warn(FallbackWarning(taken, skipped), stacklevel=TO_USER)
+
+
+def _failure(ranks: Ranks) -> str:
+    """The class of the failure that all ranks know of; empty where there is none."""
+    return "" if ranks.told is None else ranks.told[1]
 
 
 def older_beside(url: Url, options: Options) -> list[str]:
@@ -124,6 +150,8 @@ def older_beside(url: Url, options: Options) -> list[str]:
 
 def _older(ranks: Ranks, url: Url, fallback: bool | Sequence[Url], options: Options) -> list[str]:
     """What to try next, newest first: the same on all ranks."""
+    if fallback is False:
+        return []
     if not isinstance(fallback, bool):
         return [os.fspath(other) for other in fallback]
     found = ranks.attempt(

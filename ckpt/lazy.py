@@ -16,6 +16,7 @@ from ckpt.outgoing import selected
 from ckpt.reading.bites import Fits, Request, requests_for
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import transfer
+from ckpt.reading.watched import unless_replaced
 from ckpt.states.memory import empty_for, memory_of, torch_dtype
 from ckpt.states.saved import join
 from ckpt.stores.store import Options
@@ -59,8 +60,13 @@ def read(
     `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
     dict, and is None in a list. `dtype` casts floating-point tensors. Tied ones come back as one.
     """
-    with Checkpoint(url, verify, storage_options) as checkpoint:
-        return checkpoint.state(Selection.of(include, exclude), dtype)
+    selection = Selection.of(include, exclude)
+
+    def reading() -> object:
+        with Checkpoint(url, verify, storage_options) as checkpoint:
+            return checkpoint.state(selection, dtype)
+
+    return unless_replaced(reading)
 
 
 class TensorHandle:

@@ -15,7 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckpt.budget import memory_budget
-from ckpt.errors import DamagedLoadError, PartialLoadError, RankError, StoreError
+from ckpt.errors import (
+    DamagedLoadError,
+    PartialLoadError,
+    RankError,
+    ReplacedLoadError,
+    StoreError,
+)
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
 from ckpt.matching.fitting import check_fits, check_numbers, differences, mark
@@ -40,6 +46,8 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 Patterns = str | Sequence[str]
+TO_USER = 9
+"""Calls from where a target is found not to fit all to the program that called `ckpt.load`."""
 CALL = "ckpt.load"
 """What other ranks are told that this one is in."""
 
@@ -101,6 +109,8 @@ def load(
             it names the tensors too.
         NotACheckpointError: there is none at `url`.
         StoreError: the ranks opened different checkpoints, as when it was replaced meanwhile.
+        ReplacedError: it was replaced or deleted while it was read, each time that it was begun
+            again; a PartialLoadError too where it names tensors.
         RankError: another rank failed; its number and error are named.
 
     >>> import ckpt, tempfile, torch
@@ -133,13 +143,9 @@ def load(
         with ranks.call(CALL):  # the others wait for this rank there
             raise wrong
     (asked,) = found
-    if fallback is False:
-        loaded = _load(ranks, url, state, asked).state
-    else:
-        others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
-        once = partial(_load, ranks, state=state, asked=asked)
-        loaded = load_or_older(ranks, url, others, once, storage_options)
-    return loaded  # type: ignore[return-value]
+    others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
+    once = partial(_load, ranks, state=state, asked=asked)
+    return load_or_older(ranks, url, others, once, storage_options)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,8 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             planned = plans[0]
         else:
             found = differences(ranks, matched, agreed.same[0])
-            check = partial(check_fits, source.url, found, asked.strict, warns=ranks.rank == 0)
+            warns = ranks.rank == 0
+            check = partial(check_fits, source.url, found, asked.strict, warns, stacklevel=TO_USER)
 
             def checked(shares: Shares | None) -> _Planned:
                 check()
@@ -268,7 +275,7 @@ def _exchange(
         cause = error.__cause__
         what = (
             str(cause)
-            if isinstance(error, DamagedLoadError)
+            if isinstance(error, DamagedLoadError | ReplacedLoadError)
             else f"{type(cause).__name__}: {cause}"
         )
         raise type(error)(what, filled) from cause

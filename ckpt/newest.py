@@ -24,10 +24,11 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.stores.store import Options, Store, join_url, open_store, split_url
+from ckpt.reading.watched import MARK_BYTES, mark_now, replaced, unless_replaced
+from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, load
+from formats.native.manifest import MANIFEST, Manifest, load
 
 HEAD_BYTES = 4096
 """Of a manifest: what the writer says of itself, its time with it, stands near the beginning."""
@@ -68,6 +69,7 @@ def latest(
         NotACheckpointError: there is no committed checkpoint in the folder.
         CorruptError: there are, and none is sound; what is wrong with them is said.
         OSError: there is no other folder in it than those that may not be read.
+        ReplacedError: one was replaced while it was looked at, again and again.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -133,10 +135,11 @@ def _looked_into(
 def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
     """What keeps a checkpoint from being loaded, as far as it is seen from its manifest and sizes.
 
-    With `verify` from every bit. Raises UnsupportedError for one of a later version.
+    With `verify` from every bit. Raises UnsupportedError for one of a later version, ReplacedError
+    for one that is replaced each time it is looked at.
     """
     try:
-        _check_whole(url, options)
+        unless_replaced(lambda: _check_whole(url, options))
         if verify:
             from ckpt.verifying import verify as verified
 
@@ -202,20 +205,33 @@ def _store_time(store: Store, manifest: str) -> str:
 
 
 def _check_whole(url: str, options: Options) -> None:
-    """Raise unless the manifest is sound, and all files that it names have their sizes."""
+    """Raise unless the manifest is sound, and all files that it names have their sizes.
+
+    Raises ReplacedError where they have not because there is another manifest now.
+    """
     with open_store(url, options) as store:
         try:
             data = store.read_whole(MANIFEST, current().manifest_bytes)
         except FileNotFoundError as error:
             raise NotACheckpointError(f"{url}: no checkpoint: there is no {MANIFEST}") from error
         manifest = load(data, f"{url}/{MANIFEST}")
-        _check_sizes(url, store, {file.name: file.size for file in manifest.files})
+        try:
+            _check_all_sizes(url, store, manifest, options)
+        except CorruptError as error:
+            now = mark_now(absolute(url), store)
+            if now != data[:MARK_BYTES]:
+                raise replaced(url, "a file of it", now) from error
+            raise
+
+
+def _check_all_sizes(url: str, store: Store, manifest: Manifest, options: Options) -> None:
+    _check_sizes(url, store, {file.name: file.size for file in manifest.files})
     parent, _ = split_url(url)
     for base in manifest.bases:
         if base is not None:
-            with open_store(join_url(parent, base.folder), options) as store:
+            with open_store(join_url(parent, base.folder), options) as beside:
                 sizes = {file.name: file.size for file in base.files}
-                _check_sizes(f"{url}: it borrows from {store.url}", store, sizes)
+                _check_sizes(f"{url}: it borrows from {beside.url}", beside, sizes)
 
 
 def _check_sizes(where: str, store: Store, wanted: dict[str, int]) -> None:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 
 from ckpt.reading.sources import DCP_METADATA, Source, open_source
+from ckpt.reading.watched import unless_replaced
 from ckpt.report import Findings, Problem, Report
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.errors import FormatError, UnsupportedError
@@ -39,6 +40,7 @@ def verify(
     Raises:
         NotACheckpointError: there is no checkpoint at `url`.
         UnsupportedError: there is one that this version does not read.
+        ReplacedError: it was replaced while it was checked, again and again.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -47,8 +49,13 @@ def verify(
     True
     """
     text = os.fspath(url)
+    return unless_replaced(lambda: _verified(text, progress, storage_options))
+
+
+def _verified(text: str, progress: Callable[[int], None] | None, options: Options) -> Report:
+    """What `verify` returns."""
     try:
-        with open_source(text, storage_options) as source:
+        with open_source(text, options) as source:
             files = len(source.catalog.files)
             found = _findings(source, progress)
             notes = (*found.notes, *_strays(source))
@@ -64,7 +71,7 @@ def verify(
     except UnsupportedError:
         raise
     except FormatError as error:
-        return _unreadable(text, error, storage_options)
+        return _unreadable(text, error, options)
 
 
 def _findings(source: Source, progress: Callable[[int], None] | None) -> Findings:

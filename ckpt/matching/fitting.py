@@ -34,7 +34,9 @@ def differences(ranks: Ranks, matched: Match, same: bool) -> list[Difference]:
     ]
 
 
-def check_fits(url: str, found: list[Difference], strict: bool, warns: bool) -> None:
+def check_fits(
+    url: str, found: list[Difference], strict: bool, warns: bool, stacklevel: int = 7
+) -> None:
     """Raise MismatchError with all differences; those that `strict=False` skips are warned of."""
     if not strict:
         skipped = [d for d in found if d.problem in ("missing", "unexpected", "shape")]
@@ -42,7 +44,7 @@ def check_fits(url: str, found: list[Difference], strict: bool, warns: bool) -> 
         if skipped and warns:
             shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
             where = without_secrets(url)
-            warn(f"{where}: strict=False skips {len(skipped)}: {shown}", stacklevel=7)
+            warn(f"{where}: strict=False skips {len(skipped)}: {shown}", stacklevel=stacklevel)
     if found:
         raise MismatchError(url, found)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.errors import DamagedLoadError, PartialLoadError
+from ckpt.errors import DamagedLoadError, PartialLoadError, ReplacedError, ReplacedLoadError
 from ckpt.matching.ledger import Want
 from ckpt.reading.bites import Fits, Request, requests_for
 from ckpt.reading.replicas import Shares
@@ -102,7 +102,7 @@ def read_fills(
 ) -> None:
     """All fills are done when this returns.
 
-    Raises DamagedLoadError or PartialLoadError with the names that were touched.
+    Raises DamagedLoadError, ReplacedLoadError or PartialLoadError with the names that were touched.
     """
     touched: dict[str, None] = {}
     engine = Transfer(reader, verify, how.workers, how.limits)
@@ -123,6 +123,8 @@ def read_fills(
                 target.copy_(into)
     except FormatError as error:
         raise DamagedLoadError(str(error), list(touched)) from error
+    except ReplacedError as error:
+        raise ReplacedLoadError(str(error), list(touched)) from error
     except Exception as error:
         raise PartialLoadError(f"{type(error).__name__}: {error}", list(touched)) from error
 

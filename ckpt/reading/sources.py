@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
+from ckpt.reading.watched import watched
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
 from formats.limits import check, current
@@ -25,6 +26,7 @@ class Source:
 
     url: str
     store: Store
+    """Says of a native checkpoint when it is replaced meanwhile (`ckpt.reading.watched`)."""
     catalog: Catalog
 
     @property
@@ -45,7 +47,8 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
     text = os.fspath(url)
     current()  # limits that make no sense are not the checkpoint's fault
     in_flight.before_loading(text)
-    with open_store(text, options) as store:
+    with open_store(text, options) as opened:
+        store = watched(opened)
         # First what is most likely: to a server every look is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
@@ -53,7 +56,8 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
             yield Source(text, store, _credible(text, found))
             return
     folder, name = split_url(text)
-    with open_store(folder, options) as store:
+    with open_store(folder, options) as opened:
+        store = watched(opened)
         yield Source(text, store, _credible(text, _read_file(store, name)))
 
 

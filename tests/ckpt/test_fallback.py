@@ -166,13 +166,14 @@ def test_what_a_damaged_one_filled_and_its_fallback_has_not_is_an_error(run: Pat
     flip_last(run / "step-3")
     ckpt.save(run / "less", {"a": torch.ones(ROWS, 2), "step": 0})
     with (
-        pytest.warns(UserWarning, match="strict=False skips 1: b"),
+        pytest.warns(UserWarning, match="strict=False skips 1: b") as warned,
         pytest.raises(
-            ckpt.PartialLoadError, match=r"less, loaded in the place of .*step-3"
+            ckpt.PartialLoadError, match=r"step-3 is damaged .*less, loaded in its place"
         ) as error,
     ):
         ckpt.load(run / "step-3", state(0), fallback=run / "less", strict=False)
     assert error.value.touched == ("b",)
+    assert warned[0].filename == __file__
     with pytest.raises(
         ckpt.PartialLoadError, match=r"then .*less failed with MismatchError"
     ) as error:
@@ -223,6 +224,28 @@ def test_all_ranks_go_back_to_the_same_checkpoint_whichever_met_the_damage(
     first, second = clusters(2).run(load_on_ranks, str(tmp_path), replicas)
     assert first == ({1.0}, 1, [["step-3"]])
     assert second == ({1.0}, 1, []), "one rank tells"
+
+
+def load_with_warnings_as_errors(folder: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            ckpt.load(f"{folder}/step-3", sharded(0), fallback=True)
+        except (ckpt.FallbackWarning, ckpt.RankError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_a_warning_that_is_an_error_ends_the_load_on_all_ranks(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    clusters(2).run(save_run, str(tmp_path))
+    break_manifest(tmp_path / "step-3")
+    first, second = clusters(2).run(load_with_warnings_as_errors, str(tmp_path))
+    assert first.startswith("FallbackWarning: ")
+    assert second.startswith("RankError: ")
+    assert "rank 0" in second
+    assert "step-2 is taken" in second
 
 
 def touched_on_ranks(folder: str) -> tuple[str, tuple[str, ...], set[float]]:

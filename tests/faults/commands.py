@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import ckpt
-from formats.errors import FormatError
 
 SECONDS = 10.0
 """In which a rank gives up on another."""
@@ -119,13 +119,43 @@ def come_and_go(url: str, steps: Sequence[int], options: Any = None) -> None:
 
 
 def read_often(url: str, times: int, options: Any = None) -> list[str]:
-    """What comes of reading again and again: `whole`, or the name of the error."""
+    """What comes of reading again and again, in each way: `whole`, or the name of the error."""
     met = []
-    for _ in range(times):
+    for number in range(times):
+        way = READERS[number % len(READERS)]
         try:
-            found: Any = ckpt.read(url, storage_options=options)
-            _check(found["model"], found["step"])
+            way(url, options)
             met.append("whole")
-        except (ckpt.NotACheckpointError, FormatError) as error:
+        except Exception as error:
             met.append(f"{type(error).__name__}: {error}")
     return met
+
+
+def _loads(url: str, options: Any) -> None:
+    found: Any = ckpt.load(url, state(0), storage_options=options)
+    _check(found["model"], found["step"])
+
+
+def _loads_or_older(url: str, options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # there may be no reason to go back
+        found: Any = ckpt.load(url, state(0), fallback=True, storage_options=options)
+    _check(found["model"], found["step"])
+
+
+def _reads(url: str, options: Any) -> None:
+    found: Any = ckpt.read(url, storage_options=options)
+    _check(found["model"], found["step"])
+
+
+def _verifies(url: str, options: Any) -> None:
+    assert ckpt.verify(url, storage_options=options).problems == ()
+
+
+def _opens(url: str, options: Any) -> None:
+    with ckpt.open(url, storage_options=options) as checkpoint:
+        step = checkpoint["model.w0"][0, 0] / 10
+        assert torch.equal(checkpoint["model.wide"][:], torch.arange(70_000.0).mul_(step))
+
+
+READERS = (_loads, _loads_or_older, _reads, _verifies, _opens)
