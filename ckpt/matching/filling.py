@@ -148,4 +148,5 @@ def held_locally(held: Together, name: str) -> torch.Tensor:
     leaf = held.flat.leaves.get(name)
     if leaf is not None:
         return leaf.local
-    return torch.empty(0, dtype=torch_dtype(held.whole.tensors[name].dtype.torch_name))
+    dtype = torch_dtype(held.whole.tensors[name].dtype.torch_name)
+    return torch.empty(0, dtype=dtype, device="cpu")

@@ -42,7 +42,7 @@ class Fill(NamedTuple):
 
     def stage(self) -> tuple[torch.Tensor, list[Request]]:
         """Memory of its own, and the requests that fill it."""
-        into = torch.empty(self.target.shape, dtype=self.staged_as)
+        into = torch.empty(self.target.shape, dtype=self.staged_as, device="cpu")
         memory = memory_of(into)
         return into, [request._replace(memory=memory) for request in self.requests]
 

@@ -262,4 +262,4 @@ class Lots:
         lo, hi = 0, 0
         if dealt.requests:
             lo, hi = dealt.have.span(self._here)
-        return torch.empty(hi - lo, dtype=dealt.entry.local.dtype)
+        return torch.empty(hi - lo, dtype=dealt.entry.local.dtype, device="cpu")

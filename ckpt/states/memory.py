@@ -49,7 +49,7 @@ def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
     """
     dtype = torch_dtype(record.dtype.torch_name)
     try:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     except RuntimeError:
         list(record.pieces)  # opening the files shows whether they have as much
         raise

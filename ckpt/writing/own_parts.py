@@ -102,7 +102,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = (
         tensor.reshape(-1).view(torch.uint8)
         if tensor.numel()
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
     return memoryview(flat.numpy().data)
 

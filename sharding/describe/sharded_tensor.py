@@ -99,4 +99,4 @@ def _runs(shape: tuple[int, ...], stride: int) -> Cut:
 
 def _nothing(tensor: ShardedTensor, shape: tuple[int, ...]) -> torch.Tensor:
     """What a rank has that has no shard."""
-    return torch.empty((0, *shape[1:]), dtype=tensor.dtype)
+    return torch.empty((0, *shape[1:]), dtype=tensor.dtype, device="cpu")

@@ -241,7 +241,7 @@ def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
     shard, begin = value, at
     if sharded_tensor.is_sharded(value):
         shards = value.local_shards()
-        shard = shards[0].tensor if shards else torch.empty(0, dtype=flat.dtype)
+        shard = shards[0].tensor if shards else torch.empty(0, dtype=flat.dtype, device=flat.device)
         begin = shards[0].metadata.shard_offsets[0] if shards else at
     if shard.ndim != 1 or shard.numel() not in (numel, padded) or begin != at:
         raise LocalShapeError(

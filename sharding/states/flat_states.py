@@ -212,8 +212,8 @@ def _from_groups(
 ) -> DeviceMesh:
     """The mesh whose dimensions are these groups, all in step with those this rank is in."""
     me = dist.get_rank()
-    ranks = torch.tensor(me)
+    ranks = torch.tensor(me, device="cpu")
     for group in groups:
-        steps = torch.tensor(dist.get_process_group_ranks(group)) - me
+        steps = torch.tensor(dist.get_process_group_ranks(group), device="cpu") - me
         ranks = ranks[..., None] + steps
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)

@@ -247,7 +247,7 @@ def _made(said: tuple[Any, ...], part: LocalPart) -> object:
     if said[0] == "divided":
         return LocalPart(part.local.to(said[1]), part.layout)
     if said[0] == "number":
-        return torch.tensor(said[3], dtype=said[1]).reshape(said[2])
+        return torch.tensor(said[3], dtype=said[1], device="cpu").reshape(said[2])
     return said[1]
 
 
