@@ -64,7 +64,8 @@ class LocalStore:
         self.promises = Promises(
             put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
         )
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
+        """Where that was when it was opened, whatever folder the process is in later."""
 
     def __str__(self) -> str:
         return self.url
@@ -144,7 +145,7 @@ class LocalStore:
         with self._reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
-                raise TooLargeError(f"{self._folder / name}", size, limit)
+                raise TooLargeError(self._shown(name), size, limit)
             return _read_range(descriptor, 0, size)
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
@@ -152,7 +153,7 @@ class LocalStore:
         with self._reading(name) as descriptor:
             found = os.fstat(descriptor).st_size
             if found != size:
-                raise SizeError(f"{self._folder / name}", found, size)
+                raise SizeError(self._shown(name), found, size)
             return _read_range(descriptor, size - length, size)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
@@ -178,7 +179,7 @@ class LocalStore:
                     count = os.preadv(descriptor, [view], at)
                     if count == 0:
                         raise CorruptError(
-                            f"{self._folder / name}: bytes {offset}:{offset + length} are wanted, "
+                            f"{self._shown(name)}: bytes {offset}:{offset + length} are wanted, "
                             f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
                         )
                     at, view = at + count, view[count:]
@@ -194,11 +195,11 @@ class LocalStore:
         part, descriptor = self._begin(name)
         try:
             try:
-                yield LocalFileWriter(descriptor, self._folder / name)
+                yield LocalFileWriter(descriptor, self._shown(name))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            _give_name(part, self._folder / name, replace)
+            self._give_name(part, name, replace)
             self._forget(name)
         finally:
             with suppress(FileNotFoundError):
@@ -212,12 +213,12 @@ class LocalStore:
         part, descriptor = self._begin(name)
         try:
             try:
-                LocalFileWriter(descriptor, self._folder / name).write([data])
+                LocalFileWriter(descriptor, self._shown(name)).write([data])
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             self.flush()  # the files this one speaks of must be durable before it is
-            _give_name(part, self._folder / name, replace)
+            self._give_name(part, name, replace)
             self._forget(name)
         finally:
             with suppress(FileNotFoundError):
@@ -234,7 +235,7 @@ class LocalStore:
         """Remove the folder, durably, if nothing is in it."""
         with suppress(OSError):
             self._folder.rmdir()
-            _flush(self._folder.absolute().parent)
+            _flush(self._folder.parent)
 
     def flush(self) -> None:
         """Make the folder's entries durable."""
@@ -258,6 +259,10 @@ class LocalStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _shown(self, name: str) -> str:
+        """What messages call a file: by the folder as the user gave it."""
+        return str(Path(self.url, name))
+
     def _reading(self, name: str, is_known: bool = False) -> _Reading:
         """A descriptor for one read; a file that is known to be there and is not is damage."""
         return _Reading(self, name, is_known)
@@ -268,7 +273,7 @@ class LocalStore:
             descriptor = self._open.pop(name, None)
             forgotten = self._forgotten
         if descriptor is None:
-            descriptor = _opened(self._folder / name)
+            descriptor = _opened(self._folder / name, self._shown(name))
         return descriptor, forgotten
 
     def _give_back(self, name: str, descriptor: int, forgotten: int) -> None:
@@ -293,9 +298,29 @@ class LocalStore:
             self._make_folder()
             return part, os.open(part, flags, 0o666)
 
+    def _give_name(self, part: Path, name: str, replace: bool) -> None:
+        """A finished file gets its name; without `replace` only where nothing has it (rule 2).
+
+        The name that it was written under may stay: the caller removes it.
+        """
+        target = self._folder / name
+        if replace:
+            os.replace(part, target)
+            return
+        try:
+            os.link(part, target)
+        except FileExistsError as error:
+            raise ExistsError(f"{self._shown(name)} exists already") from error
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            if os.path.lexists(target):
+                raise ExistsError(f"{self._shown(name)} exists already") from error
+            os.replace(part, target)
+
     def _make_folder(self) -> None:
         """The folder exists, and the folders above it durably know of it."""
-        made, folder = [], self._folder.absolute()
+        made, folder = [], self._folder
         while not folder.exists():
             made.append(folder)
             folder = folder.parent
@@ -342,9 +367,9 @@ class _Reading:
 class LocalFileWriter:
     """Appends to one open file."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
+    def __init__(self, descriptor: int, shown: str) -> None:
         self._descriptor = descriptor
-        self._path = path
+        self._shown = shown
         self._written = 0
         self._started = 0
         """Bytes that the disk has been told to write."""
@@ -352,7 +377,7 @@ class LocalFileWriter:
     def write(self, buffers: Iterable[Buffer]) -> None:
         """Append the buffers, many in one call."""
         waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        with _named(self._path):
+        with _named(self._shown):
             for first in range(0, len(waiting), IO_VECTORS):
                 self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
         if self._written - self._started >= EARLY_BYTES:
@@ -362,19 +387,19 @@ class LocalFileWriter:
     def rewrite_start(self, data: Buffer) -> None:
         """Replace the first bytes of the file."""
         view, done = memoryview(data).cast("B"), 0
-        with _named(self._path):
+        with _named(self._shown):
             while done < len(view):
                 done += os.pwrite(self._descriptor, view[done:], done)
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(shown: str) -> Iterator[None]:
     """What the system says of a descriptor, it says of this file: that the disk is full, say."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
-            error.filename = str(path)
+            error.filename = shown
         raise
 
 
@@ -387,7 +412,7 @@ def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
     return data
 
 
-def _opened(path: Path) -> int:
+def _opened(path: Path, shown: str) -> int:
     """A descriptor of a file to read; links are followed, as a cache of downloads is made of them.
 
     Raises HostileError for what is no file: a pipe would be waited for, a device has no end.
@@ -396,7 +421,7 @@ def _opened(path: Path) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise HostileError(f"{path}: a folder, pipe or device is in the place of a file")
+    raise HostileError(f"{shown}: a folder, pipe or device is in the place of a file")
 
 
 def _says(is_one: Callable[[], bool]) -> bool:
@@ -407,26 +432,6 @@ def _says(is_one: Callable[[], bool]) -> bool:
         if error.errno != errno.ELOOP:
             raise
         return False
-
-
-def _give_name(part: Path, target: Path, replace: bool) -> None:
-    """A finished file gets its name; without `replace` only where nothing has it (rule 2).
-
-    The name that it was written under may stay: the caller removes it.
-    """
-    if replace:
-        os.replace(part, target)
-        return
-    try:
-        os.link(part, target)
-    except FileExistsError as error:
-        raise ExistsError(f"{target} exists already") from error
-    except OSError as error:
-        if error.errno not in NO_HARD_LINKS:
-            raise
-        if os.path.lexists(target):
-            raise ExistsError(f"{target} exists already") from error
-        os.replace(part, target)
 
 
 def _arrived(status: os.stat_result) -> float:

@@ -1,6 +1,7 @@
 """An open checkpoint is indexed as a tensor is, and reads what the index needs."""
 
 import gc
+import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -355,3 +356,37 @@ def test_a_checkpoint_that_is_deleted_while_it_is_open_is_an_error_that_says_so(
         ckpt.delete(url)
         with pytest.raises(ckpt.ReplacedError, match=r"deleted while it was read, and .*-00000\."):
             checkpoint["w"][...]
+
+
+def test_what_was_opened_by_a_relative_path_is_read_from_there_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    ckpt.save("base", {"w": value((8, 8)), "frozen": value((300, 300))})
+    ckpt.save("step-1", {"w": value((8, 8)) + 1, "frozen": value((300, 300))}, base="base")
+    with ckpt.open("step-1") as checkpoint:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert torch.equal(checkpoint["w"][3], value((8, 8))[3] + 1)
+        assert torch.equal(checkpoint["frozen"][...], value((300, 300)))
+        assert checkpoint.url == "step-1"
+
+
+def test_a_message_has_the_path_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ckpt.save("step-1", {"w": value((8, 8))})
+    (shard,) = Path("step-1").glob("*.safetensors")
+    os.truncate(shard, 100)
+    with ckpt.open("step-1") as checkpoint, pytest.raises(CorruptError) as cut:
+        checkpoint["w"][3]
+    assert str(cut.value).startswith(f"step-1/{shard.name}: the file has 100 bytes")
+    with pytest.raises(ckpt.ExistsError, match=r"^step-1"):
+        ckpt.save("step-1", {"w": value((8, 8))})
+    shard.unlink()
+    with ckpt.open("step-1") as checkpoint:
+        monkeypatch.chdir(tmp_path.parent)
+        with pytest.raises(CorruptError, match=r"^step-1/"):
+            checkpoint["w"][3]
