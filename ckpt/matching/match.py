@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ckpt.matching.ledger import Ledger, Match, Step, Want
 from ckpt.matching.match_optimizer import match_optimizer
+from ckpt.matching.overlaps import shared_memory
 from ckpt.matching.selection import Selection
 from ckpt.states.flatten import DICTS
 from ckpt.states.local_states import by_parameters
@@ -45,6 +46,7 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
     matcher = _Matcher(ledger, cast, parameter_names(state))
     install = matcher.walk(state, "")
     matcher.forgive_ties()
+    ledger.differences += shared_memory(ledger.wants)
     names = list(saved.leaves)
     unexpected = [name for name in names if name not in ledger.used and name in selection]
     return Match(
