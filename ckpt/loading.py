@@ -35,6 +35,7 @@ from ckpt.reading.lots import Read, Wanted
 from ckpt.reading.replicas import REPLICAS, Shares, bytes_of_lots, exchanged
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import Reading
+from ckpt.states.memory import will_change
 from ckpt.states.saved import Rename, Saved
 from ckpt.stores.store import Options
 from formats.native.shard import Progress
@@ -232,6 +233,8 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             )
             read(planned.numbers, stage_bytes=budget // 2)
             check_numbers(source.url, matched)
+            for want in matched.wants:
+                will_change(want.tensor)
             read(planned.fills, stage_bytes=budget // 2)
 
         filled = list(dict.fromkeys(fill.name for fill in planned.fills))

@@ -11,7 +11,7 @@ import torch
 from ckpt.matching.ledger import Want
 from ckpt.ranks import Ranks
 from ckpt.states.described import Described
-from ckpt.states.memory import is_lazy, torch_dtype
+from ckpt.states.memory import is_lazy, torch_dtype, will_change
 from ckpt.states.saved import Saved
 from ckpt.states.together import Together, merge, structure_mark
 from formats.catalog import TensorRef
@@ -51,6 +51,8 @@ class Filling:
         batches = self.ranks.attempt("planning to load", lambda: list(self._batches(wanted)))
 
         def moving() -> None:
+            for want in wants:
+                will_change(want.tensor)
             for batch in batches:
                 moves = (self._move(name, wanted, fills.get(name), apart) for name in batch)
                 redistribute(moves, group=self.group, budget=self.budget)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from formats.catalog import TensorRecord
+from sharding.describe.local_part import LocalPart
+from sharding.describe.sharded_tensor import is_sharded
 
 _AS_THEY_ARE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16}
@@ -40,6 +43,26 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_lazy(tensor: torch.Tensor) -> bool:
     """True for a view whose memory holds other bits than its values: conjugated or negated."""
     return tensor.is_conj() or tensor.is_neg()
+
+
+def will_change(tensor: torch.Tensor | LocalPart) -> None:
+    """Torch counts the memory of a target as written to, which it does not see by itself.
+
+    A backward pass that needs what a forward pass has read there then says so, and so does a save
+    that has not copied it yet.
+    """
+    if isinstance(tensor, LocalPart):
+        increment_version(tensor.local)
+        return
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if is_sharded(tensor):
+            for shard in tensor.local_shards():
+                increment_version(shard.tensor)
+            return
+        local = getattr(tensor, "_local_tensor", None)
+        if isinstance(local, torch.Tensor):
+            increment_version(local)
+    increment_version(tensor)
 
 
 def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:

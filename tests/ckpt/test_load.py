@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from formats.errors import CorruptError
@@ -314,6 +317,73 @@ def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     fresh, again = make()
     ckpt.load(tmp_path, {"optim": fresh, "schedule": again})
     assert advance(fresh, again) == expected
+
+
+def filled_from_disk(folder: Path, w: torch.Tensor) -> None:
+    ckpt.save(folder, {"w": torch.full(w.shape, 3.0)})
+    ckpt.load(folder, {"w": w})
+
+
+def cast_from_disk(folder: Path, w: torch.Tensor) -> None:
+    ckpt.save(folder, {"w": torch.full(w.shape, 3.0, dtype=torch.float64)})
+    ckpt.load(folder, {"w": w}, dtype="target")
+
+
+def filled_from_memory(folder: Path, w: torch.Tensor) -> None:
+    ckpt.state_dict.load({"w": torch.full(w.shape, 3.0)}, {"w": w})
+
+
+@pytest.mark.parametrize("fill", [filled_from_disk, cast_from_disk, filled_from_memory])
+def test_a_backward_pass_that_needs_what_was_there_before_a_load_is_an_error(
+    tmp_path: Path, fill: Any
+) -> None:
+    w = torch.ones(6, 8, requires_grad=True)
+    squares = (w * w).sum()
+    fill(tmp_path, w)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+    (w * w).sum().backward()
+    assert w.grad is not None
+    assert (w.grad == 6).all()
+
+
+def backward_after_a_load(folder: str) -> str:
+    """What the backward pass of a sharded tensor says."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ckpt.save(folder, {"w": distribute_tensor(torch.full((6, 8), 3.0), mesh, [Shard(0)])})
+    w = distribute_tensor(torch.ones(6, 8), mesh, [Shard(0)]).requires_grad_()
+    squares = (w * w).sum()
+    ckpt.load(folder, {"w": w})
+    try:
+        squares.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_so_it_is_with_sharded_parameters(clusters: Any, tmp_path: Path) -> None:
+    for said in clusters(2).run(backward_after_a_load, str(tmp_path)):
+        assert "modified by an inplace operation" in said
+
+
+@pytest.mark.parametrize("fill", [filled_from_disk, cast_from_disk])
+def test_tensors_of_inference_mode_are_filled(tmp_path: Path, fill: Any) -> None:
+    with torch.inference_mode():
+        w = torch.zeros(6, 8)
+        fill(tmp_path, w)
+        other = torch.zeros(6, 8)
+    fill(tmp_path / "outside", other)
+    assert (w == 3).all()
+    assert (other == 3).all()
+
+
+def test_a_load_that_is_refused_does_not_count_as_a_change(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"w": torch.ones(6, 8), "b": torch.ones(2)})
+    w = torch.ones(6, 8, requires_grad=True)
+    squares = (w * w).sum()
+    with pytest.raises(ckpt.MismatchError):
+        ckpt.load(tmp_path, {"w": w, "b": torch.zeros(3)})
+    squares.backward()
 
 
 def test_a_module_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
