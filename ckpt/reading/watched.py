@@ -21,7 +21,7 @@ from formats.storage import GoneError, TooLargeError
 
 T = TypeVar("T")
 
-TRIES = 5
+TRIES = 10
 """How often a checkpoint is begun that is replaced each time."""
 MARK_BYTES = 64
 """Of a manifest: its own digest stands in them, which no two checkpoints have in common."""
