@@ -44,6 +44,7 @@ EXPECTED = (
     *("ExistsError", "InUseError", "NotACheckpointError", "RankError", "StoreError", "OSError"),
     *("CorruptError", "DamagedLoadError", "PartialLoadError", "BackgroundError", "HostileError"),
     *("PermissionError", "FileNotFoundError", "MismatchError", "TimeoutError", "FormatError"),
+    *("ReplacedError", "ReplacedLoadError"),
 )
 """What a command may raise when it is disturbed."""
 UNDISTURBED = ("InUseError", "NotACheckpointError")
