@@ -133,8 +133,9 @@ def _read(folder: Folder, catalog: Catalog, name: str) -> None:
 def _look(catalog: Catalog) -> None:
     """`ckpt inspect` and `ckpt ls` show nothing that a terminal would take for a command."""
     shown = inspect.Options("memory", [], None, values=True, files=True, as_json=False)
-    for line in inspect._lines(shown, catalog, lambda name: True):
+    values = dict(inspect._values(catalog.tree))
+    for line in inspect._lines(shown, catalog, values, lambda name: True):
         assert line.isprintable(), line
-    inspect.json_text(inspect._described("memory", catalog, lambda name: True))
+    inspect.json_text(inspect._described("memory", catalog, values, lambda name: True))
     for alias, name in catalog.aliases.items():
         assert name in catalog.tensors, f"{alias} is tied to {name}, which is nowhere"
