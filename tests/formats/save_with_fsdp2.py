@@ -8,6 +8,7 @@ Leaves the checkpoint in FOLDER/checkpoint and the full tensors in FOLDER/full.p
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -54,3 +55,5 @@ if __name__ == "__main__":
     faulthandler.enable()  # a crash in native code leaves a stack
     warnings.simplefilter("ignore")
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    # Threads that torch leaves behind may abort the process while the interpreter ends.
+    os._exit(0)
