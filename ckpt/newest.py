@@ -24,8 +24,8 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.reading.watched import MARK_BYTES, held, mark_now, replaced, unless_replaced
-from ckpt.stores.store import Options, Store, join_url, open_store, split_url
+from ckpt.reading.watched import MARK_BYTES, mark_now, replaced, unless_replaced
+from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, load
@@ -218,7 +218,7 @@ def _check_whole(url: str, options: Options) -> None:
         try:
             _check_all_sizes(url, store, manifest, options)
         except CorruptError as error:
-            now = mark_now(held(url), store)
+            now = mark_now(absolute(url), store)
             if now != data[:MARK_BYTES]:
                 raise replaced(url, "a file of it", now) from error
             raise

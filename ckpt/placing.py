@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from ckpt.errors import ExistsError
+from ckpt.stores.local_store import PART_SUFFIX
 from ckpt.stores.store import Options, Store, local_path, open_store
 from ckpt.targets import check_replaceable, folder_path
 from formats.storage import FileWriter, Writer
 
-PART_SUFFIX = ".part"
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """What the rename of a folder fails with where there is anything but an empty folder."""
 

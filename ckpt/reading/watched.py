@@ -8,13 +8,11 @@ too late, and may begin again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar, cast
 
 from ckpt.errors import ReplacedError
-from ckpt.stores.store import Store, local_path, open_store
+from ckpt.stores.store import Store, absolute, open_store
 from formats.limits import current
 from formats.native.manifest import MANIFEST
 from formats.storage import GoneError, TooLargeError
@@ -46,16 +44,10 @@ def unless_replaced(action: Callable[[], T]) -> T:
     return action()
 
 
-def held(url: str) -> str:
-    """A path or URL that means the same in whatever folder the process is later."""
-    path = local_path(url)
-    return url if path is None else os.fspath(Path(path).absolute())
-
-
 def mark_now(url: str, store: Store) -> bytes:
     """What the manifest begins with that is there now; nothing where none is.
 
-    `url` is one that `held` gave. The store itself may still have the old one open.
+    `url` is an absolute one. The store itself may still have the old one open.
     """
     with open_store(url, store.options) as fresh:
         try:
@@ -82,7 +74,7 @@ class _Watched:
         self.url = store.url
         self.read_bytes = store.read_bytes
         self._store = store
-        self._where = held(store.url)
+        self._where = absolute(store.url)
         self._mark: bytes | None = None
 
     def __str__(self) -> str:
