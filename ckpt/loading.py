@@ -40,6 +40,7 @@ from ckpt.states.saved import Rename, Saved
 from ckpt.stores.store import Options
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
+from sharding.errors import said
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -251,7 +252,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             try:
                 return matched.install()
             except Exception as error:
-                raise PartialLoadError(f"{type(error).__name__}: {error}", filled) from error
+                raise PartialLoadError(f"{type(error).__name__}: {said(error)}", filled) from error
 
         try:
             ranks.attempt("loading", reading)

@@ -6,6 +6,12 @@ Each class has a stable `kind`, the word a program may compare. Pure Python: no 
 from __future__ import annotations
 
 
+def said(error: BaseException) -> str:
+    """The text of an exception and, in parentheses, the notes that were added to it."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{error}{notes}"
+
+
 class ShardingError(ValueError):
     """A tensor, a module or a layout is not what this package can describe."""
 

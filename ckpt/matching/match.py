@@ -26,6 +26,7 @@ from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join, kind_
 from ckpt.states.stateful import (
     ParameterNames,
     Stateful,
+    call_of,
     identity,
     module_entries,
     parameter_names,
@@ -152,7 +153,8 @@ class _Matcher:
 
     def _module(self, module: nn.Module, path: str) -> Step:
         own = {identity(t) for t in _tensors_of(module)}
-        entries = module_entries(module)
+        with call_of("state_dict", path):
+            entries = module_entries(module)
         aliases_only = True
         steps: dict[str, Step] = {}
         for key, value in entries.items():
@@ -168,7 +170,8 @@ class _Matcher:
 
         def install() -> object:
             loaded = {original.get(key, key): step() for key, step in steps.items()}
-            load_rest(unwrapped(module), loaded)
+            with call_of("load_state_dict", path):
+                load_rest(unwrapped(module), loaded)
             return module
 
         return install
@@ -243,8 +246,10 @@ class _Matcher:
             loaded = step()
             if loaded is not nothing:
                 if isinstance(loaded, dict) and any(map(_holds_dict, loaded.values())):
-                    loaded = _as_dicts_of(node.state_dict(), loaded)
-                node.load_state_dict(loaded)  # type: ignore[arg-type]
+                    with call_of("state_dict", path):
+                        loaded = _as_dicts_of(node.state_dict(), loaded)
+                with call_of("load_state_dict", path):
+                    node.load_state_dict(loaded)  # type: ignore[arg-type]
             return node
 
         return install

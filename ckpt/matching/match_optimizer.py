@@ -27,7 +27,7 @@ from ckpt.matching.match_entries import SavedState, lacking_entries
 from ckpt.matching.match_slices import match_slices
 from ckpt.states.memory import torch_dtype
 from ckpt.states.saved import Missing, join
-from ckpt.states.stateful import STEP, optimizer_entries
+from ckpt.states.stateful import STEP, call_of, optimizer_entries
 from ckpt.states.subclass_state import put_together, unknown_classes
 from formats.catalog import TensorRecord, TensorRef, Tree
 from sharding.describe.dtensor import zeros_placed_like
@@ -67,7 +67,8 @@ class _OptimizerMatch:
             state = {index: put_together(step()) for index, step in states.items()}
             state = {index: entries for index, entries in state.items() if entries}
             rest = {key: step() for key, step in others.items()}
-            self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
+            with call_of("load_state_dict", self.path):
+                self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
             _undo_casts(self.optimizer, parameters, state)
             return self.optimizer
 

@@ -25,6 +25,7 @@ from ckpt.states.stateful import (
     MAX_DEPTH,
     ParameterNames,
     Stateful,
+    call_of,
     has_address,
     identity,
     module_entries,
@@ -130,7 +131,9 @@ class _Flattener:
         if kind is list or kind is tuple or kind is torch.Size:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
-            return self._walk(module_entries(node), path, name)
+            with call_of("state_dict", _shown(path)):
+                entries = module_entries(node)
+            return self._walk(entries, path, name)
         if isinstance(node, Optimizer):
             entries = optimizer_entries(node, self._parameters.of(node), _shown(path))
             return self._walk(entries, path, name)
@@ -141,7 +144,8 @@ class _Flattener:
         if isinstance(node, torch.dtype):
             return dtype_of_torch(str(node), _shown(path))
         if isinstance(node, Stateful) and not isinstance(node, type):
-            entries = node.state_dict()
+            with call_of("state_dict", _shown(path)):
+                entries = node.state_dict()
             self._keep.append(entries)  # its tensors' addresses are ours until the end
             return self._walk(entries, path, name)
         raise StateError(

@@ -19,6 +19,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain
@@ -61,6 +62,17 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
         """Take over a state that `state_dict` gave."""
         ...
+
+
+@contextmanager
+def call_of(method: str, entry: str) -> Iterator[None]:
+    """A call of a method that is not ours: its exception gets a note of the entry it belongs to."""
+    try:
+        yield
+    except Exception as error:
+        notes = vars(error).setdefault("__notes__", [])  # `add_note` of Python 3.11
+        notes.append(f"raised by {method}() of {entry or 'the target'}")
+        raise
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -156,7 +168,8 @@ def optimizer_entries(
     if len(set(every)) != len(every):
         twice = next(name for name in every if every.count(name) > 1)
         raise StateError(f"{path}: two parameters of the optimizer have the name {twice}")
-    packed = optimizer.state_dict()
+    with call_of("state_dict", path):
+        packed = optimizer.state_dict()
     state: dict[object, object] = {}
     for key, value in packed["state"].items():
         if isinstance(key, int) and key < len(named):

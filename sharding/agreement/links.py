@@ -21,6 +21,8 @@ from enum import Enum
 from struct import Struct
 from time import monotonic
 
+from sharding.errors import said
+
 READ_BYTES = 1 << 16
 """How much is read at once."""
 MOST_SECONDS = 1e6
@@ -57,7 +59,7 @@ class Failure:
     @classmethod
     def of(cls, stage: str, rank: int, error: BaseException) -> Failure:
         """An exception of this rank, as the others see it."""
-        return cls(stage, rank, type(error).__name__, str(error))
+        return cls(stage, rank, type(error).__name__, said(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,49 @@ def test_an_error_of_one_rank_reaches_all_with_its_number(
     assert torch.equal(ckpt.read(tmp_path)["w"], torch.ones(4))  # type: ignore[index]
 
 
+class Stubborn:
+    """An object of a user's that does not give its state, or does not take one."""
+
+    def __init__(self, refuses: str) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, object]:
+        if self.refuses == "state_dict":
+            raise KeyError("shuffle")
+        return {"epoch": 1}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        if self.refuses == "load_state_dict":
+            raise KeyError("shuffle")
+
+
+def meet_a_stubborn_object(folder: str, bad_rank: int) -> None:
+    """Save and load with one that fails on one rank: all are told of which entry it is."""
+    rank = dist.get_rank()
+
+    def state(refuses: str) -> dict[str, Any]:
+        return {"data": {"loader": Stubborn(refuses if rank == bad_rank else "")}}
+
+    with pytest.raises(KeyError if rank == bad_rank else ckpt.RankError) as saving:
+        ckpt.save(folder, state("state_dict"))
+    text = "raised by state_dict() of state['data']['loader']"
+    if rank == bad_rank:
+        assert saving.value.__notes__ == [text]
+    else:
+        assert f"'shuffle' ({text})" in str(saving.value)
+    ckpt.save(folder, state(""))
+    with pytest.raises(ckpt.PartialLoadError if rank == bad_rank else ckpt.RankError) as loading:
+        ckpt.load(folder, state("load_state_dict"))
+    assert "'shuffle' (raised by load_state_dict() of data.loader)" in str(loading.value)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_an_error_of_a_user_s_own_object_says_of_which_entry_on_all_ranks(
+    clusters: Callable, tmp_path: Path, bad_rank: int
+) -> None:
+    clusters(2).run(meet_a_stubborn_object, str(tmp_path), bad_rank)
+
+
 def load_misfit_on(folder: str, bad_rank: int) -> None:
     rank = dist.get_rank()
     target = {"w": torch.zeros(5 if rank == bad_rank else 4)}
