@@ -25,7 +25,7 @@ from ckpt.outgoing import Streams, outgoing
 from ckpt.placing import file_writer, folder_writer
 from ckpt.reading.sources import open_source
 from ckpt.stores.store import Options, Store, local_path, open_store, split_url
-from ckpt.targets import check_file, check_folder, check_native, check_no_other
+from ckpt.targets import check_file, check_folder, check_native
 from ckpt.version import __version__
 from ckpt.writing.commit import commit, now
 from formats import huggingface, safetensors_file
@@ -218,8 +218,6 @@ def write_native(
             **state.metadata,
         }
         manifest = Manifest(division.stored, state.aliases, state.tree, files, writer)
-        if not overwrite:
-            check_no_other(store)
         may_be_there = True
         commit(store, manifest, began, overwrite)
     except BaseException as error:

@@ -119,8 +119,8 @@ def save(
 
     Raises:
         StateError: something cannot be stored; the key path is named. Nothing was written.
-        ExistsError: there is a checkpoint at `url` and `overwrite` is False; or an InUseError:
-            others beside it borrow from it.
+        ExistsError: there is a checkpoint at `url`, of whatever format, and `overwrite` is False;
+            or an InUseError: others beside it borrow from it.
         BusyError: on all ranks, if one was busy and `when_busy` is "refuse".
         BackgroundError: an earlier save in the background failed and nobody was told until now.
         RankError: another rank failed; its number and error are named.

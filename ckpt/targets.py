@@ -22,7 +22,6 @@ from ckpt.errors import ExistsError
 from ckpt.reading.sources import DCP_METADATA, Source, is_shard
 from ckpt.stores.store import (
     Options,
-    Store,
     is_file,
     join_url,
     local_path,
@@ -31,6 +30,7 @@ from ckpt.stores.store import (
     split_url,
 )
 from ckpt.writing.bases import check_unused, loans_beside
+from ckpt.writing.commit import check_no_other
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load, read_manifest
@@ -83,7 +83,7 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
     with open_store(target, options) as store:
         if not store.exists(MANIFEST):
             if not overwrite:
-                check_no_other(store)
+                check_no_other(store.url, store.names())
             return
         if not overwrite:
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
@@ -96,19 +96,6 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
             raise ExistsError(
                 f"{target} holds {name}, which is the source, or a part of it, and would go with "
                 "the checkpoint that is replaced; convert to another place"
-            )
-
-
-def check_no_other(store: Store) -> None:
-    """Raise ExistsError where a folder without a manifest is a checkpoint of another format."""
-    for name in store.names():
-        found = _WEIGHTS.fullmatch(name)
-        is_other = found is not None and found[3] == ".safetensors" and not is_shard(name)
-        if name == DCP_METADATA or is_other:
-            raise ExistsError(
-                f"{store.url} is a checkpoint of another format ({name}), which nobody would see "
-                "any more beside one of ckpt's own; convert to another place, or pass "
-                "overwrite=True to put the new one before it"
             )
 
 

@@ -14,10 +14,11 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import ExistsError, InUseError, StoreError
+from ckpt.reading.sources import DCP_METADATA, is_shard
 from ckpt.stores.store import Store
 from ckpt.writing.bases import check_unused, is_as_it_was, loans_beside
 from formats.errors import FormatError
@@ -50,9 +51,11 @@ def commit(
     Raises:
         StoreError: files are missing or not as they were written, the attempt took too long, or the
             base has gone; there is no new checkpoint.
-        ExistsError: there is a checkpoint and `overwrite` is False.
+        ExistsError: there is a checkpoint, of whatever format, and `overwrite` is False.
     """
-    _check_all_are_seen(store, manifest.files)
+    names = _check_all_are_seen(store, manifest.files)
+    if not overwrite:
+        check_no_other(store.url, names)
     old = _committed(store) if overwrite else None
     if now() - began > GRACE_SECONDS:
         raise StoreError(
@@ -82,6 +85,18 @@ def commit(
             for file in load(old).files:
                 if not found.cover(folder, file.name):
                     store.delete(file.name)
+
+
+def check_no_other(url: str, names: Iterable[str]) -> None:
+    """Raise ExistsError where the files of a folder are a checkpoint of another format."""
+    for name in names:
+        is_weights = name.endswith((".safetensors", ".safetensors.index.json"))
+        if name == DCP_METADATA or (is_weights and not is_shard(name)):
+            raise ExistsError(
+                f"{url} is a checkpoint of another format ({name}), which nobody would see any "
+                "more beside one of ckpt's own; choose another place, or pass overwrite=True to "
+                "put the new one before it"
+            )
 
 
 def withdraw(store: Store, data: bytes) -> None:
@@ -124,16 +139,20 @@ def _take_back(store: Store, old: bytes | None) -> None:
         store.commit(MANIFEST, old, replace=True)
 
 
-def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> None:
-    """Raise StoreError when rank 0 does not see what the ranks wrote, as they wrote it."""
-    seen = store.sizes() if files else {}
+def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> Iterable[str]:
+    """The names in the folder, first listed.
+
+    Raises StoreError when rank 0 does not see what the ranks wrote, as they wrote it.
+    """
+    seen = store.sizes()
+    names = (*seen,)
     for pause in (*SEEN_PAUSES_SECONDS, 0.0):
         for file in files:
             if seen.get(file.name) != file.size:
                 with suppress(FileNotFoundError):
                     seen[file.name] = store.size(file.name)
         if all(seen.get(file.name) == file.size for file in files):
-            return
+            return names
         time.sleep(pause)
     unseen = [file.rank for file in files if file.name not in seen]
     if unseen:

@@ -25,7 +25,7 @@ from ckpt.states.together import described_by, summary, together
 from ckpt.stores.store import Store
 from ckpt.version import __version__
 from ckpt.writing.bases import borrowed_from, check_unused, folder_beside
-from ckpt.writing.commit import commit, now
+from ckpt.writing.commit import check_no_other, commit, now
 from ckpt.writing.own_parts import OwnPart, own_parts
 from ckpt.writing.save_plan import stored_layouts
 from formats.native.manifest import MANIFEST, Manifest
@@ -116,8 +116,11 @@ def agreed_plan(
 
 
 def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
-    if ranks.rank == 0 and not settings.overwrite and store.exists(MANIFEST):
-        raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+    if ranks.rank == 0 and not settings.overwrite:
+        names = store.names()
+        if MANIFEST in names and store.exists(MANIFEST):  # a listing may be out of date
+            raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+        check_no_other(store.url, names)
     if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
         check_unused(store.url, store.options)
     if settings.compress not in (False, True, "delta"):

@@ -284,6 +284,46 @@ def test_a_checkpoint_is_overwritten_only_when_asked(clusters: Callable, tmp_pat
     assert len(list(tmp_path.iterdir())) == 2  # nothing of the old one is left
 
 
+def save_beside(folder: str, name: str, comes_late: bool) -> None:
+    """A save to a folder in which another format's file is, or comes to be while it is written."""
+    group = dist.new_group()
+
+    def come(nbytes: int = 0) -> None:
+        if dist.get_rank() == 0:
+            Path(folder, name).write_bytes(b"weights")
+
+    if not comes_late:
+        come()
+        dist.barrier()
+    with pytest.raises((ckpt.ExistsError, ckpt.RankError), match="another format") as raised:
+        ckpt.save(folder, {"w": torch.ones(8)}, group=group, progress=come if comes_late else None)
+    assert raised.value.kind == "exists" or raised.value.error == "ExistsError"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        ".metadata",
+    ],
+)
+def test_a_save_puts_no_checkpoint_of_another_format_out_of_sight_unless_asked(
+    clusters: Callable, tmp_path: Path, name: str, comes_late: bool
+) -> None:
+    clusters(2).run(save_beside, str(tmp_path), name, comes_late)
+    assert not (tmp_path / "manifest.json").exists()
+    over = ckpt.gc(tmp_path, delete=True, older_than=0)
+    assert bool(over) == comes_late
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"weights"
+    ckpt.save(tmp_path, {"w": torch.ones(3)}, overwrite=True)
+    assert ckpt.read(tmp_path)["w"].tolist() == [1.0, 1.0, 1.0]  # type: ignore[index]
+    assert (tmp_path / name).exists()
+
+
 def save_and_die(folder: str, doomed: int) -> None:
     """A save in which one rank is killed once it has written some of its file."""
 
