@@ -10,34 +10,26 @@ Rules:
 4. The disk starts on what was written while more is being written, so that the flush which ends a
    file has little left to wait for.
 5. A file that one store has asked the size of, or read from, is the same file until it is pushed
-   out of `OPEN_FILES`, even when another process replaces it: size and content fit together.
+   out of the `OpenFiles`, even when another process replaces it: size and content fit together.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import secrets
-import stat
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import ExistsError
+from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter
+from ckpt.stores.open_files import OpenFiles
 from ckpt.stores.promises import Promises, Unfinished
-from formats.errors import CorruptError, HostileError
-from formats.storage import LOCAL_READ_BYTES, Buffer, GoneError, SizeError, TooLargeError
+from formats.errors import CorruptError
+from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError
 
-OPEN_FILES = 64
-"""How many files a store keeps open for reading."""
-IO_VECTORS = 1024
-"""Buffers per call that reads or writes: the kernel's limit."""
-EARLY_BYTES = 8 << 20
-"""Bytes after which the disk is set to work (rule 4)."""
 PART_SUFFIX = ".part"
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
 """The name of a file that is being written."""
@@ -46,18 +38,12 @@ NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 
 DISK_S_OWN = "lost+found"
 """The folder that ext4 has at its root: no checkpoint's, and only root may look into it."""
-BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
-"""What a read says where the bytes are lost, or not what the file system's own checksum says."""
 
 
 class LocalStore:
     """The store for a local folder, which need not exist until something is written."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._forgotten = 0
-        """Counts what was replaced, deleted or closed: a read begun before is not kept open."""
-        self._lock = threading.Lock()
         self.url = os.fspath(folder)
         self.read_bytes = LOCAL_READ_BYTES
         self.options: Mapping[str, object] = {}
@@ -66,6 +52,7 @@ class LocalStore:
         )
         self._folder = Path(folder).absolute()
         """Where that was when it was opened, whatever folder the process is in later."""
+        self._files = OpenFiles(self._folder, self.url)
 
     def __str__(self) -> str:
         return self.url
@@ -106,7 +93,7 @@ class LocalStore:
 
     def size(self, name: str) -> int:
         """Bytes in a file."""
-        with self._reading(name) as descriptor:
+        with self._files.reading(name) as descriptor:
             return os.fstat(descriptor).st_size
 
     def modified(self, name: str) -> float:
@@ -142,7 +129,7 @@ class LocalStore:
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """All bytes of a file, as they were at one moment."""
-        with self._reading(name) as descriptor:
+        with self._files.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
                 raise TooLargeError(self._shown(name), size, limit)
@@ -150,7 +137,7 @@ class LocalStore:
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
         """The last bytes of a file that should have `size` bytes."""
-        with self._reading(name) as descriptor:
+        with self._files.reading(name) as descriptor:
             found = os.fstat(descriptor).st_size
             if found != size:
                 raise SizeError(self._shown(name), found, size)
@@ -158,7 +145,7 @@ class LocalStore:
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         """Exactly these bytes of a file."""
-        with self._reading(name, is_known=True) as descriptor:
+        with self._files.reading(name, is_known=True) as descriptor:
             data = os.pread(descriptor, length, offset)
             if len(data) == length:
                 return data
@@ -169,7 +156,7 @@ class LocalStore:
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fill the buffers, end to end, from `offset` on."""
         length = sum([target.nbytes for target in targets])
-        with self._reading(name, is_known=True) as descriptor:
+        with self._files.reading(name, is_known=True) as descriptor:
             if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
                 return
             at = offset
@@ -200,7 +187,7 @@ class LocalStore:
             finally:
                 os.close(descriptor)
             self._give_name(part, name, replace)
-            self._forget(name)
+            self._files.forget(name)
         finally:
             with suppress(FileNotFoundError):
                 part.unlink()
@@ -219,7 +206,7 @@ class LocalStore:
                 os.close(descriptor)
             self.flush()  # the files this one speaks of must be durable before it is
             self._give_name(part, name, replace)
-            self._forget(name)
+            self._files.forget(name)
         finally:
             with suppress(FileNotFoundError):
                 part.unlink()
@@ -229,7 +216,7 @@ class LocalStore:
         """Remove a file; no error when it is gone already."""
         with suppress(FileNotFoundError):
             (self._folder / name).unlink()
-        self._forget(name)
+        self._files.forget(name)
 
     def remove_if_empty(self) -> None:
         """Remove the folder, durably, if nothing is in it."""
@@ -243,15 +230,7 @@ class LocalStore:
 
     def close(self) -> None:
         """Close the files kept open for reading."""
-        with self._lock:
-            self._forgotten += 1
-            while self._open:
-                os.close(self._open.popitem()[1])
-
-    def __del__(self) -> None:
-        # As Python's own files do: whoever forgot keeps no descriptors.
-        with suppress(AttributeError):  # an interrupt came while it was made
-            self.close()
+        self._files.close()
 
     def __enter__(self) -> LocalStore:
         return self
@@ -262,30 +241,6 @@ class LocalStore:
     def _shown(self, name: str) -> str:
         """What messages call a file: by the folder as the user gave it."""
         return str(Path(self.url, name))
-
-    def _reading(self, name: str, is_known: bool = False) -> _Reading:
-        """A descriptor for one read; a file that is known to be there and is not is damage."""
-        return _Reading(self, name, is_known)
-
-    def _take(self, name: str) -> tuple[int, int]:
-        """A descriptor of a file, out of the cache for as long as it is used; when that was."""
-        with self._lock:
-            descriptor = self._open.pop(name, None)
-            forgotten = self._forgotten
-        if descriptor is None:
-            descriptor = _opened(self._folder / name, self._shown(name))
-        return descriptor, forgotten
-
-    def _give_back(self, name: str, descriptor: int, forgotten: int) -> None:
-        with self._lock:
-            stale: int | None = descriptor
-            if forgotten == self._forgotten:
-                stale = self._open.pop(name, None)
-                self._open[name] = descriptor
-                if stale is None and len(self._open) > OPEN_FILES:
-                    stale = self._open.popitem(last=False)[1]
-        if stale is not None:
-            os.close(stale)
 
     def _begin(self, name: str) -> tuple[Path, int]:
         """The file that a new one is written as, and a descriptor of it."""
@@ -328,80 +283,6 @@ class LocalStore:
         for folder in made:
             _flush(folder.parent)
 
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            self._forgotten += 1
-            descriptor = self._open.pop(name, None)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-class _Reading:
-    """One read: the descriptor is nobody else's meanwhile, so that nobody closes it."""
-
-    __slots__ = ("_descriptor", "_forgotten", "_is_known", "_name", "_store")
-
-    def __init__(self, store: LocalStore, name: str, is_known: bool) -> None:
-        self._store = store
-        self._name = name
-        self._is_known = is_known
-
-    def __enter__(self) -> int:
-        try:
-            self._descriptor, self._forgotten = self._store._take(self._name)
-        except FileNotFoundError as error:
-            if self._is_known:
-                raise GoneError(f"{self._store.url}/{self._name}") from error
-            raise
-        return self._descriptor
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._store._give_back(self._name, self._descriptor, self._forgotten)
-        if isinstance(error, OSError) and error.errno in BAD_SECTOR:
-            raise CorruptError(
-                f"{self._store.url}/{self._name}: the disk cannot read all of it: "
-                f"{error.strerror}; restore the file from another copy"
-            ) from error
-
-
-class LocalFileWriter:
-    """Appends to one open file."""
-
-    def __init__(self, descriptor: int, shown: str) -> None:
-        self._descriptor = descriptor
-        self._shown = shown
-        self._written = 0
-        self._started = 0
-        """Bytes that the disk has been told to write."""
-
-    def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers, many in one call."""
-        waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        with _named(self._shown):
-            for first in range(0, len(waiting), IO_VECTORS):
-                self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
-        if self._written - self._started >= EARLY_BYTES:
-            _start_write_back(self._descriptor, self._started, self._written - self._started)
-            self._started = self._written
-
-    def rewrite_start(self, data: Buffer) -> None:
-        """Replace the first bytes of the file."""
-        view, done = memoryview(data).cast("B"), 0
-        with _named(self._shown):
-            while done < len(view):
-                done += os.pwrite(self._descriptor, view[done:], done)
-
-
-@contextmanager
-def _named(shown: str) -> Iterator[None]:
-    """What the system says of a descriptor, it says of this file: that the disk is full, say."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = shown
-        raise
-
 
 def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
     """Bytes `[lo, hi)` of a file, fewer where it has become shorter meanwhile."""
@@ -410,18 +291,6 @@ def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
         data += more
         more = os.pread(descriptor, hi - lo - len(data), lo + len(data))
     return data
-
-
-def _opened(path: Path, shown: str) -> int:
-    """A descriptor of a file to read; links are followed, as a cache of downloads is made of them.
-
-    Raises HostileError for what is no file: a pipe would be waited for, a device has no end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which files do not mind
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise HostileError(f"{shown}: a folder, pipe or device is in the place of a file")
 
 
 def _says(is_one: Callable[[], bool]) -> bool:
@@ -444,28 +313,3 @@ def _flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_all(descriptor: int, buffers: list[memoryview]) -> int:
-    """Write all of the buffers; returns their bytes."""
-    total = 0
-    while buffers:
-        count = os.writev(descriptor, buffers)
-        total += count
-        while buffers and count >= len(buffers[0]):
-            count -= len(buffers.pop(0))
-        if count:
-            buffers[0] = buffers[0][count:]
-    return total
-
-
-def _start_write_back(descriptor: int, offset: int, length: int) -> None:
-    """Let the disk begin to write a range, without waiting for it; Linux only, and only a hint."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
-
-
-_SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-if _sync_file_range is not None:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

@@ -1,8 +1,8 @@
 """A process that dies at any system call of a save leaves the old checkpoint or the new one.
 
-The calls that `ckpt.stores.local_store` makes are counted, and a forked process ends itself without
-a word at the n-th of them: once before the call, once, where it writes, with half of it done. What
-is in the folder afterwards is then read, for every n up to the end of the save.
+The calls that the local store makes are counted, and a forked process ends itself without a word at
+the n-th of them: once before the call, once, where it writes, with half of it done. What is in the
+folder afterwards is then read, for every n up to the end of the save.
 """
 
 import errno
@@ -20,6 +20,8 @@ import torch.distributed as dist
 import ckpt
 
 CALLS = ("open", "writev", "pwrite", "fsync", "close", "link", "replace", "unlink")
+LOCAL = ("ckpt.stores.local_store", "ckpt.stores.local_writer", "ckpt.stores.open_files")
+"""The modules that make them."""
 DIED = 9
 
 
@@ -62,7 +64,8 @@ def save_and_die(folder: str, overwrite: bool, compress: bool, last: int, half: 
         status = 1
         try:
             system = DyingSystem(last, half)
-            import_module("ckpt.stores.local_store").os = system  # type: ignore[attr-defined]
+            for module in LOCAL:
+                import_module(module).os = system  # type: ignore[attr-defined]
             unlink = system.unlink
             Path.unlink = lambda self, missing_ok=False: unlink(self)  # type: ignore[method-assign]
             ckpt.save(folder, new(), overwrite=overwrite, compress=compress)
@@ -137,13 +140,13 @@ class FullDisk:
 
 def save_to_a_full_disk(folder: str, full_rank: int, room_bytes: int) -> str:
     """The name of what this rank's save raises when one rank's disk is full."""
-    local_store: Any = import_module("ckpt.stores.local_store")
+    writer: Any = import_module("ckpt.stores.local_writer")
     if dist.get_rank() == full_rank:
-        local_store.os = FullDisk(room_bytes)
+        writer.os = FullDisk(room_bytes)
     note = {"note": "long" * 1000}  # a manifest that needs some room
     with pytest.raises((OSError, ckpt.RankError), match="No space left") as raised:
         ckpt.save(folder, {"w": torch.zeros(1 << 18), "step": 2}, overwrite=True, metadata=note)
-    local_store.os = os
+    writer.os = os
     if isinstance(raised.value, ckpt.RankError):
         assert raised.value.rank == full_rank
     return type(raised.value).__name__

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ExistsError
-from ckpt.stores.local_store import NO_HARD_LINKS, OPEN_FILES, LocalStore
+from ckpt.stores.local_store import NO_HARD_LINKS, LocalStore
+from ckpt.stores.open_files import OPEN_FILES
 from formats.errors import CorruptError
 from tests.stores.contents import content_of, fail_to_put, put
 
@@ -83,14 +84,14 @@ def test_a_file_is_read_as_it_was_when_its_size_was_asked(local: LocalStore) -> 
 
 def test_a_file_replaced_during_a_read_is_read_anew_afterwards(local: LocalStore) -> None:
     put(local, "data", b"old")
-    with local._reading("data"):  # a read that takes its time, in another thread
+    with local._files.reading("data"):  # a read that takes its time, in another thread
         put(local, "data", b"new")
     assert local.read("data", 0, 3) == b"new"
 
 
 def test_closing_a_store_during_a_read_leaves_nothing_open(local: LocalStore) -> None:
     put(local, "data", b"old")
-    with local._reading("data"):
+    with local._files.reading("data"):
         local.close()
     assert open_below(local) == 0
 

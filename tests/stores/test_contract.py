@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckpt.errors import ExistsError
-from ckpt.stores.local_store import IO_VECTORS
+from ckpt.stores.local_writer import IO_VECTORS
 from ckpt.stores.store import Store, is_file, split_url
 from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE

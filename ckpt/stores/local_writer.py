@@ -1,0 +1,79 @@
+"""Appending to a file of a local disk, which is set to work while more comes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from formats.storage import Buffer
+
+IO_VECTORS = 1024
+"""Buffers per call that reads or writes: the kernel's limit."""
+EARLY_BYTES = 8 << 20
+"""Bytes after which the disk is set to work: the flush at the end has little to wait for then."""
+
+
+class LocalFileWriter:
+    """Appends to one open file."""
+
+    def __init__(self, descriptor: int, shown: str) -> None:
+        self._descriptor = descriptor
+        self._shown = shown
+        self._written = 0
+        self._started = 0
+        """Bytes that the disk has been told to write."""
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Append the buffers, many in one call."""
+        waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        with _named(self._shown):
+            for first in range(0, len(waiting), IO_VECTORS):
+                self._written += _write_all(self._descriptor, waiting[first : first + IO_VECTORS])
+        if self._written - self._started >= EARLY_BYTES:
+            _start_write_back(self._descriptor, self._started, self._written - self._started)
+            self._started = self._written
+
+    def rewrite_start(self, data: Buffer) -> None:
+        """Replace the first bytes of the file."""
+        view, done = memoryview(data).cast("B"), 0
+        with _named(self._shown):
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done:], done)
+
+
+@contextmanager
+def _named(shown: str) -> Iterator[None]:
+    """What the system says of a descriptor, it says of this file: that the disk is full, say."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = shown
+        raise
+
+
+def _write_all(descriptor: int, buffers: list[memoryview]) -> int:
+    """Write all of the buffers; returns their bytes."""
+    total = 0
+    while buffers:
+        count = os.writev(descriptor, buffers)
+        total += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
+    return total
+
+
+def _start_write_back(descriptor: int, offset: int, length: int) -> None:
+    """Let the disk begin to write a range, without waiting for it; Linux only, and only a hint."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+_SYNC_FILE_RANGE_WRITE = 2  # <linux/fs.h>
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
