@@ -57,7 +57,7 @@ def test_an_error_names_the_place_without_its_secret(call: str, urls: list[str])
 
 
 def test_a_handle_and_the_errors_of_a_background_save_show_none(urls: list[str]) -> None:
-    handle = ckpt.save(urls[0], STATE, blocking=False)
+    handle = ckpt.save(urls[0], STATE, blocking=False, overwrite=True)
     assert SECRET not in f"{handle} {handle!r}"
     with pytest.raises(BackgroundError) as caught:
         ckpt.save(urls[0], STATE)

@@ -180,8 +180,17 @@ def test_a_driver_that_refuses_is_an_error_that_names_the_url(
         ckpt.save("az://b/x", STATE)
 
 
+def test_a_save_in_the_background_to_a_bucket_that_is_not_there_fails_in_the_call(
+    moto: Server,
+) -> None:
+    options = moto.options
+    with pytest.raises(ckpt.StoreError, match="there is no such bucket"):
+        ckpt.save("s3://there-is-none/x", STATE, blocking=False, storage_options=options)
+
+
 def test_an_error_in_the_background_names_its_place_once(moto: Server) -> None:
-    handle = ckpt.save("s3://there-is-none/x", STATE, blocking=False, storage_options=moto.options)
+    url, options = "s3://there-is-none/x", moto.options
+    handle = ckpt.save(url, STATE, blocking=False, overwrite=True, storage_options=options)
     with pytest.raises(ckpt.StoreError, match="there is no such bucket") as caught:
         handle.wait()
     assert str(caught.value).count("s3://there-is-none/x") == 1
