@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tools.exit_codes import ExitCode
+from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
-from tools.storage_options import Option, add_storage_options, mapping, storage_option
+from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
 from tools.text import count, json_text, printable, size
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
@@ -52,18 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         ".safetensors, .pt, .pth or .bin, else a folder of ckpt's own",
     )
     add("--select", metavar="KEYPATH", help="only what is below this key path, which is dropped")
-    add(
-        "--include",
-        action="append",
-        metavar="PATTERN",
-        help="only these names; may have * and ?; repeatable",
-    )
-    add(
-        "--exclude",
-        action="append",
-        metavar="PATTERN",
-        help="not these names; may have * and ?; repeatable",
-    )
+    add_name_patterns(parser)
     add(
         "--max-shard-size",
         dest="max_shard_bytes",
@@ -100,14 +90,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--json", dest="as_json", action="store_true", help="the summary as JSON")
     add_storage_options(parser)
-    add(
-        "--dst-storage-option",
-        dest="dst_storage_options",
-        action="append",
-        metavar="KEY=VALUE",
-        type=storage_option,
-        help="tell only the driver of DST, and that none of the others",
-    )
+    add_storage_options_of(parser, "DST")
 
 
 def run(options: Options) -> int:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from tools.exit_codes import ExitCode
+from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
-from tools.storage_options import Option, add_storage_options, mapping, storage_option
+from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
 from tools.text import count, json_text, printable, shortened, size
 
 if TYPE_CHECKING:
@@ -42,18 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("b", metavar="B", help="another one, of any format")
     add("--rtol", type=float, default=0.0, help="close is |a-b| <= atol + rtol*|b|; default 0")
     add("--atol", type=float, default=0.0, help="default 0; both 0 compares bit by bit")
-    add(
-        "--include",
-        action="append",
-        metavar="PATTERN",
-        help="only these names; may have * and ?; repeatable",
-    )
-    add(
-        "--exclude",
-        action="append",
-        metavar="PATTERN",
-        help="not these names; may have * and ?; repeatable",
-    )
+    add_name_patterns(parser)
     add(
         "--select",
         metavar="KEYPATH",
@@ -63,14 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
     add_storage_options(parser)
-    add(
-        "--b-storage-option",
-        dest="b_storage_options",
-        action="append",
-        metavar="KEY=VALUE",
-        type=storage_option,
-        help="tell only the driver of B, and that none of the others",
-    )
+    add_storage_options_of(parser, "B")
 
 
 def run(options: Options) -> int:

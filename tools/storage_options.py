@@ -26,6 +26,18 @@ def add_storage_options(parser: ArgumentParser) -> None:
     )
 
 
+def add_storage_options_of(parser: ArgumentParser, argument: str) -> None:
+    """Declare what only the driver of one argument is told: `--dst-storage-option` of DST."""
+    parser.add_argument(
+        f"--{argument.lower()}-storage-option",
+        dest=f"{argument.lower()}_storage_options",
+        action="append",
+        metavar="KEY=VALUE",
+        type=storage_option,
+        help=f"tell only the driver of {argument}, and that none of the others",
+    )
+
+
 def storage_option(text: str) -> Option:
     """The name and the value in an argument, for argparse.
 

@@ -1,0 +1,16 @@
+"""`--include PATTERN` and `--exclude PATTERN`: the names that a command is about."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+
+def add_name_patterns(parser: ArgumentParser) -> None:
+    """Declare both; what they give is `include` and `exclude`, as the library takes them."""
+    for flag, said in (("--include", "only these names"), ("--exclude", "not these names")):
+        parser.add_argument(
+            flag,
+            action="append",
+            metavar="PATTERN",
+            help=f"{said}; may have * and ?; repeatable",
+        )
