@@ -17,6 +17,8 @@ from formats.native.manifest import MANIFEST
 
 ZIP_MAGIC = b"PK\x03\x04"
 DCP_METADATA = ".metadata"
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+"""How the names of files end by which a folder is one of Hugging Face's."""
 SHOWN_NAMES = 8
 
 
@@ -121,7 +123,7 @@ def _catalog_of(store: Store) -> Catalog:
         from formats import dcp
 
         return dcp.read(store)
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+    if any(name.endswith(WEIGHTS) for name in names):
         if any(name.endswith(".safetensors") and is_shard(name) for name in names):
             raise NotACheckpointError(
                 f"{store.url}: shards without a {MANIFEST}: a save that was not finished; there is "
@@ -131,6 +133,11 @@ def _catalog_of(store: Store) -> Catalog:
 
         return huggingface.read(store)
     raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(store, names)})")
+
+
+def is_of_another_format(name: str) -> bool:
+    """True for names of files by which a folder without a manifest is one of another format."""
+    return name == DCP_METADATA or (name.endswith(WEIGHTS) and not is_shard(name))
 
 
 def is_shard(name: str) -> bool:

@@ -240,7 +240,7 @@ class LocalStore:
 
     def _shown(self, name: str) -> str:
         """What messages call a file: by the folder as the user gave it."""
-        return str(Path(self.url, name))
+        return self._files.shown(name)
 
     def _begin(self, name: str) -> tuple[Path, int]:
         """The file that a new one is written as, and a descriptor of it."""

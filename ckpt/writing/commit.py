@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import ExistsError, InUseError, StoreError
-from ckpt.reading.sources import DCP_METADATA, is_shard
+from ckpt.reading.sources import is_of_another_format
 from ckpt.stores.store import Store
 from ckpt.writing.bases import check_unused, is_as_it_was, loans_beside
 from formats.errors import FormatError
@@ -90,8 +90,7 @@ def commit(
 def check_no_other(url: str, names: Iterable[str]) -> None:
     """Raise ExistsError where the files of a folder are a checkpoint of another format."""
     for name in names:
-        is_weights = name.endswith((".safetensors", ".safetensors.index.json"))
-        if name == DCP_METADATA or (is_weights and not is_shard(name)):
+        if is_of_another_format(name):
             raise ExistsError(
                 f"{url} is a checkpoint of another format ({name}), which nobody would see any "
                 "more beside one of ckpt's own; choose another place, or pass overwrite=True to "
