@@ -4,10 +4,12 @@ Real servers come from `tests/stores/fixtures.py`.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ from tests.stores.fixtures import azurite_server, gcs_server, moto, racers, rado
 
 __all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "servers"]
 
-WORKER = Path(__file__).parent / "rank_worker.py"
+SERVER = Path(__file__).parent / "rank_server.py"
 START_SECONDS = 120
 JOB_SECONDS = 120
-MOST_THREADS = 100
-"""Of a rank, after which it is not used for another test."""
+MOST_THREADS = 40
+"""Of a rank; a cluster whose ranks have more is not used for another test."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+"""Of every rank, beside the environment of the tests."""
 GROUP_SECONDS = 60
 """How long a collective waits for a rank that never comes."""
 
@@ -43,31 +47,69 @@ class RankDied(Exception):
         super().__init__(f"ranks {dead} died; {errors}")
 
 
+class RankServer:
+    """A process that forks ranks; its seed decides the order of sets in all of them."""
+
+    def __init__(self, hash_seed: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-server-")
+        address = f"{self._folder.name}/socket"
+        listener = Listener(address, family="AF_UNIX")
+        listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONHASHSEED": str(hash_seed)}
+        self._process = subprocess.Popen([sys.executable, str(SERVER), address], env=environment)
+        self._connection = listener.accept()
+        listener.close()
+
+    def fork(self, *arguments: object) -> "RankProcess":
+        """A new rank, which runs `rank_worker.main` with these arguments."""
+        self._connection.send(([str(each) for each in arguments], {**os.environ, **ENVIRONMENT}))
+        return RankProcess(self._connection.recv())
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class RankProcess:
+    """A process that the server has forked, by a descriptor that stays with this very process."""
+
+    def __init__(self, process: int) -> None:
+        self.pid = process
+        self._file = open(os.pidfd_open(process), "rb", buffering=0)  # noqa: SIM115
+
+    def poll(self) -> bool:
+        """Whether the process has ended."""
+        return self._file.closed or bool(wait([self._file], 0))
+
+    def end(self) -> None:
+        """Kill the process if it runs, and return when it has ended."""
+        if self._file.closed:
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._file.fileno(), signal.SIGKILL)
+        wait([self._file])
+        self._file.close()
+
+
 class Cluster:
     """Processes that form one gloo process group and run functions of test files together."""
 
-    def __init__(self, world_size: int, group_seconds: float = GROUP_SECONDS) -> None:
+    def __init__(
+        self,
+        servers: Sequence[RankServer],
+        world_size: int,
+        group_seconds: float = GROUP_SECONDS,
+    ) -> None:
         self.world_size = world_size
         self.threads = 0
         """The most that a rank has had after a job."""
         self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
         address = f"{self._folder.name}/socket"
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONWARNINGS": "ignore",
-        }
         listener = Listener(address, family="AF_UNIX")
         store = f"{self._folder.name}/store"
         self.processes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, str(WORKER), address, str(rank), str(world_size)),
-                    *(store, str(group_seconds)),
-                ],
-                env=environment,
-            )
+            servers[rank % len(servers)].fork(address, rank, world_size, store, group_seconds)
             for rank in range(world_size)
         ]
         listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
@@ -77,7 +119,7 @@ class Cluster:
 
     @property
     def alive(self) -> bool:
-        return all(process.poll() is None for process in self.processes)
+        return not any(process.poll() for process in self.processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What the function returns on each rank. Raises RankFailed, RankDied or TimeoutError."""
@@ -113,8 +155,7 @@ class Cluster:
 
     def close(self) -> None:
         for process in self.processes:
-            process.kill()
-            process.wait()
+            process.end()
         for connection in self._connections.values():
             connection.close()
         self._folder.cleanup()
@@ -125,14 +166,26 @@ _running: dict[int, Cluster] = {}
 
 
 @pytest.fixture(scope="session")
-def clusters() -> Iterator[Callable[[int], Cluster]]:
+def rank_servers() -> Iterator[list[RankServer]]:
+    """The processes from which all ranks are forked.
+
+    There are two, because the order of a set differs between ranks that a user starts.
+    """
+    servers = [RankServer(hash_seed) for hash_seed in (1, 2)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def clusters(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster]]:
     """A function from a world size to a running cluster of that size, shared by all tests."""
 
     def cluster(world_size: int) -> Cluster:
         if world_size not in _running or not _running[world_size].alive:
             if world_size in _running:
                 _running[world_size].close()
-            _running[world_size] = Cluster(world_size)
+            _running[world_size] = Cluster(rank_servers, world_size)
         return _running[world_size]
 
     yield cluster
@@ -141,19 +194,19 @@ def clusters() -> Iterator[Callable[[int], Cluster]]:
 
 
 def pytest_runtest_logfinish() -> None:
-    """After a test: clusters with many process groups, whose threads never sleep, are ended."""
+    """End the clusters whose ranks keep many threads: those of process groups never sleep."""
     for world_size, cluster in tuple(_running.items()):
         if cluster.threads > MOST_THREADS:
             _running.pop(world_size).close()
 
 
 @pytest.fixture
-def doomed_cluster() -> Iterator[Callable[[int], Cluster]]:
+def doomed_cluster(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster]]:
     """A function that starts a cluster for one test, to be killed in."""
     started: list[Cluster] = []
 
     def cluster(world_size: int) -> Cluster:
-        started.append(Cluster(world_size, group_seconds=20))
+        started.append(Cluster(rank_servers, world_size, group_seconds=20))
         return started[-1]
 
     yield cluster

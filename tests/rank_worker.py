@@ -1,23 +1,18 @@
-"""One rank of a test cluster: joins a gloo process group and runs what it is sent.
+"""One rank of a test cluster: joins a gloo process group and runs the jobs that it receives.
 
-Started by tests/conftest.py as `python rank_worker.py SOCKET RANK WORLD_SIZE STORE_FILE TIMEOUT`.
-A job is (file, function name, arguments); the function is loaded from its test file and its result,
-or the traceback, goes back.
+tests/rank_server.py forks a process for it. A job is (file, function name, arguments): the rank
+loads the function from its test file and answers with the result, or with the traceback.
 """
-
-import sys
-
-sys.path.pop(0)  # this folder has a `ckpt` of its own: the tests of it
 
 import faulthandler
 import importlib.util
 import os
+import sys
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Client
 from types import ModuleType
 
-import torch
 import torch.distributed as dist
 
 _modules: dict[str, ModuleType] = {}
@@ -41,10 +36,9 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def main() -> None:
+def main(address: str, rank: str, world_size: str, store: str, timeout: str) -> None:
+    """Serve jobs until one is None."""
     faulthandler.enable()  # a crash in native code leaves a stack
-    address, rank, world_size, store, timeout = sys.argv[1:]
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -66,7 +60,3 @@ def main() -> None:
                 told = type(error).__name__, str(error), traceback.format_exc()
                 connection.send((False, told, threads()))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
