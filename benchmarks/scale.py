@@ -31,7 +31,7 @@ from ckpt.garbage import collected_later
 from ckpt.reading.bites import Fits, Request, requests_for
 from ckpt.states.described import Described, merged
 from ckpt.states.flatten import FlatState, Leaf
-from ckpt.states.together import structure_mark, summary
+from ckpt.states.sections import marks, summary
 from ckpt.writing.own_parts import OwnPart, own_parts
 from ckpt.writing.save_plan import stored_layouts
 from formats.catalog import Catalog, TensorRef
@@ -112,8 +112,7 @@ def _name(rank: int) -> str:
 
 def plan_save(described: Described, state: FlatState, rank: int) -> Saved:
     """Everything that a rank computes between its description and the first byte it writes."""
-    structure_mark(described)
-    xxhash.xxh3_64_intdigest(summary(described))
+    marks(described)
     tensors = stored_layouts(described.tensors)
     return _own(tensors, state, rank)
 

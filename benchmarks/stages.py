@@ -29,14 +29,12 @@ import ckpt
 Where = Mapping[str, tuple[str, ...]]
 """A stage's name -> the functions it consists of, as `module:name` or `module:Class.name`."""
 
-TOGETHER = ("agree", "gather", "broadcast", "common", "all_hashes")
+TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
     "describing the state": ("ckpt.writing.save_steps:flatten",),
-    "hashing its structure": (
-        "ckpt.states.together:structure_mark",
-        "ckpt.states.together:_values",
-    ),
+    "hashing its structure": ("ckpt.states.together:marks",),
+    "sampling its replicas": ("ckpt.writing.replicas:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (
         "ckpt.writing.save_steps:check_members",

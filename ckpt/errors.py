@@ -177,3 +177,7 @@ class FallbackWarning(UserWarning):
         super().__init__(
             f"{without_secrets(taken)} is taken in the place of what is not sound:\n{shown}"
         )
+
+
+class ReplicasWarning(UserWarning):
+    """Tensors that ranks have as replicas of one another differ; one rank's are stored."""

@@ -24,6 +24,7 @@ from ckpt.reading.transfer import workers_for
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, open_store
 from ckpt.writing.bases import lender
+from ckpt.writing.replicas import Replicas
 from ckpt.writing.save_steps import Compress, Plan, Settings, agreed_plan, finish
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
@@ -43,6 +44,7 @@ def save(
     compress: Compress = False,
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
+    replicas: Replicas = "sample",
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     blocking: Literal[False],
@@ -61,6 +63,7 @@ def save(
     compress: Compress = False,
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
+    replicas: Replicas = "sample",
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     blocking: bool = True,
@@ -78,6 +81,7 @@ def save(
     compress: Compress = False,
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
+    replicas: Replicas = "sample",
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     blocking: bool = True,
@@ -92,9 +96,10 @@ def save(
 
     To be called by all ranks of `group` (by default of the default process group; one process
     needs none). `state` is a nest of dicts, lists and tuples of tensors, DTensors, plain values,
-    modules, optimizers and other objects with `state_dict`. A plain tensor is taken to be the same
-    on every rank that has it under its name: give what differs between ranks a name of its own.
-    Writes each element once, divided evenly among its replicas; gathers nothing.
+    modules, optimizers and other objects with `state_dict`. Every key that any rank has is in the
+    checkpoint. A plain tensor is a replica on every rank that has it under its name: give what
+    differs between ranks a name of its own. Writes each element once, divided evenly among its
+    replicas; gathers nothing.
 
     Args:
         url: a folder, on a disk that all ranks see or at any fsspec URL.
@@ -107,6 +112,10 @@ def save(
         base: an earlier checkpoint in the same folder as `url`. What is unchanged since, chunk by
             chunk by checksum, is not written again: it is read from there, so the base cannot be
             deleted (`ckpt.delete`) before this one. Saved by as many ranks, or nothing is shared.
+        replicas: how the ranks compare tensors that several of them have. "sample": by some bytes
+            of each. Those that differ are stored as the lowest rank has them, with a
+            ReplicasWarning on rank 0 that names them. "check": by every byte. A difference is an
+            error.
         progress: called with numbers of bytes as they are written by this rank; by another thread
             where the save is in the background.
         blocking: whether to return only when the checkpoint exists.
@@ -118,7 +127,8 @@ def save(
             Then all raise a RankError that names who has not come.
 
     Raises:
-        StateError: something cannot be stored; the key path is named. Nothing was written.
+        StateError: something cannot be stored; the key path is named. Or what ranks have cannot be
+            united, or replicas differ that were to be checked. Nothing was written.
         ExistsError: there is a checkpoint at `url`, of whatever format, and `overwrite` is False;
             or an InUseError: others beside it borrow from it.
         BusyError: on all ranks, if one was busy and `when_busy` is "refuse".
@@ -138,7 +148,11 @@ def save(
         later = None
     with ranks.call("ckpt.save" if blocking else "ckpt.save(blocking=False)", later):
         settings = Settings(
-            overwrite, compress, metadata or {}, None if base is None else os.fspath(base)
+            overwrite,
+            compress,
+            metadata or {},
+            None if base is None else os.fspath(base),
+            replicas,
         )
         if when_busy == "wait":
             in_flight.wait()

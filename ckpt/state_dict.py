@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
+from warnings import warn
 
 import xxhash
 from torch import nn
@@ -32,7 +33,7 @@ from ckpt.states.flatten import FlatState, flatten
 from ckpt.states.local_states import with_names
 from ckpt.states.memory import torch_dtype
 from ckpt.states.saved import Rename, Saved
-from ckpt.states.together import Together, described_by, together
+from ckpt.states.together import Together, described_by, overruled_message, together
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.describe.describing import Spread
@@ -234,7 +235,10 @@ def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) 
         check_members(described_by(flat).tensors, ranks.mesh)
         return flat
 
-    return together(ranks, stage, flattened)
+    held = together(ranks, stage, flattened)
+    if held.overruled:
+        warn(overruled_message(ranks, held.overruled), stacklevel=4)
+    return held
 
 
 def _parts(held: Together) -> Iterator[tuple[str, Spread]]:

@@ -17,7 +17,7 @@ from ckpt.background.staging import Staging, optimizers, slots
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.errors import CkptError
 from ckpt.ranks import Ranks, attempt
-from ckpt.states.together import summary
+from ckpt.states.sections import summary
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.writing.save_steps import Plan, finish
 from ckpt.writing.write_job import WriteJob

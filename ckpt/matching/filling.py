@@ -13,7 +13,8 @@ from ckpt.ranks import Ranks
 from ckpt.states.described import Described
 from ckpt.states.memory import is_lazy, torch_dtype, will_change
 from ckpt.states.saved import Saved
-from ckpt.states.together import Together, merge, structure_mark
+from ckpt.states.sections import marks, merge
+from ckpt.states.together import Together
 from formats.catalog import TensorRef
 from formats.native.manifest import StoredTensor
 from sharding.describe.describing import describe
@@ -42,11 +43,11 @@ class Filling:
             return {want.name: self._fill(want) for want in wants}
 
         fills, agreed = self.ranks.compare(
-            "planning to load", planning, lambda fills: (structure_mark(_described(fills)),), 1
+            "planning to load", planning, lambda fills: (marks(_described(fills))[0],), 1
         )
         wanted = _described(fills)
         if not agreed.same[0]:
-            wanted = merge(self.ranks, wanted, structure_mark(wanted))
+            wanted = self.ranks.attempt("planning to load", merge(self.ranks, wanted))
         apart = self._apart(fills)
         batches = self.ranks.attempt("planning to load", lambda: list(self._batches(wanted)))
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
 
 from ckpt.errors import StateError
-from ckpt.states.saved import holds_tensor, join, kind_of
-from formats.catalog import Key, TensorRef, Tree
+from ckpt.states.nests import merged_trees
+from ckpt.states.saved import by_name, leaves
+from formats.catalog import Tree
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Replicate
 
@@ -36,12 +36,11 @@ def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
 def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) -> Described:
     """The whole state of ranks that hold different parts of it, as pipeline stages do.
 
-    `summaries` has, for each different description, the ranks that gave it. A plain tensor is a
-    replica on every rank that has its name. DTensors of one name on meshes of their own, which is
-    what tensor parallelism under data parallelism makes, are replicas of one another. A rank that
-    would hold nothing of a tensor may lack it: optimizers keep no state for an empty shard. Plain
-    values are those of the lowest rank that has them; None gives way to tensors, as where one rank
-    alone keeps an average of the weights; parameter groups unite by their parameters. Raises
+    `summaries` has, for each different description, the ranks that gave it, in the order of the
+    lowest of these. A plain tensor is a replica on every rank that has its name. DTensors of one
+    name on meshes of their own, which is what tensor parallelism under data parallelism makes, are
+    replicas of one another. A rank that would hold nothing of a tensor may lack it: optimizers keep
+    no state for an empty shard. `ckpt.states.nests` says what becomes of the values. Raises
     StateError naming the ranks whose descriptions contradict each other.
     """
     held: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
@@ -57,12 +56,24 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) ->
     for name in aliases:
         if name in held:
             raise StateError(f"{name}: tied to {aliases[name]} on some ranks only")
-    tree: Tree = summaries[0][1].tree
-    for ranks, described in summaries[1:]:
-        tree = merged_trees(tree, described.tree, min(ranks, default=0))
+    tree = _merged_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
     uniting = _Uniting(world)
     tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
     return Described(tensors, aliases, tree)
+
+
+def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:
+    """One nest of those that the ranks with these numbers have."""
+    lowest, whole = trees[0]
+    for at, (rank, tree) in enumerate(trees[1:], 1):
+        try:
+            whole = merged_trees(whole, tree, (lowest, rank))
+        except StateError:
+            for other, earlier in trees[:at]:  # the first that contradicts it is named
+                merged_trees(earlier, tree, (other, rank))
+            raise
+    by_name(leaves(whole), "the ranks' states, seen as one,")
+    return whole
 
 
 class _Uniting:
@@ -186,103 +197,6 @@ def _is_within(mesh: Mesh, world: Mesh) -> bool:
 def _shown_ranks(layout: Layout) -> str:
     ranks = list(layout.mesh.ranks())
     return f"{ranks[:8]}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def merged_trees(first: Tree, second: Tree, rank: int, path: str = "") -> Tree:
-    """Two nests in one: dicts are united, lists matched by position; elsewhere the first counts.
-
-    The second is that of `rank`. None counts for nothing beside tensors. Raises StateError where
-    tensors of one would be left out.
-    """
-    if isinstance(first, dict) and isinstance(second, dict):
-        united = dict(first)
-        for key, item in second.items():
-            if key in united:
-                item = merged_trees(united[key], item, rank, join(path, key))
-            united[key] = item
-        return united
-    if _are_groups(first) and _are_groups(second):
-        return _merged_groups(first, second)
-    if type(first) is type(second) and isinstance(first, list | tuple):
-        assert isinstance(second, list | tuple)
-        items = [
-            merged_trees(a, b, rank, join(path, index))
-            for index, (a, b) in enumerate(zip(first, second, strict=False))
-        ]
-        items += [*first[len(items) :], *second[len(items) :]]
-        return items if isinstance(first, list) else tuple(items)
-    if isinstance(first, TensorRef) and isinstance(second, TensorRef):
-        return first
-    if first is None and holds_tensor(second):
-        return second
-    if holds_tensor(second) or (holds_tensor(first) and second is not None):
-        raise StateError(
-            f"{path}: {kind_of(second)} on rank {rank}, {kind_of(first)} on another rank; give "
-            "what differs between ranks a name of its own"
-        )
-    return first
-
-
-_Groups: TypeAlias = list[dict[Key, Tree]]
-"""An optimizer's parameter groups, each of which names its parameters under `params`."""
-
-
-def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
-    """Whether these are parameter groups without tensors, whose names go by their places."""
-    if not isinstance(tree, list) or not all(isinstance(group, dict) for group in tree):
-        return False
-    members = [group.get("params") for group in tree if isinstance(group, dict)]
-    are_names = (
-        isinstance(each, list) and all(type(name) is str for name in each) for each in members
-    )
-    return bool(members) and all(are_names) and not holds_tensor(tree)
-
-
-def _merged_groups(first: _Groups, second: _Groups) -> Tree:
-    """Groups with the same options are one; a parameter stays where it first was."""
-    known = {name for group in first for name in _members(group)}
-    merged = [(_options(group), _members(group)) for group in first]
-    for group in second:
-        names = [name for name in _members(group) if name not in known]
-        known.update(names)
-        alike = [members for options, members in merged if options == _options(group)]
-        if alike:
-            alike[0].extend(names)
-        elif names:
-            merged.append((_options(group), names))
-    return [{**options, "params": [*members]} for options, members in merged]
-
-
-def _members(group: Mapping[Key, Tree]) -> list[str]:
-    members = group["params"]
-    assert isinstance(members, list)
-    return [str(name) for name in members]
-
-
-def _options(group: Mapping[Key, Tree]) -> dict[Key, Tree]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def overruled(mine: Tree, whole: Tree, path: str = "") -> str | None:
-    """The name of a plain value that merging replaced with another rank's; None where none was."""
-    if _are_groups(mine) and _are_groups(whole):
-        group_of = {name: group for group in whole for name in _members(group)}
-        found = (
-            overruled(_options(group), _options(group_of[name]), join(path, index))
-            for index, group in enumerate(mine)
-            for name in _members(group)
-        )
-    elif isinstance(mine, dict) and isinstance(whole, dict):
-        found = (overruled(item, whole[key], join(path, key)) for key, item in mine.items())
-    elif isinstance(mine, list | tuple) and isinstance(whole, list | tuple):
-        found = (
-            overruled(a, b, join(path, index))
-            for index, (a, b) in enumerate(zip(mine, whole, strict=False))
-        )
-    else:
-        is_same = type(mine) is type(whole) and (mine == whole or mine != mine)
-        return None if is_same or holds_tensor(whole) else path
-    return next((name for name in found if name is not None), None)
 
 
 def _shown(tensor: StoredTensor) -> str:

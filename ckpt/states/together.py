@@ -1,25 +1,30 @@
 """One state that several ranks hold together: each describes its part, and they compare.
 
 Usually all say the same, and one exchange of hashes shows it. Only where they do not, as when
-pipeline stages hold other names, does each different description travel once, and all ranks merge
-them alike.
+pipeline stages hold other names, the ranks tell one another their descriptions
+(`ckpt.states.sections`), and all merge them alike.
 """
 
 from __future__ import annotations
 
-import marshal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import xxhash
-
-from ckpt.ranks import HASH_BITS, Ranks
-from ckpt.states.described import Described, merged, overruled
+from ckpt.errors import StateError
+from ckpt.ranks import Ranks
+from ckpt.states.described import Described
 from ckpt.states.flatten import FlatState
-from formats.catalog import TensorRef, Tree
-from formats.dtypes import DType
-from formats.native.manifest import Manifest, StoredTensor, dump, load
+from ckpt.states.nests import overruled, without_tensors
+from ckpt.states.sections import marks, merge, short_hash, summary, unpacked_summary
+from formats.native.manifest import StoredTensor
+
+SHOWN = 8
+"""How many values a warning names."""
+Weigh = Callable[[FlatState, Mapping[str, StoredTensor]], int]
+"""A rank's number for the bytes of its replicas of these tensors.
+
+Where all replicas are equal, the ranks' numbers add up to zero, modulo 2**64.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +37,64 @@ class Together:
     """As all ranks have it together; the same on every rank, but for plain values."""
     same_values: bool
     """Whether the plain values are the same on all ranks too; True where the structures differ."""
-    overruled: str | None
-    """There, the name of a plain value of this rank, where that of another rank is in `whole`."""
+    overruled: tuple[str, ...]
+    """There, the names of this rank's plain values in whose place `whole` has another rank's."""
+    balanced: bool
+    """Whether the numbers for the replicas' bytes add up to zero."""
     number: int
     """Rank 0's."""
 
 
 def together(
-    ranks: Ranks, stage: str, flatten: Callable[[], FlatState], mark: bytes = b"", number: int = 0
+    ranks: Ranks,
+    stage: str,
+    flatten: Callable[[], FlatState],
+    number: int = 0,
+    arguments: bytes = b"",
+    weigh: Weigh | None = None,
 ) -> Together:
     """What `flatten` describes on every rank, as one state.
 
-    Called by all ranks. An error of any of them is raised on all, with `stage` in it. `mark` is
-    compared besides. Raises StateError where descriptions contradict each other.
+    Called by all ranks. An error of any of them is raised on all, with `stage` in it. Raises
+    StateError where descriptions contradict each other, or `arguments` differ.
     """
+
+    def balance(flat: FlatState, whole: Described) -> int:
+        return 0 if weigh is None or ranks.alone else weigh(flat, whole.tensors)
 
     def describing() -> _Marked:
         flat = flatten()
         described = described_by(flat)
         if ranks.alone:
-            return _Marked(flat, described, 0, 0)
-        structure = structure_mark(described, mark)
-        return _Marked(flat, described, structure, _values(described, structure))
+            return _Marked(flat, described, 0, 0, 0)
+        return _Marked(flat, described, *marks(described), balance(flat, described))
 
+    given = short_hash(arguments)
     found, agreed = ranks.compare(
-        stage, describing, lambda found: (found.structure, found.values), 2, number
+        stage,
+        describing,
+        lambda found: (found.structure, found.values, given),
+        3,
+        number,
+        lambda found: found.balance,
     )
-    same_structure, same_values = agreed.same
-    whole, other = found.described, None
-    if not same_structure:
-        whole = merge(ranks, whole, found.structure)
-        other = overruled(found.described.tree, whole.tree)
-    return Together(found.flat, whole, same_values or not same_structure, other, agreed.number)
+    same_structure, same_values, same_arguments = agreed.same
+    if not same_arguments:
+        raise StateError("the ranks were called with different arguments; call all of them alike")
+    if same_structure:
+        whole = found.described
+        return Together(found.flat, whole, same_values, (), agreed.balanced, agreed.number)
+
+    def merging() -> tuple[Described, int]:
+        whole = united()
+        return whole, balance(found.flat, whole)
+
+    united = merge(ranks, found.described)
+    (whole, _), weighed = ranks.compare(
+        "merging the ranks' states", merging, lambda _: (), 0, balance=lambda made: made[1]
+    )
+    lost = tuple(dict.fromkeys(overruled(found.described.tree, whole.tree)))
+    return Together(found.flat, whole, True, lost, weighed.balanced, agreed.number)
 
 
 def described_by(flat: FlatState) -> Described:
@@ -79,43 +110,24 @@ def described_by(flat: FlatState) -> Described:
     return Described(tensors, flat.aliases, flat.tree)
 
 
-def merge(ranks: Ranks, mine: Described, mark: int) -> Described:
-    """The states of all ranks in one; ranks with the same `mark` have described the same."""
-    hashes = ranks.all_hashes(mark)
-    data = summary(mine)
-    ranks_of: dict[int, list[int]] = {}
-    for rank, value in enumerate(hashes):
-        ranks_of.setdefault(value, []).append(rank)
-    world = ranks.mesh
-    received = [
-        ([world.rank((rank,)) for rank in alike], ranks.broadcast(data, alike[0]))
-        for alike in ranks_of.values()
-    ]
-    return ranks.attempt(
-        "merging the ranks' states",
-        lambda: merged([(alike, _described(text)) for alike, text in received], world),
+def other_than_first(ranks: Ranks, held: Together) -> tuple[str, ...]:
+    """The names of this rank's plain values that are not rank 0's.
+
+    Called by all ranks, where structures are the same and values are not.
+    """
+    mine = without_tensors(held.whole.tree)
+    told = ranks.broadcast(summary(Described({}, {}, mine)) if ranks.rank == 0 else b"")
+    return tuple(dict.fromkeys(overruled(mine, unpacked_summary(told).tree)))
+
+
+def overruled_message(ranks: Ranks, names: Sequence[str]) -> str:
+    """A warning's text on a rank whose values of these names are not those of the whole state."""
+    shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
+    return (
+        f"rank {ranks.rank} has other values in the state than the lowest rank that has them, "
+        f"whose values are taken: {shown}{f' and {more} more' if more > 0 else ''}; give what "
+        "differs between ranks a name of its own"
     )
-
-
-def summary(described: Described) -> bytes:
-    """A description as bytes that another rank can read back."""
-    return dump(Manifest(described.tensors, described.aliases, described.tree, ()))
-
-
-def structure_mark(described: Described, mark: bytes = b"") -> int:
-    """A hash of names, types, layouts and ties."""
-    kinds: dict[str, int] = {}
-    kind_of: dict[int, int] = {}
-    """By the id of a description: many tensors share one."""
-    numbers: list[int] = []
-    for tensor in described.tensors.values():
-        kind = kind_of.get(id(tensor))
-        if kind is None:
-            text = repr((tensor.dtype.name, tensor.layout))
-            kind = kind_of[id(tensor)] = kinds.setdefault(text, len(kinds))
-        numbers.append(kind)
-    aliases = sorted(described.aliases.items())
-    return _hash((mark, list(described.tensors), numbers, list(kinds), aliases))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,38 +139,4 @@ class _Marked:
     structure: int
     values: int
     """Of the structure and the plain values."""
-
-
-def _values(described: Described, structure: int) -> int:
-    try:
-        return _hash((structure, _without_tensors(described.tree)))
-    except ValueError:  # a key of a class of the user's
-        return xxhash.xxh3_64_intdigest(summary(described)) >> (64 - HASH_BITS)
-
-
-def _hash(values: Any) -> int:
-    # Version 2 of marshal's format has no references: equal values give equal bytes.
-    return xxhash.xxh3_64_intdigest(marshal.dumps(values, 2)) >> (64 - HASH_BITS)
-
-
-def _without_tensors(tree: Tree) -> object:
-    """The plain values of a tree in their nest, as marshal takes them."""
-    if isinstance(tree, TensorRef):
-        return ...
-    if isinstance(tree, dict):
-        return {
-            key: ... if type(item) is TensorRef else _without_tensors(item)
-            for key, item in tree.items()
-        }
-    if isinstance(tree, list):
-        return [_without_tensors(item) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(_without_tensors(item) for item in tree)
-    if isinstance(tree, DType):
-        return (..., tree.name)
-    return tree
-
-
-def _described(text: bytes) -> Described:
-    manifest = load(text, "another rank's summary", stored=False)
-    return Described(manifest.tensors, manifest.aliases, manifest.tree)
+    balance: int

@@ -8,34 +8,47 @@ Rules:
    smaller ones go to one replica each: those of one kind of layout are laid end to end in the
    state's order, and that line is cut into as many equal parts as there are replicas. So every rank
    writes about as much, and neighbours (a norm's mean and variance) come from one rank.
-3. Nothing here communicates or depends on the rank that asks; the work does not grow with the
+3. A tensor whose replicas differ is stored by one replica alone: the one with the lowest rank of
+   its mesh. So are the other tensors of its module: no tensor and no module is a mix.
+4. Nothing here communicates or depends on the rank that asks; the work does not grow with the
    number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from ckpt.states.described import with_layout
 from formats.native.manifest import StoredTensor
-from sharding.layout import Layout, Mesh, Only, Placement, Replicate, Split
+from sharding.layout import Layout, Mesh, Only, Placement, Split
 
 SPLIT_BYTES = 256 << 10
 """A replicated tensor of this many bytes or more is written by all of its replicas together."""
 
 
-def stored_layouts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Every tensor with the layout it is stored in (rules 1 and 2).
+def stored_layouts(
+    tensors: Mapping[str, StoredTensor], differing: Collection[str] = ()
+) -> dict[str, StoredTensor]:
+    """Every tensor with the layout it is stored in (rules 1 to 3).
 
-    Tensors whose descriptions are one object share one in the result, too.
+    `differing` are the names of those whose replicas differ. Tensors whose descriptions are one
+    object share one in the result, too.
     """
     small: dict[tuple[Mesh, tuple[int, ...]], _Line] = {}
     ways: dict[int, _Line | StoredTensor] = {}
     """By the id of a description: the line its tensors stand in, or how they are stored."""
+    by_one: dict[int, StoredTensor] = {}
+    """By the id of a description, how it is stored by one replica."""
+    modules = {_module_of(name) for name in differing}
     stored: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
+        if modules and _module_of(name) in modules:
+            if id(tensor) not in by_one:
+                by_one[id(tensor)] = _placed(tensor, _by_one(tensor.layout))
+            stored[name] = by_one[id(tensor)]
+            continue
         way = ways.get(id(tensor))
         if way is None:
             way = ways[id(tensor)] = _way(tensor, small)
@@ -53,16 +66,24 @@ def _way(
 ) -> _Line | StoredTensor:
     """How a tensor is stored, or the line of small ones that it stands in."""
     layout = tensor.layout
-    axes = tuple(
-        axis
-        for axis, placement in enumerate(layout.placements)
-        if isinstance(placement, Replicate) and layout.mesh.sizes[axis] > 1
-    )
+    axes = layout.replica_axes
     if not axes:
         return tensor
     if _bytes_per_replica(tensor) >= SPLIT_BYTES:
         return _placed(tensor, dict.fromkeys(axes, Split()))
     return small.setdefault((layout.mesh, axes), _Line(axes, [layout.mesh.sizes[i] for i in axes]))
+
+
+def _module_of(name: str) -> str:
+    """The name of the module, or of another nest, that a tensor is an entry of."""
+    return name.rpartition(".")[0]
+
+
+def _by_one(layout: Layout) -> dict[int, Placement]:
+    """The placements by which one replica alone stores a tensor (rule 3)."""
+    where = layout.mesh.coordinate(layout.mesh.lowest)
+    assert where is not None
+    return {axis: Only(where[axis]) for axis in layout.replica_axes}
 
 
 @dataclass(frozen=True, slots=True)

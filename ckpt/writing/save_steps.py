@@ -1,7 +1,8 @@
 """The steps of a save, blocking or not: agree on a plan; make a manifest of what was written.
 
-`agreed_plan` communicates once, after describing: errors, a hash of the structure, the attempt's
-number; summaries only if the structures differ. `finish` does twice: when all have written, and
+`agreed_plan` communicates once, after describing: errors, hashes of structure, values and
+replicas, the attempt's number. Descriptions, values and hashes of single tensors are exchanged only
+where these say that they differ. `finish` does twice: when all have written, and
 when rank 0 has committed. It may run in the background, by connections of its own.
 """
 
@@ -17,16 +18,23 @@ from warnings import warn
 
 import torch
 
-from ckpt.errors import ExistsError, RankError, StateError
+from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
 from ckpt.ranks import HASH_BITS, Ranks, attempt
 from ckpt.states.described import Described, check_members
 from ckpt.states.flatten import FlatState, flatten
-from ckpt.states.together import described_by, summary, together
+from ckpt.states.together import (
+    Together,
+    described_by,
+    other_than_first,
+    overruled_message,
+    together,
+)
 from ckpt.stores.store import Store
 from ckpt.version import __version__
 from ckpt.writing.bases import borrowed_from, check_unused, folder_beside
 from ckpt.writing.commit import check_no_other, commit, now
 from ckpt.writing.own_parts import OwnPart, own_parts
+from ckpt.writing.replicas import WAYS, ReplicaHashes, Replicas, named
 from ckpt.writing.save_plan import stored_layouts
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
@@ -45,6 +53,7 @@ class Settings:
     compress: Compress
     metadata: Mapping[str, str]
     base: str | None = None
+    replicas: Replicas = "sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +100,12 @@ def agreed_plan(
         return flat
 
     began = now()
-    mark = repr((settings.compress, settings.base)).encode()
-    held = together(ranks, "describing the state", described, mark, secrets.randbits(HASH_BITS))
+    hashes = ReplicaHashes(settings.replicas, ranks.here)
+    arguments, number = repr(settings.replicas).encode(), secrets.randbits(HASH_BITS)
+    held = together(ranks, "describing the state", described, number, arguments, weigh=hashes.weigh)
     whole = held.whole
-    if not held.same_values:
-        _warn_of_values(ranks, whole)
-    if held.overruled is not None:
-        warn(
-            f"rank {ranks.rank} has another value of {held.overruled!r} in the state than the "
-            "lowest rank that has it, whose value is stored; give what differs between ranks a "
-            "name of its own",
-            stacklevel=3,
-        )
-    tensors = stored_layouts(whole.tensors)
+    _warn_of_values(ranks, held)
+    tensors = stored_layouts(whole.tensors, _differing(ranks, held, hashes))
     return Plan(
         own_parts(held.flat, tensors, ranks.here),
         Described(tensors, whole.aliases, whole.tree),
@@ -127,6 +129,8 @@ def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
         raise ValueError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
     if settings.compress == "delta" and settings.base is None:
         raise ValueError("compress='delta' needs a base= to take the deltas from")
+    if settings.replicas not in WAYS:
+        raise ValueError(f"replicas is {settings.replicas!r:.80}; it can be {' or '.join(WAYS)}")
     if settings.base is not None:
         folder_beside(store.url, settings.base)
     for key, text in settings.metadata.items():
@@ -134,14 +138,37 @@ def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
             raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
 
 
-def _warn_of_values(ranks: Ranks, described: Described) -> None:
-    mine = summary(described)
-    if ranks.broadcast(mine, 0) != mine:
+def _differing(ranks: Ranks, held: Together, hashes: ReplicaHashes) -> list[str]:
+    """The names of tensors whose replicas differ, which rank 0 warns of.
+
+    Raises StateError on all ranks where the save is to check them.
+    """
+    if held.balanced:
+        return []
+    found = hashes.differing(ranks, held.whole.tensors)
+    if not found:
+        return []
+    told = f"not the same on all ranks that have them: {named(found)}"
+    if hashes.way == "check":
+        raise StateError(
+            f"{told}; nothing was written; make them equal, or give what differs between ranks a "
+            'name of its own; replicas="sample" stores the lowest rank\'s, with a warning'
+        )
+    if ranks.rank == 0:
         warn(
-            f"rank {ranks.rank} has other plain values in the state than rank 0, whose "
-            "values are stored; give what differs between ranks keys of its own",
+            f"{told}; they are stored as the lowest rank has them, with all of their modules; give "
+            "what differs between ranks a name of its own",
+            ReplicasWarning,
             stacklevel=4,
         )
+    return [each.name for each in found]
+
+
+def _warn_of_values(ranks: Ranks, held: Together) -> None:
+    """Name this rank's plain values that are not stored."""
+    names = held.overruled if held.same_values else other_than_first(ranks, held)
+    if names:
+        warn(overruled_message(ranks, names), stacklevel=4)
 
 
 def packed(summary: ShardSummary | None) -> bytes:

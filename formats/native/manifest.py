@@ -146,7 +146,8 @@ def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
 def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
     """The manifest these bytes are. `file` is what messages call it.
 
-    `stored` is False only for the summaries that ranks exchange, whose layouts have replicas.
+    `stored` is False only for the summaries that ranks exchange: their layouts have replicas, and
+    what an alias names may be in another summary.
 
     Raises CorruptError when a bit changed, UnsupportedError for a later version, HostileError or
     FormatError when it says what no writer writes.

@@ -125,7 +125,7 @@ class Loader:
 
         tree = decode(self._content.get("state"), found, self._names)
         for name, target in aliases.items():
-            if target not in tensors:
+            if target not in tensors and self._stored:
                 raise FormatError(
                     f"{self._file}: {name} is an alias of {target!r}, which is missing"
                 )

@@ -57,6 +57,8 @@ class Agreement:
     """For each hash that was compared: whether it is the same on every rank."""
     number: int
     """Rank 0's number."""
+    balanced: bool
+    """Whether the ranks' balances add up to zero."""
 
 
 class Ranks:
@@ -155,22 +157,27 @@ class Ranks:
         error: BaseException | None = None,
         hashes: Sequence[int] = (),
         number: int = 0,
+        balance: int = 0,
     ) -> Agreement:
         """Raises on all ranks when any has an error; compares hashes.
 
         A rank that failed raises its own exception; the others raise a RankError that names the
-        lowest rank that failed. `number`, below 2**62, is rank 0's to give.
+        lowest rank that failed. `number`, below 2**62, is rank 0's to give. The ranks' `balance`s,
+        from 0 to 2**64 - 1, are added modulo 2**64.
         """
-        numbers = Struct(f"!{1 + len(hashes)}q")
+        numbers = Struct(f"!{1 + len(hashes)}qQ")
 
         def join(records: Sequence[bytes]) -> bytes:
-            first, *values = map(numbers.unpack, records)
-            same = bytes(all(row[i] == first[i] for row in values) for i in range(1, len(first)))
-            return records[0][:8] + same
+            rows = [numbers.unpack(record) for record in records]
+            (_, *first, _), *others = rows
+            same = [all(row[i] == value for row in others) for i, value in enumerate(first, 1)]
+            is_balanced = sum(row[-1] for row in rows) % (1 << 64) == 0
+            return records[0][:8] + bytes([*same, is_balanced])
 
-        record = numbers.pack(number, *hashes)
+        record = numbers.pack(number, *hashes, balance)
         answer = self._meet(stage, record, join, error)
-        return Agreement(tuple(map(bool, answer[8:])), int.from_bytes(answer[:8], "big"))
+        *same, is_balanced = map(bool, answer[8:])
+        return Agreement(tuple(same), int.from_bytes(answer[:8], "big"), is_balanced)
 
     def attempt(self, stage: str, action: Callable[[], T]) -> T:
         """Run something that may fail on any rank; returns when it has succeeded on all."""
@@ -183,24 +190,27 @@ class Ranks:
         hashes: Callable[[T], Sequence[int]],
         count: int,
         number: int = 0,
+        balance: Callable[[T], int] = lambda result: 0,
     ) -> tuple[T, Agreement]:
-        """`attempt`, and whether each of `count` hashes of the result is the same on every rank."""
+        """`attempt`, and whether each of `count` hashes of the result is the same on every rank.
+
+        Also whether the ranks' `balance`s of their results add up to zero (see `agree`).
+        """
         with self._call(stage):
             self.doing(stage)
             results, error = attempt(action)
             given = hashes(results[0]) if results else [0] * count
-            agreement = self.agree(stage, error, given, number)
+            weight = balance(results[0]) if results else 0
+            agreement = self.agree(stage, error, given, number, weight)
         return results[0], agreement
 
     def common(self, flags: bytes) -> bytes:
         """The bytewise minimum over ranks of equally long byte strings."""
         return self._meet("comparing names", flags, _minimum) if flags else flags
 
-    def all_hashes(self, value: int) -> list[int]:
-        """Every rank's number, by rank: used only after `agree` found that they differ."""
-        one = Struct("!q")
-        answer = self._meet("comparing descriptions", one.pack(value), b"".join)
-        return [number for (number,) in one.iter_unpack(answer)]
+    def joined(self, stage: str, record: bytes, join: Join) -> bytes:
+        """What rank 0 makes, by `join`, of every rank's record, on every rank."""
+        return self._meet(stage, record, join)
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """The bytes that rank `source` gives, on every rank; compressed on the way."""

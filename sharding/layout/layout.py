@@ -83,6 +83,15 @@ class Layout:
             if isinstance(placement, Replicate)
         )
 
+    @property
+    def replica_axes(self) -> tuple[int, ...]:
+        """The mesh axes, of more than one rank, along which ranks hold the same elements."""
+        return tuple(
+            axis
+            for axis, placement in enumerate(self.placements)
+            if isinstance(placement, Replicate) and self.mesh.sizes[axis] > 1
+        )
+
     def local_shape(self, rank: int) -> Shape:
         """The shape of the rank's local array; zeros for a rank outside the mesh.
 

@@ -105,6 +105,11 @@ class Mesh:
         """How many ranks the mesh holds."""
         return prod(self.sizes)
 
+    @property
+    def lowest(self) -> int:
+        """The smallest rank."""
+        return min(self.table) if self.table else self._lowest
+
     def ranks(self) -> Iterator[int]:
         """Every rank, in row-major order of coordinates."""
         return map(self.rank, product(*map(range, self.sizes)))

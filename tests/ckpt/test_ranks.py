@@ -371,7 +371,8 @@ def test_plain_values_that_differ_are_warned_of_and_rank_0_s_are_stored(
     assert first == []
     for rank, said in enumerate(others, 1):
         assert len(said) == 1
-        assert said[0].startswith(f"rank {rank} has other plain values")
+        assert said[0].startswith(f"rank {rank} has other values in the state")
+        assert "whose values are taken: 'rank'; give" in said[0]
     assert ckpt.read(tmp_path)["rank"] == 0  # type: ignore[index]
 
 
@@ -392,7 +393,8 @@ def test_values_that_differ_are_warned_of_beside_tensors_of_other_names(
     assert first == []
     for rank, said in enumerate(others, 1):
         assert len(said) == 1
-        assert said[0].startswith(f"rank {rank} has another value of 'rng'")
+        assert said[0].startswith(f"rank {rank} has other values in the state")
+        assert "whose values are taken: 'rng'; give" in said[0]
     state: Any = ckpt.read(tmp_path)
     assert (state["rng"], state["step"]) == (0, 3)
     assert torch.equal(state["kept"]["average"], torch.full((3,), 5.0))
@@ -405,7 +407,7 @@ def save_a_tensor_or_a_number(folder: str) -> None:
 def test_a_tensor_on_one_rank_and_a_number_on_another_are_refused(
     clusters: Callable, tmp_path: Path
 ) -> None:
-    with pytest.raises(Exception, match=r"w: a tensor on rank 1, 0\.5 on another rank; give what"):
+    with pytest.raises(Exception, match=r"w: 0\.5 on rank 0, a tensor on rank 1; give what"):
         clusters(3).run(save_a_tensor_or_a_number, str(tmp_path))
     assert not list(tmp_path.iterdir())
 

@@ -1,11 +1,10 @@
 """Who stores what: each element once, evenly, from layouts alone."""
 
-import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.states.described import Described, check_members, merged, merged_trees, overruled
+from ckpt.states.described import Described, check_members, merged
 from ckpt.writing.save_plan import SPLIT_BYTES, stored_layouts
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
@@ -458,46 +457,14 @@ def test_ties_that_differ_between_ranks_are_named() -> None:
     assert merged([([0], tied_to_a), ([1, 2, 3], tied_to_a)], WORLD).aliases == {"c": "a"}
 
 
-def test_nests_are_united_and_the_lowest_rank_counts() -> None:
-    first = {"a": {"x": 1, "y": [1, None]}, "t": (1, 2), "only": 0}
-    second = {"a": {"x": 9, "z": 3}, "t": (7, 8, 9), "b": [4], "only": {"k": 1}}
-    assert merged_trees(first, second, 1) == {  # type: ignore[arg-type]
-        "a": {"x": 1, "y": [1, None], "z": 3},
-        "t": (1, 2, 9),
-        "only": 0,
-        "b": [4],
-    }
-    assert merged_trees([{"a": 1}], [{"b": 2}, 3], 1) == [{"a": 1, "b": 2}, 3]
-    assert overruled(first, merged_trees(first, second, 1)) is None  # type: ignore[arg-type]
-    assert overruled(second, merged_trees(first, second, 1)) == "a.x"  # type: ignore[arg-type]
-    assert overruled({"x": math.nan}, {"x": math.nan}) is None
-    assert overruled({"x": 1}, {"x": True}) == "x"
-
-
-@pytest.mark.parametrize("inner", [lambda ref: ref, lambda ref: {"k": ref}, lambda ref: [ref]])
-def test_a_tensor_is_merged_with_none_and_never_left_out_for_anything_else(
-    inner: Callable,
-) -> None:
-    one: Tree = inner(TensorRef("w"))
-    assert merged_trees({"w": None}, {"w": one}, 1) == {"w": one}
-    assert merged_trees({"w": one}, {"w": None}, 1) == {"w": one}
-    assert overruled({"w": None}, {"w": one}) is None
-    for other in (0, "text", (), (TensorRef("w"),)):
-        for first, second in ((one, other), (other, one)):
-            with pytest.raises(StateError, match=r"w: .* on rank 3, .* on another rank; give"):
-                merged_trees({"w": first}, {"w": second}, 3)
-
-
-def test_parameter_groups_of_ranks_unite_by_their_parameters() -> None:
-    def groups(*pairs: tuple[float, list[str]]) -> Tree:
-        return {"param_groups": [{"lr": lr, "params": [*names]} for lr, names in pairs]}
-
-    first = groups((0.1, ["a", "b"]), (0.2, ["c"]))
-    second = groups((0.2, ["d"]), (0.3, ["e", "a"]), (0.1, ["f"]), (0.4, ["c"]))
-    whole = merged_trees(first, second, 1)
-    assert whole == groups((0.1, ["a", "b", "f"]), (0.2, ["c", "d"]), (0.3, ["e"]))
-    assert overruled(first, whole) is None
-    assert overruled(second, whole) == "param_groups.1.lr"
+def test_a_contradiction_names_the_first_two_ranks_that_are_in_it() -> None:
+    trees: list[Tree] = [{"a": 1}, {"b": None}, {"b": {"x": 1}}, {"b": 2}]
+    described = [([2 * rank, 2 * rank + 1], Described({}, {}, t)) for rank, t in enumerate(trees)]
+    with pytest.raises(StateError, match=r"b: a dict of 1 on rank 4, 2 on rank 6; give what"):
+        merged(described, WORLD)
+    keys: list[Tree] = [{"d": {1: 0}}, {"d": {"1": 0}}]
+    with pytest.raises(StateError, match=r"two entries of the ranks' states.* the name 'd\.1'"):
+        merged([([rank], Described({}, {}, tree)) for rank, tree in enumerate(keys)], WORLD)
 
 
 def test_ranks_outside_the_group_that_saves_are_named() -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from ckpt.states.described import Described
 from ckpt.states.flatten import FlatState, flatten
-from ckpt.states.together import _values, described_by, structure_mark
+from ckpt.states.sections import marks
+from ckpt.states.together import described_by
 from ckpt.writing.save_plan import stored_layouts
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
@@ -43,11 +44,8 @@ def test_marks_are_equal_exactly_where_names_types_layouts_and_ties_are(
     other_ties: dict[str, str],
 ) -> None:
     same = list(first.items()) == list(second.items()) and ties == other_ties
-    marks = [
-        structure_mark(described(first, ties)),
-        structure_mark(described(second, other_ties)),
-    ]
-    assert (marks[0] == marks[1]) == same
+    found = [marks(described(first, ties))[0], marks(described(second, other_ties))[0]]
+    assert (found[0] == found[1]) == same
 
 
 @given(names=st.lists(DESCRIPTIONS, max_size=12))
@@ -57,11 +55,11 @@ def test_descriptions_that_are_one_object_or_many_make_the_same_plan(
     each = {str(i): deepcopy(tensor) for i, tensor in enumerate(names)}
     shared = {name: names[names.index(tensor)] for name, tensor in each.items()}
     assert stored_layouts(each) == stored_layouts(shared)
-    assert structure_mark(described(each, {})) == structure_mark(described(shared, {}))
+    assert marks(described(each, {}))[0] == marks(described(shared, {}))[0]
 
 
 def values_mark(tree: Tree) -> int:
-    return _values(Described({}, {}, tree), 7)
+    return marks(Described({}, {}, tree))[1]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_a_parameter_whose_data_is_replaced_is_described_as_it_is_now() -> None:
     after = described_by(flat(state))
     assert (after.tensors["w"].shape, after.tensors["w"].dtype.name) == ((5,), "BF16")
     assert torch.equal(flat(state).leaves["w"].local.float(), torch.ones(5))
-    assert structure_mark(before) != structure_mark(after)
+    assert marks(before)[0] != marks(after)[0]
 
 
 def test_ties_that_come_and_go_between_two_saves_are_seen() -> None:

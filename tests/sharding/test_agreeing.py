@@ -33,6 +33,11 @@ from sharding.agreement.ranks import Ranks
 from sharding.errors import RankError
 
 
+def everyone(ranks: Ranks, number: int) -> list[int]:
+    """The small numbers that all ranks bring, by rank."""
+    return list(ranks.joined("telling numbers", bytes([number]), b"".join))
+
+
 def pair() -> tuple[Link, socket.socket]:
     """A link, and the other end of its connection."""
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -125,7 +130,7 @@ def with_strangers() -> list[int]:
         for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4\0\0\0\0spam", guess, b""):
             strangers.append(socket.create_connection((LOOPBACK, place.port)))
             strangers[-1].sendall(text)
-    found = Ranks(group).all_hashes(dist.get_rank() + 5)
+    found = everyone(Ranks(group), dist.get_rank() + 5)
     for stranger in strangers:
         stranger.close()
     return found
@@ -147,7 +152,7 @@ def fork_and_agree() -> tuple[bool, list[int]]:
     os.waitpid(child, 0)
     os.close(write)
     with os.fdopen(read, "rb") as answer:
-        return answer.read() == b"none", ranks.all_hashes(dist.get_rank())
+        return answer.read() == b"none", everyone(ranks, dist.get_rank())
 
 
 def test_a_forked_child_has_no_connection_and_takes_none_away(clusters: Callable) -> None:
@@ -171,7 +176,7 @@ def gather_by_collectives() -> tuple[list[int], bytes, str, str]:
     again = Ranks()
     again._channel = Gathering(None, rank, dist.get_world_size())
     told = again.broadcast(b"from 1" if rank == 1 else b"", 1)
-    return again.all_hashes(rank), told, type(raised.value).__name__, str(raised.value)
+    return everyone(again, rank), told, type(raised.value).__name__, str(raised.value)
 
 
 def test_where_there_is_no_store_ranks_agree_by_collectives(clusters: Callable) -> None:
@@ -192,7 +197,7 @@ def meet_at_tcp_store(port: int) -> list[int]:
     )
     ranks = Ranks()
     ranks._channel = channel
-    found = ranks.all_hashes(rank + 1)
+    found = everyone(ranks, rank + 1)
     dist.barrier()
     return found
 
@@ -228,11 +233,11 @@ def agree_with_too_many_files() -> tuple[str, list[int]]:
     elif rank == 1:
         store.set("connected", "")
     with pytest.raises(RankError) as raised:
-        ranks.all_hashes(rank)
+        everyone(ranks, rank)
     if before is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         store.set("over", "")
-    return str(raised.value), ranks.all_hashes(rank)
+    return str(raised.value), everyone(ranks, rank)
 
 
 def test_rank_0_may_open_no_more_files_and_all_are_told(clusters: Callable) -> None:
@@ -252,7 +257,7 @@ def fork_before_meeting() -> tuple[bytes, list[int]]:
     child = os.fork() if rank == 0 else -1
     if not child:
         try:
-            ranks.all_hashes(rank)
+            everyone(ranks, rank)
         except RankError as error:
             os.write(write, str(error).encode())
         finally:
@@ -265,7 +270,7 @@ def fork_before_meeting() -> tuple[bytes, list[int]]:
     dist.barrier()
     if rank:
         meet(ranks)
-    return said, ranks.all_hashes(rank)
+    return said, everyone(ranks, rank)
 
 
 def test_a_child_forked_before_the_first_meeting_is_told_so(clusters: Callable) -> None:
@@ -348,7 +353,7 @@ def leave_an_address() -> tuple[list[bool], list[int]]:
         if rank
         else ranks_module.Leader(Meeting(store, "here"), 2)
     )
-    return is_there, ranks.all_hashes(rank)
+    return is_there, everyone(ranks, rank)
 
 
 def test_who_leaves_a_group_takes_its_address_along(clusters: Callable) -> None:
@@ -384,7 +389,7 @@ def meet_again_at_one_store() -> tuple[str, list[int], bool]:
     with ranks.call("once more"):
         if not rank:
             dist.barrier()
-        found = ranks.all_hashes(rank)
+        found = everyone(ranks, rank)
     dist.barrier()
     channel.close()
     return type(raised.value).__name__, found, store.check(["here/ckpt/place"])
