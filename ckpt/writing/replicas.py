@@ -26,7 +26,7 @@ import xxhash
 
 from ckpt.ranks import Ranks
 from ckpt.states.flatten import FlatState, Leaf
-from ckpt.states.samples import sampled
+from ckpt.states.samples import Bytes, sampled
 from ckpt.writing.own_parts import OwnPart
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout
@@ -80,30 +80,38 @@ class ReplicaHashes:
     way: Replicas
     rank: int
     """In the default process group, as layouts have it."""
-    _rows: dict[str, bytes] = field(default_factory=dict)
-    """By name: the sample of a tensor, or the hash of all its bytes; none for an empty one."""
+    _names: list[str] = field(default_factory=list)
+    """The tensors of which this rank has a replica."""
+    _rows: Bytes = field(default_factory=lambda: sampled([]))
+    """For each of them its sample, or the hash of all its bytes."""
+    _hashes: dict[str, bytes] = field(default_factory=dict)
+    """Those of all bytes, by name: nothing is read twice."""
 
     def weigh(self, flat: FlatState, tensors: Mapping[str, StoredTensor]) -> int:
         """This rank's number for the bytes of its replicas (rule 2).
 
         `tensors` are all ranks' in their layouts, in the same order on all of them.
         """
-        places: dict[int, _Place | None] = {}
+        found: dict[int, list[str] | None] = {}
+        """By the id of a layout: the names in its group; None where nothing is to be compared."""
         groups: dict[_Place, list[str]] = {}
+        leaves = flat.leaves
         for name, tensor in tensors.items():
             key = id(tensor.layout)
-            if key not in places:
-                places[key] = _place(tensor.layout, self.rank)
-            place = places[key]
-            if place is not None and name in flat.leaves:
-                groups.setdefault(place, []).append(name)
-        self._read([flat.leaves[name] for names in groups.values() for name in names])
-        total = 0
+            if key not in found:
+                place = _place(tensor.layout, self.rank)
+                found[key] = None if place is None else groups.setdefault(place, [])
+            names = found[key]
+            if names is not None and name in leaves:
+                names.append(name)
+        self._names = [name for names in groups.values() for name in names]
+        self._rows = self._read([leaves[name] for name in self._names])
+        total = at = 0
         for (group, position, size), names in groups.items():
-            data = b"".join([self._rows[name] for name in names])
-            digest = xxhash.xxh3_64_hexdigest(data)
-            for sign, at in ((1, position), (-1, (position + 1) % size)):
-                total += sign * xxhash.xxh3_64_intdigest(f"{group} {at} {digest}".encode())
+            digest = xxhash.xxh3_64_hexdigest(self._rows[at : at + len(names)].tobytes())
+            at += len(names)
+            for sign, where in ((1, position), (-1, (position + 1) % size)):
+                total += sign * xxhash.xxh3_64_intdigest(f"{group} {where} {digest}".encode())
         return total % (1 << 64)
 
     def differing(self, ranks: Ranks, tensors: Mapping[str, StoredTensor]) -> list[Differing]:
@@ -111,8 +119,11 @@ class ReplicaHashes:
 
         Called by all ranks, after `weigh` on the same tensors.
         """
+        mine = {
+            name: xxhash.xxh3_64_intdigest(row.tobytes())
+            for name, row in zip(self._names, self._rows, strict=True)
+        }
         names = [name for name, tensor in tensors.items() if tensor.layout.replica_axes]
-        hashes = [xxhash.xxh3_64_intdigest(self._rows.get(name, b"")) for name in names]
         layouts = [tensors[name].layout for name in names]
         members = [ranks.mesh.rank((rank,)) for rank in range(ranks.world_size)]
 
@@ -120,31 +131,27 @@ class ReplicaHashes:
             rows = np.array([np.frombuffer(record, "<u8") for record in records])
             return zlib.compress(json.dumps(_unlike(rows, layouts, members)).encode(), 1)
 
-        answer = ranks.joined("comparing replicas", np.array(hashes, "<u8").tobytes(), join)
+        record = np.array([mine.get(name, 0) for name in names], "<u8").tobytes()
+        answer = ranks.joined("comparing replicas", record, join)
         return [
             Differing(names[at], layouts[at].mesh.lowest, tuple(others), more)
             for at, others, more in json.loads(zlib.decompress(answer))
         ]
 
-    def _read(self, leaves: Sequence[Leaf]) -> None:
-        """Know the bytes of these tensors, as far as they are to be compared."""
-        new = [leaf for leaf in leaves if leaf.name not in self._rows]
-        if self.way == "check":
-            self._rows.update((leaf.name, _whole_hash(leaf)) for leaf in new)
-            return
-        data = sampled([leaf.local for leaf in new]).tobytes()
-        width = len(data) // max(1, len(new))
-        self._rows.update(
-            (leaf.name, data[at * width : (at + 1) * width] if leaf.local.numel() else b"")
-            for at, leaf in enumerate(new)
-        )
+    def _read(self, leaves: Sequence[Leaf]) -> Bytes:
+        """A row for each of these tensors, equal where their bytes are."""
+        if self.way == "sample":
+            return sampled([leaf.local for leaf in leaves])
+        for leaf in leaves:
+            if leaf.name not in self._hashes:
+                self._hashes[leaf.name] = _hash_of(leaf)
+        data = b"".join(self._hashes[leaf.name] for leaf in leaves)
+        return np.frombuffer(data, np.uint8).reshape(len(leaves), 8)
 
 
-def _whole_hash(leaf: Leaf) -> bytes:
-    """A hash of all bytes of a tensor; of an empty one none."""
+def _hash_of(leaf: Leaf) -> bytes:
+    """A hash of all bytes of a tensor."""
     numel = leaf.local.numel()
-    if not numel:
-        return b""
     hasher = xxhash.xxh3_64()
     for block in OwnPart(leaf, 0, numel, (numel,)).outgoing().blocks():
         hasher.update(block)
@@ -152,10 +159,14 @@ def _whole_hash(leaf: Leaf) -> bytes:
 
 
 def _place(layout: Layout, rank: int) -> _Place | None:
-    """A rank's place among the replicas of what it holds; None where it is the only one."""
+    """A rank's place among the replicas of what it holds.
+
+    None where it is the only one, or holds nothing: such a tensor may be in no state of its.
+    """
     mesh, axes = layout.mesh, layout.replica_axes
     coordinate = mesh.coordinate(rank) if axes else None
-    if coordinate is None:
+    lo, hi = layout.span(rank) if axes else (0, 0)
+    if coordinate is None or lo >= hi:
         return None
     position = 0
     for axis in axes:
