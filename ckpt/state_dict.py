@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt.budget import memory_budget
-from ckpt.errors import StateError
+from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
 from ckpt.matching.filling import Filling, held_locally
 from ckpt.matching.fitting import check_fits, check_numbers, differences, mark
@@ -34,6 +34,7 @@ from ckpt.states.local_states import with_names
 from ckpt.states.memory import torch_dtype
 from ckpt.states.saved import Rename, Saved
 from ckpt.states.together import Together, described_by, overruled_message, together
+from ckpt.writing.replicas import ReplicaHashes, named
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.describe.describing import Spread
@@ -235,9 +236,18 @@ def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) 
         check_members(described_by(flat).tensors, ranks.mesh)
         return flat
 
-    held = together(ranks, stage, flattened)
+    hashes = ReplicaHashes("sample", ranks.here)
+    held = together(ranks, stage, flattened, weigh=hashes.weigh)
     if held.overruled:
-        warn(overruled_message(ranks, held.overruled), stacklevel=4)
+        warn(overruled_message(ranks, held.overruled), stacklevel=3)
+    differing = [] if held.balanced else hashes.differing(ranks, held.whole.tensors)
+    if differing and ranks.rank == 0:
+        warn(
+            f"not the same on all ranks that have them: {named(differing)}; each rank goes on with "
+            "its own, so what they then divide or send is a mix; make them equal before",
+            ReplicasWarning,
+            stacklevel=3,
+        )
     return held
 
 

@@ -91,7 +91,7 @@ def together(
 
     united = merge(ranks, found.described)
     (whole, _), weighed = ranks.compare(
-        "merging the ranks' states", merging, lambda _: (), 0, balance=lambda made: made[1]
+        "merging the ranks' states", merging, lambda _: (), 0, 0, lambda made: made[1]
     )
     lost = tuple(dict.fromkeys(overruled(found.described.tree, whole.tree)))
     return Together(found.flat, whole, True, lost, weighed.balanced, agreed.number)

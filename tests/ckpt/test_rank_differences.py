@@ -344,3 +344,26 @@ def test_a_rank_tells_of_its_own_names_and_not_of_the_model_again(
     assert list(state)[:200] == [f"layer-{i}.weight" for i in range(200)]
     assert [state[f"dl-{rank}"] for rank in range(4)] == [{"pos": rank} for rank in range(4)]
     assert [state["all"][str(rank)].item() for rank in range(4)] == [0, 1, 2, 3]
+
+
+def in_memory() -> tuple[Any, Any, list[str]]:
+    """What ranks with names and values of their own make of their states without a file."""
+    rank = dist.get_rank()
+    state: dict[str, Any] = {f"dl-{rank}": {"pos": rank}, "w": torch.full((4,), 1.0), "seed": rank}
+    state["mean"] = {"w": torch.full((4,), float(rank))}
+    target = {f"dl-{r}": {"pos": 9} for r in range(2)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = ckpt.state_dict.convert(state, "full")
+        ckpt.state_dict.load(state, target, include="dl-*")
+    return _plain(made), target, [str(one.message) for one in caught if "ranks" in str(one.message)]
+
+
+def test_in_memory_no_key_is_lost_either_and_differences_are_told(clusters: Callable) -> None:
+    for rank, (made, target, said) in enumerate(clusters(2).run(in_memory)):
+        expected = {"dl-0": {"pos": 0}, "dl-1": {"pos": 1}}
+        assert target == expected
+        assert {key: made[key] for key in expected} == expected
+        assert len(said) == 2
+        text = "not the same on all ranks that have them: mean.w (rank 1); each rank goes on with"
+        assert all((text if rank == 0 else "taken: 'seed'; give what") in one for one in said)
