@@ -81,6 +81,7 @@ def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = 
     """
     if isinstance(first, dict) and isinstance(second, dict):
         united = dict(first)
+        _check_keys(first, second, ranks, path)
         for key, item in second.items():
             if key in united:
                 item = merged_trees(united[key], item, ranks, join(path, key))
@@ -106,6 +107,20 @@ def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = 
         f"{path or 'the state'}: {kinds[0]} on rank {ranks[0]}, {kinds[1]} on rank {ranks[1]}; "
         "give what differs between ranks a name of its own"
     )
+
+
+def _check_keys(
+    first: Mapping[Key, Tree], second: Mapping[Key, Tree], ranks: tuple[int, int], path: str
+) -> None:
+    """Raise StateError for keys with names of their own that Python takes for one: 1 and True."""
+    others = [key for key in second if type(key) is not str]
+    own = {key: key for key in first if type(key) is not str} if others else {}
+    for key in others:
+        if type(own.get(key, key)) is not type(key):
+            raise StateError(
+                f"{path or 'the state'}: the keys {own[key]!r} on rank {ranks[0]} and {key!r} on "
+                f"rank {ranks[1]} are the same to Python; rename one"
+            )
 
 
 _Groups: TypeAlias = list[dict[Key, Tree]]

@@ -115,9 +115,9 @@ def other_than_first(ranks: Ranks, held: Together) -> tuple[str, ...]:
 
     Called by all ranks, where structures are the same and values are not.
     """
-    mine = without_tensors(held.whole.tree)
-    told = ranks.broadcast(summary(Described({}, {}, mine)) if ranks.rank == 0 else b"")
-    return tuple(dict.fromkeys(overruled(mine, unpacked_summary(told).tree)))
+    mine = summary(Described({}, {}, without_tensors(held.whole.tree)))
+    trees = [unpacked_summary(text).tree for text in (mine, ranks.broadcast(mine))]
+    return tuple(dict.fromkeys(overruled(*trees)))
 
 
 def overruled_message(ranks: Ranks, names: Sequence[str]) -> str:

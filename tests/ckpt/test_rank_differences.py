@@ -196,6 +196,10 @@ KINDS: dict[str, Kind] = {
     "keys that get the same name": Kind(
         lambda r: {"d": {("1" if r else 1): torch.ones(1)}}, error="get the name 'd.1'"
     ),
+    "keys that are one to Python": Kind(
+        lambda r: {"d": {(True if r else 1): torch.ones(1)}},
+        error="d: the keys 1 on rank 0 and True",
+    ),
     "keys with dots and nests": Kind(
         lambda r: {"a.b": 1} if r else {"a": {"b": 1}}, error="get the name 'a.b'"
     ),
