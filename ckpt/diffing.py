@@ -9,7 +9,8 @@ Rules:
 3. Tied names are looked up under each of their names; a pair of stored tensors is compared once.
 4. Plain values, and the kinds of containers and keys (`ckpt.structure`), are compared where both
    formats can hold any. DCP makes texts of all keys: beside another format its keys are no matter.
-5. To compare nothing is an error where patterns are why: a mistyped one would find no difference.
+5. A pattern matches a name of one of the two (`ckpt.matching.selection`): a mistyped one would
+   find no difference.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def diff(
     Raises:
         NotACheckpointError: there is none at `a` or `b`.
         FormatError: a checksum is wrong, or a tensor is not whole.
-        ValueError: nothing lies below `select`, a pattern to include matches no name in either, or
-            `exclude` leaves nothing.
+        ValueError: nothing lies below `select`, a pattern matches no name in either, or `exclude`
+            leaves nothing.
         StateError: two entries of a checkpoint have one name.
 
     >>> import ckpt, tempfile, torch
@@ -141,7 +142,7 @@ def diff(
     ...     found.equal, found.tensors[0].first, found.tensors[0].max_abs
     (False, (2,), 0.5)
     """
-    chosen = Selection.of(include or None, exclude)
+    chosen = Selection.of(include, exclude)
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         sides = (_Side.of(left, select), _Side.of(right, select))

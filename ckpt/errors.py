@@ -106,7 +106,7 @@ class Difference:
 
     name: str
     problem: str
-    """`missing`, `unexpected`, `shape`, `dtype` or `structure`."""
+    """`missing`, `unexpected`, `shape`, `dtype`, `structure`, or `pattern`: it names nothing."""
     detail: str
 
     def __str__(self) -> str:

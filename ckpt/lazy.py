@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import index as as_int
 from types import EllipsisType
@@ -20,8 +20,10 @@ from ckpt.reading.watched import unless_replaced
 from ckpt.states.memory import empty_for, memory_of, torch_dtype
 from ckpt.states.saved import join
 from ckpt.stores.store import Options
+from ckpt.structure import names_of
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
+from formats.url_secrets import without_secrets
 from sharding.layout import Box, Layout, Piece
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -49,8 +51,8 @@ def open(
 def read(
     url: str | os.PathLike[str],
     *,
-    include: str | list[str] | None = None,
-    exclude: str | list[str] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     verify: bool = True,
     storage_options: Options = None,
@@ -59,6 +61,9 @@ def read(
 
     `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
     dict, and is None in a list. `dtype` casts floating-point tensors. Tied ones come back as one.
+
+    Raises:
+        ValueError: a pattern matches no name, or nothing is left over.
     """
     selection = Selection.of(include, exclude)
 
@@ -164,6 +169,8 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
 
     def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
         """The saved nest with its tensors read (see `read`)."""
+        if not selection.is_all:
+            selection.check_chooses(set(names_of(self.catalog.tree)), without_secrets(self.url))
         tensors: dict[str, torch.Tensor] = {}
         requests: list[Request] = []
         fits = Fits()

@@ -24,7 +24,7 @@ from ckpt.errors import (
 )
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
-from ckpt.matching.fitting import check_fits, check_numbers, differences, mark
+from ckpt.matching.fitting import check_fits, check_numbers, differences, marks
 from ckpt.matching.ledger import Match
 from ckpt.matching.match import match
 from ckpt.matching.selection import Selection
@@ -85,7 +85,8 @@ def load(
         rename: from the checkpoint's names to the target's: a function, or a mapping of names or
             dotted prefixes. `{"": "model"}` puts `model.` before every name.
         include: patterns (`*`, `?`) of the target's names to load; the others stay as they are.
-        exclude: patterns of the target's names not to load.
+        exclude: patterns of the target's names not to load. Each pattern, and each key of `rename`,
+            has to match a name: a pattern one of the checkpoint or of any rank's target.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
         verify: check every chunk that is read against its checksum. Only the native format has
             chunks: what torch's own formats have, `ckpt.verify` checks.
@@ -103,8 +104,8 @@ def load(
             names who has not come.
 
     Raises:
-        MismatchError: names are missing or unexpected, shapes or dtypes differ; all are listed.
-            The target was not touched.
+        MismatchError: names are missing or unexpected, shapes or dtypes differ, a pattern or a key
+            of `rename` matches no name; all are listed. The target was not touched.
         CorruptError: bytes are missing or changed. Found before anything was touched, or a
             DamagedLoadError that names the tensors touched so far.
         PartialLoadError: reading, or an object's own `load_state_dict`, failed for another reason;
@@ -176,7 +177,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             found = match(saved, state, asked.selection, asked.casts)
             exchanges = exchanged(asked.replicas, source.store) and not ranks.alone
             planned: list[_Planned] = []
-            if not (exchanges or found.differences or found.unexpected):
+            if not (exchanges or found.differences or found.unexpected or found.idle):
                 # An error shows again when all ranks plan, and is told then.
                 planned, _ = attempt(lambda: planning(found, budget, None))
             return _Matched(source, found, budget, exchanges, planned)
@@ -193,19 +194,20 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
         here, agreed = ranks.compare(
             "matching the checkpoint with the target",
             matching,
-            lambda found: (mark(found.match), len(found.planned), found.source.mark),
-            3,
+            lambda found: (*marks(found.match), len(found.planned), found.source.mark),
+            4,
         )
         source, matched, budget, exchanges, plans = here
-        if not agreed.same[2]:
+        same_unexpected, same_idle, all_planned, same_source = agreed.same
+        if not same_source:
             raise StoreError(
                 f"{source.url}: the ranks opened different checkpoints: it was replaced meanwhile, "
                 "or they were given different ones; nothing was touched: load again"
             )
-        if plans and agreed.same[1]:  # every rank has planned, and nothing differs anywhere
+        if plans and all_planned:  # every rank has planned, and nothing differs anywhere
             planned = plans[0]
         else:
-            found = differences(ranks, matched, agreed.same[0])
+            found = differences(ranks, matched, same_unexpected, same_idle)
             warns = ranks.rank == 0
             check = partial(check_fits, source.url, found, asked.strict, warns, stacklevel=TO_USER)
 

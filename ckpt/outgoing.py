@@ -93,7 +93,7 @@ def outgoing(
 
     Raises:
         MismatchError: nothing lies at `select`.
-        ValueError: a pattern to include matches no name, or nothing is left over.
+        ValueError: a pattern matches no name, or nothing is left over.
         UnsupportedError: a top entry has an empty name, which would be nowhere in other names.
         CorruptError, FormatError: a file that is needed is missing, shorter or longer than it was,
             or not what the checkpoint says of it.

@@ -23,7 +23,7 @@ from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
 from ckpt.matching.filling import Filling, held_locally
-from ckpt.matching.fitting import check_fits, check_numbers, differences, mark
+from ckpt.matching.fitting import check_fits, check_numbers, differences, marks
 from ckpt.matching.ledger import Match
 from ckpt.matching.match import match
 from ckpt.matching.selection import Selection
@@ -188,9 +188,9 @@ def load(
             return saved, match(saved, target, selection, dtype == "target")
 
         (saved, matched), agreed = ranks.compare(
-            "matching the state with the target", matching, lambda found: (mark(found[1]),), 1
+            "matching the state with the target", matching, lambda found: marks(found[1]), 2
         )
-        found = differences(ranks, matched, agreed.same[0])
+        found = differences(ranks, matched, *agreed.same)
         ranks.attempt(
             "comparing the state with the target",
             lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),

@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
 from warnings import warn
 
 import xxhash
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.matching.ledger import Match
+from ckpt.matching.selection import Claim
 from ckpt.ranks import HASH_BITS, Ranks
 from formats.url_secrets import without_secrets
 
 
-def mark(matched: Match) -> int:
-    """A hash of the names this rank's target lacks."""
-    names = "\n".join(matched.unexpected).encode()
-    return xxhash.xxh3_64_intdigest(names) >> (64 - HASH_BITS)
+class Marks(NamedTuple):
+    """Hashes of what a rank found: ranks where they are equal need not tell one another more."""
+
+    unexpected: int
+    """Of the names that this rank's target lacks."""
+    idle: int
+    """Of what of the selection chooses nothing here."""
 
 
-def differences(ranks: Ranks, matched: Match, same: bool) -> list[Difference]:
-    """What does not fit here, and the names that no rank's target has.
+def marks(matched: Match) -> Marks:
+    """The hashes of what this rank found."""
+    return Marks(_hash("\n".join(matched.unexpected).encode()), _hash(_dump(matched.idle)))
 
-    Called by all ranks; `same` when all lack the same names.
+
+def differences(
+    ranks: Ranks, matched: Match, same_unexpected: bool, same_idle: bool
+) -> list[Difference]:
+    """What does not fit here, the names that no rank's target has, and idle patterns.
+
+    Called by all ranks; each flag says that the ranks agree in the one of `Marks`.
     """
     names = matched.unexpected
-    if not same:
+    if not same_unexpected:
         here = set(names)
         common = ranks.common(bytes(name in here for name in matched.saved_names))
         names = [name for name, flag in zip(matched.saved_names, common, strict=True) if flag]
-    return matched.differences + [
-        Difference(name, "unexpected", "is in the checkpoint and not in the target")
-        for name in names
+    known = [*dict.fromkeys((*matched.saved_names, *matched.own_names))]
+    idle = matched.idle if same_idle else _idle_everywhere(ranks, matched.idle, known)
+    return [
+        *(Difference(claim.role, "pattern", claim.advice(known)) for claim in idle),
+        *matched.differences,
+        *(
+            Difference(name, "unexpected", "is in the checkpoint and not in the target")
+            for name in names
+        ),
     ]
+
+
+def _idle_everywhere(ranks: Ranks, idle: Sequence[Claim], known: Sequence[str]) -> list[Claim]:
+    """Of the claims that are idle on some rank, those that no rank's names meet.
+
+    Called by all ranks. A pattern may name a part of the model that another rank alone has.
+    """
+    data = _dump(idle)
+    hashes = ranks.all_hashes(_hash(data))
+    told = [ranks.broadcast(data, hashes.index(one)) for one in dict.fromkeys(hashes)]
+    every = list(dict.fromkeys(claim for text in told for claim in _load(text)))
+    flags = ranks.common(bytes(claim.is_idle(known) for claim in every))
+    return [claim for claim, flag in zip(every, flags, strict=True) if flag]
+
+
+def _dump(idle: Sequence[Claim]) -> bytes:
+    return json.dumps([(claim.include, claim.exclude) for claim in idle]).encode()
+
+
+def _load(data: bytes) -> list[Claim]:
+    return [Claim(tuple(include), tuple(exclude)) for include, exclude in json.loads(data)]
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> (64 - HASH_BITS)
 
 
 def check_fits(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt.errors import Difference
-from ckpt.matching.selection import Selection
+from ckpt.matching.selection import Claim, Selection
 from ckpt.states.memory import empty_for, torch_dtype
-from ckpt.states.saved import Missing, Saved, join
+from ckpt.states.saved import Missing, Saved, holds_tensor, join
 from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.describe.describing import Spread
@@ -49,6 +49,10 @@ class Match:
     """The checkpoint's names that this rank's target does not have."""
     saved_names: list[str]
     """All of the checkpoint's names as the target knows them; the same on every rank."""
+    own_names: list[str]
+    """The names of this rank's target, where some are not selected."""
+    idle: tuple[Claim, ...]
+    """What of the selection chooses neither a name of the checkpoint nor one of this target."""
     install: Step
     """Sets values and calls `load_state_dict`s, once the wants are filled; returns the target."""
 
@@ -65,30 +69,61 @@ class Ledger:
     differences: list[Difference] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     """The checkpoint's names that found their place, or are known not to matter."""
+    own_names: list[str] = field(default_factory=list)
+    """The names of the target that patterns may name, where some are not selected."""
 
     def differ(self, name: str, problem: str, detail: str) -> None:
         """Write down one way in which the two do not fit."""
         self.differences.append(Difference(name, problem, detail))
 
+    def owns(self, *names: str) -> None:
+        """Write down names of the target, for patterns to name."""
+        if not self.selection.is_all:
+            self.own_names += names
+
     def selects(self, path: str) -> bool:
         """True when something below a name is to be loaded, if there is anything."""
-        below = self.saved.under(path) or [join(path, "")]
+        self.owns(path, join(path, ""))
+        return self._chosen(path, join(path, ""))
+
+    def _chosen(self, path: str, otherwise: str) -> bool:
+        """Whether something saved at or below a name is selected; else whether a name is."""
+        if self.selection.is_all:
+            return True
+        below = self.saved.under(path) or [otherwise]
         return any(name in self.selection for name in below)
 
     def whole(
-        self, tree: Tree, path: str, like: Callable[[str, TensorRecord], torch.Tensor] | None = None
+        self,
+        tree: Tree,
+        path: str,
+        like: Callable[[str, TensorRecord], torch.Tensor] | None = None,
+        is_one: bool = False,
     ) -> Step:
-        """What was saved, with tensors of their own; `like` makes them from name and record."""
+        """What was saved, with tensors of their own; `like` makes them from name and record.
+
+        What is not selected is left out of its dict, and None in a list; not so in a value that
+        `is_one`, which has a single name.
+        """
         if isinstance(tree, TensorRef):
             record = self.saved.catalog.tensors[tree.name]
             tensor = like(path, record) if like is not None else whole_tensor(record)
             self.wants.append(Want(path, record, tensor))
             return lambda: tensor
         if isinstance(tree, dict):
-            items = {key: self.whole(v, join(path, key), like) for key, v in tree.items()}
+            items = {
+                key: self.whole(v, join(path, key), like, is_one)
+                for key, v in tree.items()
+                if is_one or self._chosen(join(path, key), join(path, key))
+            }
             return lambda: {key: step() for key, step in items.items()}
         if isinstance(tree, list | tuple):
-            steps = [self.whole(v, join(path, i), like) for i, v in enumerate(tree)]
+            is_one = is_one or not holds_tensor(tree)  # as `ckpt.states.saved.leaves` has it
+            named = [(join(path, index), item) for index, item in enumerate(tree)]
+            steps = [
+                self.whole(v if is_one or self._chosen(at, at) else None, at, like, is_one)
+                for at, v in named
+            ]
             if isinstance(tree, tuple):
                 return lambda: tuple(step() for step in steps)
             return lambda: [step() for step in steps]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ckpt.matching.ledger import Ledger, Match, Step, Want
 from ckpt.matching.match_optimizer import match_optimizer
 from ckpt.matching.overlaps import shared_memory
-from ckpt.matching.selection import Selection
+from ckpt.matching.selection import Selection, no_name
 from ckpt.states.flatten import DICTS
 from ckpt.states.local_states import by_parameters
 from ckpt.states.memory import torch_can_share
@@ -48,6 +48,8 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
     install = matcher.walk(state, "")
     matcher.forgive_ties()
     ledger.differences += shared_memory(ledger.wants)
+    for key, there in saved.idle_keys().items():
+        ledger.differ("rename", "pattern", no_name(key, there))
     names = list(saved.leaves)
     unexpected = [name for name in names if name not in ledger.used and name in selection]
     return Match(
@@ -57,6 +59,8 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
         ledger.differences,
         unexpected,
         names,
+        ledger.own_names,
+        selection.idle([*names, *ledger.own_names]),
         install,
     )
 
@@ -97,6 +101,7 @@ class _Matcher:
                 self._ledger.differ(name, "missing", "is in the target and not in the checkpoint")
 
     def _tensor(self, given: Spread, name: str) -> None:
+        self._ledger.owns(name)
         if name not in self._ledger.selection:
             return
         part = part_of(given) if isinstance(given, torch.Tensor) else given
@@ -204,6 +209,7 @@ class _Matcher:
 
     def _value(self, node: object, path: str) -> Step:
         """A plain value, or a place (None, an empty dict) for whatever was saved."""
+        self._ledger.owns(path)
         if not any(
             name in self._ledger.selection for name in self._ledger.saved.under(path) or [path]
         ):

@@ -38,6 +38,10 @@ def match_optimizer(
     ledger: Ledger, optimizer: Optimizer, named: list[NamedParameter], path: str
 ) -> Step:
     """Match an optimizer, whose parameters have these names, with what was saved at a path."""
+    for each in named:
+        state = [join(join(path, "state"), name) for name in each.names]
+        held = optimizer.state.get(each.parameter, {})
+        ledger.owns(*state, *(join(name, key) for name in state for key in held))
     if not ledger.selects(path):
         return lambda: optimizer
     return _OptimizerMatch(ledger, optimizer, named, path).run()
@@ -131,7 +135,7 @@ class _OptimizerMatch:
     def _option(self, value: Tree, path: str, own: object) -> object:
         """A group's option; a tensor one is filled into a tensor of its own."""
         if not isinstance(value, TensorRef):
-            return self.ledger.whole(value, path)()
+            return self.ledger.whole(value, path, is_one=True)()
         record = self.ledger.saved.catalog.tensors[value.name]
         tensor = whole_tensor(record)
         if isinstance(own, torch.Tensor):
@@ -215,7 +219,16 @@ class _OptimizerMatch:
                 return zeros_placed_like(parameter, torch_dtype(record.dtype.torch_name))
             return whole_tensor(record)
 
-        return self.ledger.whole(saved, where, like)
+        step = self.ledger.whole(saved, where, like)
+        if not isinstance(mine, dict) or not isinstance(saved, dict):
+            return step
+
+        def with_own() -> object:
+            loaded = step()
+            kept = {key: value for key, value in mine.items() if key in saved}
+            return kept | loaded if isinstance(loaded, dict) else loaded
+
+        return with_own
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,18 @@
 """Which names of a checkpoint or target are meant, by patterns in which `*` and `?` stand for text.
 
-`*` is any text, dots too, and `?` one character. Every other character is itself: names of tensors
-have brackets in them, which a shell's patterns would take for sets of characters.
+Rules:
+
+1. `*` is any text, dots too, and `?` one character. Every other character is itself: names of
+   tensors have brackets in them, which a shell's patterns would take for sets of characters.
+2. Each pattern matches a name, and the selection as a whole chooses one. A mistyped pattern would
+   load, write or compare nothing, and nobody would see it.
+3. Each verb says which names there are for rule 2: of a load those of the checkpoint and of all
+   ranks' targets, of a comparison those of both checkpoints, else those of the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -27,7 +33,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of the target's names to load."""
+    """Which names are meant: those that a pattern to include matches and none to exclude does."""
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -36,11 +42,16 @@ class Selection:
     def of(
         cls, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
     ) -> Selection:
-        """A selection from one pattern, several or none: none includes all and excludes nothing."""
+        """A selection from one pattern, several or none: none includes all and excludes nothing.
+
+        Raises ValueError for an empty list of patterns to include, which selects nothing.
+        """
 
         def patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
             return (given,) if isinstance(given, str) else tuple(given or ())
 
+        if include is not None and not patterns(include):
+            raise ValueError("include is an empty list, which selects nothing; omit it to take all")
         return cls(("*",) if include is None else patterns(include), patterns(exclude))
 
     def __contains__(self, name: str) -> bool:
@@ -55,35 +66,85 @@ class Selection:
         """True when every name is in it."""
         return self.include == ("*",) and not self.exclude
 
-    def check_chooses(self, names: Collection[str], where: str) -> None:
-        """Raise ValueError where a pattern to include names nothing, or no name is left over.
+    def idle(self, names: Collection[str]) -> tuple[Claim, ...]:
+        """What of this selection chooses none of these names: each pattern, or else the whole.
 
-        What was mistyped would choose nothing, and nothing is soon found to be as it should be.
+        >>> [str(claim) for claim in Selection.of("w*", "b*").idle(["w", "x"])]
+        ["exclude='b*'"]
+        >>> [str(claim) for claim in Selection.of("w*", "*").idle(["w", "x"])]
+        ["include='w*', exclude='*'"]
         """
-        if self.is_all:
-            return
-        for pattern in self.include:
-            check_names_some(pattern, names, where)
-        if names and not any(name in self for name in names):
-            excluded = ", ".join(map(repr, self.exclude))
-            raise ValueError(
-                f"{where}: all {len(names)} names are excluded by {excluded}; exclude less"
-            )
+        each = [
+            *(Claim((pattern,), ()) for pattern in self.include if pattern != "*"),
+            *(Claim((), (pattern,)) for pattern in self.exclude),
+        ]
+        found = tuple(claim for claim in each if claim.is_idle(names))
+        whole = Claim(self.include, self.exclude)
+        return (whole,) if self.exclude and names and not found and whole.is_idle(names) else found
+
+    def check_chooses(self, names: Collection[str], where: str) -> None:
+        """Raise ValueError unless each pattern matches one of these names, and one is chosen."""
+        idle = self.idle(names)
+        if idle:
+            said = "; ".join(f"{claim.role}: {claim.advice(names)}" for claim in idle)
+            raise ValueError(f"{where}: {said}")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A part of a selection that has to choose a name: one pattern, or the selection as a whole."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    @property
+    def role(self) -> str:
+        """The argument that the patterns were given as."""
+        return "exclude" if self.exclude else "include"
+
+    def is_idle(self, names: Iterable[str]) -> bool:
+        """Whether it chooses none of these names."""
+        if self.include and self.exclude:
+            chosen = Selection(self.include, self.exclude)
+            return not any(name in chosen for name in names)
+        [pattern] = self.include or self.exclude
+        return not any(matches(pattern, name) for name in names)
+
+    def advice(self, names: Collection[str]) -> str:
+        """What is wrong, with the names that come near, and what to do."""
+        if self.include and self.exclude:
+            given = ", ".join(map(repr, self.exclude))
+            count = len(_plain(names)) if self.include == ("*",) else "the included"
+            return f"all {count} names are excluded by {given}; exclude less"
+        [pattern] = self.include or self.exclude
+        return no_name(pattern, names)
+
+    def __str__(self) -> str:
+        said = {"include": self.include, "exclude": self.exclude}
+        return ", ".join(
+            f"{role}={pattern!r}" for role, patterns in said.items() for pattern in patterns
+        )
+
+
+def no_name(pattern: str, names: Collection[str]) -> str:
+    """Why a pattern is refused that matches none of these names; says which names come near."""
+    known = _parts_of(_plain(names))
+    near = get_close_matches(pattern.rstrip("*?."), known, _SHOWN) or known[:_SHOWN]
+    there = f"there are {', '.join(near)}" if near else "there are no names"
+    return f"{pattern!r} matches no name; {there}; mend or omit it"
 
 
 def check_names_some(
-    pattern: str,
-    names: Collection[str],
-    where: str,
-    names_it: Callable[[str, str], bool] = matches,
+    pattern: str, names: Collection[str], where: str, names_it: Callable[[str, str], bool]
 ) -> None:
     """Raise ValueError where a pattern names none of these; it says which names come near."""
-    if pattern == "*" or any(names_it(pattern, name) for name in names):
-        return
-    known = _parts_of(sorted(names))
-    near = get_close_matches(pattern.rstrip("*?."), known, _SHOWN) or known[:_SHOWN]
-    there = f"there are {', '.join(near)}" if near else "there are no names"
-    raise ValueError(f"{where}: {pattern!r} matches no name; {there}; mend or omit the pattern")
+    if pattern != "*" and not any(names_it(pattern, name) for name in names):
+        raise ValueError(f"{where}: {no_name(pattern, names)}")
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    """The names, sorted; one that ends with a dot stands for whatever an object may have."""
+    return sorted({name.rstrip(".") for name in names})
 
 
 def _parts_of(names: Collection[str]) -> list[str]:

@@ -100,12 +100,26 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     return apply
 
 
+def _parameters(tree: Tree, path: str = "") -> Iterator[str]:
+    """The names that optimizers have for their parameters' state, also where there is no state."""
+    if not isinstance(tree, dict):
+        return
+    groups = tree.get("param_groups")
+    for group in groups if isinstance(groups, list) else ():
+        names = group.get("params") if isinstance(group, dict) else None
+        for name in names if isinstance(names, list | tuple) else ():
+            yield join(join(path, "state"), name)
+    for key, item in tree.items():
+        yield from _parameters(item, join(path, key))
+
+
 class Saved:
     """A checkpoint's state, looked up by the target's names."""
 
     def __init__(self, catalog: Catalog, rename: Rename | None = None) -> None:
         self.catalog = catalog
         self.rename = renamer(rename)
+        self._keys = [key.rstrip(".") for key in rename] if isinstance(rename, Mapping) else []
         self._nodes: dict[str, Tree] = {}
         self._names: list[str] | None = None
         self.leaves = by_name((self.rename(name), leaf) for name, leaf in leaves(catalog.tree))
@@ -124,6 +138,23 @@ class Saved:
         if isinstance(tree, dict):
             for key, item in tree.items():
                 self._index(item, join(path, key))
+
+    def idle_keys(self) -> dict[str, list[str]]:
+        """The keys of `rename=` that are neither a name of the checkpoint nor a prefix of one.
+
+        Each with all names that the checkpoint has.
+        """
+        keys = [key for key in self._keys if key]
+        if not keys:
+            return {}
+        own = (name for name, _ in leaves(self.catalog.tree))
+        names = sorted({*own, *_parameters(self.catalog.tree)})
+
+        def names_some(prefix: str) -> bool:
+            at = bisect_left(names, prefix)
+            return at < len(names) and names[at].startswith(prefix)
+
+        return {key: names for key in keys if key not in names and not names_some(f"{key}.")}
 
     def node(self, path: str) -> Tree | Missing:
         """What was saved at a name, in its nest; under a renamed prefix, a flat dict."""

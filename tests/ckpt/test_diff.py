@@ -352,7 +352,9 @@ def test_a_pattern_that_matches_nothing_is_an_error(pair):
         pair(a, b, include="step", values=False)
     with pytest.raises(ValueError, match=r"all 2 names are excluded by '\*'"):
         pair(a, b, exclude="*")
-    assert not pair(a, b, exclude="nothing").equal
+    with pytest.raises(ValueError, match="exclude: 'nothing' matches no name"):
+        pair(a, b, exclude=["step", "nothing"])
+    assert len(pair(a, b, exclude="step").tensors) == 1  # B has it
     assert pair({}, {}).equal
 
 

@@ -1,0 +1,179 @@
+"""A pattern, or a key of `rename=`, that names nothing is an error in every verb that takes one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*strict=False skips")
+
+
+def state(value: float) -> dict[str, Any]:
+    """A small model and an optimizer of it that keeps no state."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return {"model": model, "optim": torch.optim.SGD(model.parameters(), 0.1), "step": int(value)}
+
+
+CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"include": "weigth*"}, "include: 'weigth*' matches no name; there are"),
+    ({"include": ["model.*", "stepp"]}, "include: 'stepp' matches no name; there are step;"),
+    ({"include": "model"}, "include: 'model' matches no name; there are model,"),
+    ({"exclude": ["step", "modle.*"]}, "exclude: 'modle.*' matches no name; there are model"),
+    ({"include": "step", "exclude": "st*"}, "names are excluded by 'st*'"),
+    ({"include": []}, "include is an empty list"),
+]
+RENAMES: list[tuple[dict[str, Any], str]] = [
+    ({"rename": {"modle": "net"}}, "rename: 'modle' matches no name; there are model"),
+    ({"rename": {"mod": "net"}}, "rename: 'mod' matches no name; there are model"),
+    ({"rename": {"": "", "model.weigth": "w"}}, "rename: 'model.weigth' matches no name"),
+]
+
+
+def loading(folder: Path, choice: dict[str, Any]) -> object:
+    target = state(0.0)
+    try:
+        return ckpt.load(folder / "a", target, strict=False, **choice)
+    finally:
+        assert target["step"] == 0
+        assert (target["model"].weight == 0).all()
+
+
+def loading_from_memory(folder: Path, choice: dict[str, Any]) -> object:
+    return ckpt.state_dict.load(state(1.0), state(0.0), strict=False, **choice)
+
+
+def reading(folder: Path, choice: dict[str, Any]) -> object:
+    return ckpt.read(folder / "a", **choice)
+
+
+def converting(folder: Path, choice: dict[str, Any]) -> object:
+    try:
+        return ckpt.convert(folder / "a", folder / "made", **choice)
+    finally:
+        assert not (folder / "made").exists()
+
+
+def comparing(folder: Path, choice: dict[str, Any]) -> object:
+    return ckpt.diff(folder / "a", folder / "b", **choice)
+
+
+@pytest.mark.parametrize(
+    "verb", [loading, loading_from_memory, reading, converting, comparing], ids=lambda v: v.__name__
+)
+def test_a_selection_that_matches_nothing_is_an_error(tmp_path: Path, verb: Any) -> None:
+    ckpt.save(tmp_path / "a", state(1.0))
+    ckpt.save(tmp_path / "b", state(1.0))
+    renames = RENAMES if "loading" in verb.__name__ else []
+    for choice, said in CHOICES + renames:
+        with pytest.raises(ValueError) as error:
+            verb(tmp_path, choice)
+        assert said in str(error.value), choice
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"exclude": ["optim.*", "model.lora"]},  # a name of the target alone
+        {"exclude": ["optim.*", "model.lora", "model.bias"]},  # and one of the checkpoint
+        {"include": ["model.weight", "step"], "exclude": "model.w?ight"},
+        {"exclude": ["optim.state.lora*", "model.lora"]},  # state of a parameter that has none
+        {"exclude": ["model.lora", "sched.*", "optim.*"]},  # whatever an object may have
+    ],
+)
+def test_a_pattern_may_name_what_the_target_or_the_checkpoint_alone_has(
+    tmp_path: Path, choice: dict[str, Any]
+) -> None:
+    ckpt.save(tmp_path, state(1.0))
+    target = state(0.0)
+    target["model"].register_parameter("lora", nn.Parameter(torch.zeros(2)))
+    target["optim"].add_param_group({"params": [target["model"].lora]})
+    target["sched"] = torch.optim.lr_scheduler.StepLR(target["optim"], 5)
+    ckpt.load(tmp_path, target, strict=False, **choice)
+    assert target["step"] == 1
+
+
+def test_a_rename_of_a_parameter_without_state_is_used(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, state(1.0))
+    target = state(0.0)
+    keys = {"model.weight": "model.w", "optim.state.weight": "optim.state.w"}
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.zeros(2, 2)))
+    model.register_parameter("bias", nn.Parameter(torch.zeros(2)))
+    target = {"model": model, "optim": torch.optim.SGD(model.parameters(), 0.5), "step": 0}
+    ckpt.load(tmp_path, target, rename=keys)
+    assert (model.w == 1).all()
+    assert target["optim"].param_groups[0]["lr"] == 0.1
+
+
+def load_a_stage(folder: str, choice: dict[str, Any], other: dict[str, Any]) -> str:
+    """What rank 0, or each, says of a load in which each has a stage of a model."""
+    rank = dist.get_rank()
+    target = {f"stage{rank}": torch.zeros(2), f"new{rank}": torch.zeros(2), "step": 0}
+    try:
+        ckpt.load(folder, target, strict=False, **(other if rank else choice))
+    except ckpt.MismatchError as error:
+        assert (target[f"stage{rank}"] == 0).all()
+        return str(error)
+    return str(target["step"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "other", "said"),
+    [
+        ({"exclude": "new1"}, {"exclude": "new1"}, "1"),
+        ({"exclude": ["new1", "new0"]}, {}, "1"),
+        ({"exclude": "stage1"}, {"exclude": "stage0"}, "1"),
+        ({"include": ["new1", "step"]}, {"include": ["new0", "step"]}, "1"),
+        ({"include": "new1"}, {"include": "new1"}, "0"),
+        ({"exclude": "nwe1"}, {"exclude": "nwe1"}, "exclude: 'nwe1' matches no name; there are "),
+        ({"exclude": "new1"}, {"exclude": "nwe*"}, "exclude: 'nwe*' matches no name; there are "),
+        ({"include": "s*", "exclude": "st*"}, {}, "all the included names are excluded by 'st*'"),
+    ],
+)
+def test_ranks_agree_on_a_pattern_that_no_rank_has_a_name_for(
+    clusters: Callable, tmp_path: Path, choice: dict[str, Any], other: dict[str, Any], said: str
+) -> None:
+    ckpt.save(tmp_path, {"stage0": torch.ones(2), "stage1": torch.ones(2), "step": 1})
+    found = clusters(2).run(load_a_stage, str(tmp_path), choice, other)
+    assert all(said in one for one in found), found
+
+
+def stepped(value: float) -> dict[str, Any]:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(value / 4, 0.75))
+    model(torch.ones(1, 2) * value).sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+def test_one_entry_of_an_optimizer_s_state_may_be_left_out(tmp_path: Path) -> None:
+    saved, target = stepped(1.0), stepped(2.0)
+    ckpt.save(tmp_path, saved)
+    own = target["optim"].state[target["model"].weight]["exp_avg"].clone()
+    ckpt.load(tmp_path, target, exclude="optim.state.*.exp_avg")
+    had = saved["optim"].state[saved["model"].weight]
+    state = target["optim"].state[target["model"].weight]
+    assert torch.equal(state["exp_avg"], own)
+    assert torch.equal(state["exp_avg_sq"], had["exp_avg_sq"])
+    assert target["optim"].param_groups[0]["betas"] == (0.25, 0.75)
+
+
+def test_a_place_takes_what_is_selected_of_what_was_saved(tmp_path: Path) -> None:
+    tensors = [torch.ones(1), torch.zeros(2)]
+    ckpt.save(tmp_path, {"a": {"x": 1, "y": [2, {"z": 3}]}, "b": {"list": tensors}, "c": 5})
+    found: Any = ckpt.load(tmp_path, {"all": None}, rename={"": "all"}, include=["all.b.list.1"])
+    assert list(found["all"]) == ["b.list.1"]
+    into: Any = ckpt.load(tmp_path, {}, include=["a.y", "b.list.1"])
+    assert into["a"] == {"y": [2, {"z": 3}]}
+    assert into["b"]["list"][0] is None
+    assert torch.equal(into["b"]["list"][1], tensors[1])
+    assert "c" not in into
