@@ -33,6 +33,7 @@ from ckpt.reading.bites import Fits
 from ckpt.reading.fills import Fill, Planning, read_fills
 from ckpt.reading.lots import Read, Wanted
 from ckpt.reading.replicas import REPLICAS, Shares, bytes_of_lots, exchanged
+from ckpt.reading.shared import Comparing
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import Reading
 from ckpt.states.memory import will_change
@@ -175,6 +176,8 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             source = stack.enter_context(open_source(url, asked.options))
             saved = Saved(source.catalog, asked.rename)
             found = match(saved, state, asked.selection, asked.casts)
+            comparing = Comparing(source.store, ranks.mesh, ranks.here, budget // 2, asked.verify)
+            found.differences.extend(comparing.differences(found.shared))
             exchanges = exchanged(asked.replicas, source.store) and not ranks.alone
             planned: list[_Planned] = []
             if not (exchanges or found.differences or found.unexpected or found.idle):

@@ -196,8 +196,13 @@ def load(
             lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
         )
         filling = Filling(held, saved, ranks, group, budget)
-        filling.fill(matched.numbers)
-        ranks.attempt("comparing the numbers of the state", lambda: check_numbers(SOURCE, matched))
+        beside = filling.beside(matched.shared)
+        apart = [want for group in beside for want, _ in group]
+        filling.fill([*matched.numbers, *apart])
+        placed = [[one for _, one in group] for group in beside]
+        ranks.attempt(
+            "comparing the numbers of the state", lambda: check_numbers(SOURCE, matched, placed)
+        )
         filling.fill(matched.wants)
         return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt.matching.ledger import Want
+from ckpt.matching.overlaps import Placed
 from ckpt.ranks import Ranks
 from ckpt.states.described import Described
 from ckpt.states.memory import is_lazy, torch_dtype, will_change
@@ -18,6 +19,7 @@ from ckpt.states.together import Together
 from formats.catalog import TensorRef
 from formats.native.manifest import StoredTensor
 from sharding.describe.describing import describe
+from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout
 from sharding.layout.exchange import exchange
 from sharding.states.redistribute import Move, redistribute
@@ -62,6 +64,19 @@ class Filling:
                         fills[name].finish()
 
         self.ranks.attempt("moving tensors", moving)
+
+    def beside(self, groups: Sequence[Sequence[Want]]) -> list[list[tuple[Want, Placed]]]:
+        """Wants like those of targets that share memory, each for memory of its own."""
+        found = []
+        for group in groups:
+            wants = []
+            for want in group:
+                local, layout = describe(want.tensor, want.name, self.ranks.mesh)
+                values = torch.empty(local.shape, dtype=local.dtype, device="cpu")
+                apart = Want(want.name, want.record, LocalPart(values, layout))
+                wants.append((apart, Placed(want.name, local, values)))
+            found.append(wants)
+        return found
 
     def _fill(self, want: Want) -> _Fill:
         local, layout = describe(want.tensor, want.name, self.ranks.mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from warnings import warn
 
@@ -11,6 +11,7 @@ import xxhash
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.matching.ledger import Match
+from ckpt.matching.overlaps import Placed, conflict
 from ckpt.matching.selection import Claim
 from ckpt.ranks import HASH_BITS, Ranks
 from formats.url_secrets import without_secrets
@@ -94,8 +95,12 @@ def check_fits(
         raise MismatchError(url, found)
 
 
-def check_numbers(url: str, matched: Match) -> None:
-    """Raise MismatchError where numbers that must agree do not, once they are read."""
-    found = [difference for check in matched.checks if (difference := check()) is not None]
+def check_numbers(url: str, matched: Match, placed: Iterable[Sequence[Placed]] = ()) -> None:
+    """Raise MismatchError where numbers that must agree do not, once they are read.
+
+    So it is for values that are to be `placed` in memory that targets share.
+    """
+    checked = (*(check() for check in matched.checks), *map(conflict, placed))
+    found = [difference for difference in checked if difference is not None]
     if found:
         raise MismatchError(url, found)

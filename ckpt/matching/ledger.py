@@ -45,6 +45,8 @@ class Match:
     """To be made once these are read."""
     differences: list[Difference]
     """All but the unexpected names."""
+    shared: list[tuple[Want, ...]]
+    """Wants that share memory of the target: to be compared before anything of it is touched."""
     unexpected: list[str]
     """The checkpoint's names that this rank's target does not have."""
     saved_names: list[str]
@@ -67,6 +69,8 @@ class Ledger:
     numbers: list[Want] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
+    ties: list[tuple[Want, Want]] = field(default_factory=list)
+    """Wants for one tensor of the target under two names: only the first is filled."""
     used: set[str] = field(default_factory=set)
     """The checkpoint's names that found their place, or are known not to matter."""
     own_names: list[str] = field(default_factory=list)

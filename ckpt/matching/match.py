@@ -47,7 +47,8 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
     matcher = _Matcher(ledger, cast, parameter_names(state))
     install = matcher.walk(state, "")
     matcher.forgive_ties()
-    ledger.differences += shared_memory(ledger.wants)
+    shared = shared_memory(ledger.wants, ledger.ties)
+    ledger.differences += shared.refused
     for key, there in saved.idle_keys().items():
         ledger.differ("rename", "pattern", no_name(key, there))
     names = list(saved.leaves)
@@ -57,6 +58,7 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
         ledger.numbers,
         ledger.checks,
         ledger.differences,
+        shared.groups,
         unexpected,
         names,
         ledger.own_names,
@@ -70,7 +72,7 @@ class _Matcher:
         self._ledger = ledger
         self._cast = cast
         self._parameters = parameters
-        self._filled: dict[object, str] = {}
+        self._filled: dict[object, Want] = {}
         self._lacking: dict[str, object] = {}
         self._keep: list[object] = []
         """What `_filled` and `_lacking` have the identity of."""
@@ -137,8 +139,13 @@ class _Matcher:
             self._ledger.differ(
                 name, "structure", "is on the meta device; call to_empty() on the module first"
             )
-        elif self._filled.setdefault(key, name) == name:
-            self._ledger.wants.append(Want(name, record, tensor))
+        else:
+            want = Want(name, record, tensor)
+            first = self._filled.setdefault(key, want)
+            if first is want:
+                self._ledger.wants.append(want)
+            else:
+                self._ledger.ties.append((first, want))
 
     def _array(self, array: np.ndarray, path: str) -> Step:
         """An array that torch cannot share is filled by way of a copy, a read-only one replaced."""

@@ -1,13 +1,18 @@
 """Targets that share memory are refused before anything is touched, where they cannot be filled."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
 from ckpt.matching.overlaps import Extent, overlapping, overlaps_itself
@@ -67,8 +72,8 @@ def test_two_targets_that_share_some_memory_are_refused_by_both_names(
     tmp_path: Path, kind: str
 ) -> None:
     (said,) = refused(tmp_path, {"free": torch.zeros(4), **shared(kind)})
-    assert "shares a part of its memory with" in said
     assert {said[0], said.partition(" with ")[2][0]} == {"a", "b"}
+    assert "bytes of memory with" in said
     assert "exclude=" in said
 
 
@@ -96,6 +101,178 @@ def test_views_that_share_a_buffer_and_no_element_are_filled(tmp_path: Path) -> 
     )
     ckpt.load(tmp_path, target)
     assert all((value == i).all() for i, value in enumerate(target.values()))
+
+
+def test_two_targets_that_share_some_memory_are_filled_where_the_values_agree(
+    tmp_path: Path,
+) -> None:
+    state = shared("columns")
+    state["a"].copy_(torch.arange(24.0).reshape(6, 4))
+    state["b"].copy_(torch.arange(18.0).reshape(6, 3))
+    ckpt.save(tmp_path, state)
+    target = shared("columns")
+    ckpt.load(tmp_path, target)
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+    ckpt.state_dict.load(state, target := shared("columns"))
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+
+
+class Tied(nn.Module):
+    """An embedding and a head, of one tensor or of two."""
+
+    def __init__(self, is_tied: bool, embed: float, head: float) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40, bias=False)
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.arange(320.0).reshape(40, 8) + embed)
+            self.head.weight.copy_(torch.arange(320.0).reshape(40, 8) + head)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+def as_native(folder: Path, model: Tied) -> Path:
+    ckpt.save(folder / "native", model)
+    return folder / "native"
+
+
+def as_compressed(folder: Path, model: Tied) -> Path:
+    ckpt.save(folder / "small", model, compress=True)
+    return folder / "small"
+
+
+def as_huggingface(folder: Path, model: Tied) -> Path:
+    ckpt.convert(as_native(folder, model), folder / "hf", to="hf")
+    return folder / "hf"
+
+
+def as_torch(folder: Path, model: Tied) -> Path:
+    torch.save(model.state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def as_dcp(folder: Path, model: Tied) -> Path:
+    ckpt.convert(as_native(folder, model), folder / "dcp", to="dcp")
+    return folder / "dcp"
+
+
+SOURCES = [as_native, as_compressed, as_huggingface, as_torch, as_dcp]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+@pytest.mark.parametrize("dtype", [None, "target"])
+def test_an_untied_checkpoint_is_loaded_into_a_tied_target_where_its_values_are_equal(
+    tmp_path: Path, source: Any, dtype: str | None
+) -> None:
+    into = Tied(True, 5.0, 5.0)
+    into = into.to(torch.float64) if dtype else into
+    for is_tied in (True, False):
+        folder = tmp_path / str(is_tied)
+        folder.mkdir()
+        value = float(is_tied)
+        ckpt.load(source(folder, Tied(is_tied, value, value)), into, dtype=dtype)
+        assert torch.equal(into.head.weight, torch.arange(320.0).reshape(40, 8) + value)
+        assert into.head.weight is into.embed.weight
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+@pytest.mark.parametrize("strict", [True, False])
+def test_records_that_differ_are_refused_by_the_names_of_a_tied_target(
+    tmp_path: Path, source: Any, strict: bool
+) -> None:
+    model = Tied(False, 1.0, 1.0)
+    with torch.no_grad():
+        model.head.weight[39, 7] += 1
+    into = Tied(True, 5.0, 5.0)
+    before = into.head.weight.clone()
+    place = source(tmp_path, model)
+    with pytest.raises(ckpt.MismatchError) as error:
+        ckpt.load(place, into, strict=strict, fallback=[place])
+    (said,) = error.value.differences
+    assert "head.weight" in str(said)
+    assert "shares 1280 bytes of memory with embed.weight in the target" in str(said)
+    assert torch.equal(into.head.weight, before)
+    ckpt.load(place, into, exclude="embed.weight")
+    assert torch.equal(into.head.weight, model.head.weight)
+    ckpt.load(place, Tied(False, 5.0, 5.0))
+
+
+def test_a_tied_target_is_refused_in_memory_too(tmp_path: Path) -> None:
+    into = Tied(True, 5.0, 5.0)
+    ckpt.state_dict.load(Tied(False, 1.0, 1.0), into)
+    assert into.head.weight[0, 0] == 1
+    with pytest.raises(ckpt.MismatchError, match=r"head\.weight: shares 1280 bytes of memory"):
+        ckpt.state_dict.load(Tied(False, 2.0, 3.0), into)
+    assert into.head.weight[0, 0] == 1
+
+
+VIEWS: dict[str, Any] = {
+    "turned": lambda t: t.t(),
+    "flat": lambda t: t.view(-1),
+    "bits": lambda t: t.view(torch.int32),
+    "rows": lambda t: t[1:],
+    "bytes": lambda t: t.view(torch.uint8).view(-1),
+    "negated": torch._neg_view,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("compress", [False, True])
+def test_views_of_another_shape_are_filled_only_where_the_values_agree(
+    tmp_path: Path, view: str, compress: bool
+) -> None:
+    saved = {"t": torch.arange(1.0, 26.0).reshape(5, 5)}
+    saved["v"] = VIEWS[view](saved["t"])
+    other = {"t": saved["t"], "v": saved["v"].clone()}
+    other["v"][(-1,) * other["v"].ndim] = 0
+    ckpt.save(tmp_path / "same", saved, compress=compress)
+    ckpt.save(tmp_path / "other", other, compress=compress)
+    for load in (ckpt.load, ckpt.state_dict.load):
+        into = torch.zeros(5, 5)
+        target = {"t": into, "v": VIEWS[view](into)}
+        with pytest.raises(ckpt.MismatchError, match=r"v: shares \d+ bytes of memory with t"):
+            load(tmp_path / "other" if load is ckpt.load else other, target)  # type: ignore[operator]
+        assert (into == 0).all()
+        load(tmp_path / "same" if load is ckpt.load else saved, target)  # type: ignore[operator]
+        assert torch.equal(into, saved["t"])
+
+
+def test_views_that_are_too_large_to_compare_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t = torch.zeros(1 << 22)
+    ckpt.save(tmp_path, {"t": t, "v": t.view(2, -1)})
+    monkeypatch.setenv("CKPT_MEMORY_BUDGET", "64MiB")
+    with pytest.raises(ckpt.MismatchError, match="of which the budget has"):
+        ckpt.load(tmp_path, {"t": t, "v": t.view(2, -1)})
+
+
+def load_sharded_ties(folder: str, differ: bool) -> tuple[str, bool]:
+    """What becomes of two DTensors over one memory, and whether that was touched."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(24.0).reshape(6, 4)
+    other = whole.clone()
+    other[5, 3] += differ  # which the last rank has
+    ckpt.save(folder, {"a": whole, "b": other}, compress=True)  # so that it is read
+    one = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)], src_data_rank=None)
+    two = DTensor.from_local(one.to_local(), mesh, [Shard(0)], shape=one.shape, stride=one.stride())
+    said = ""
+    try:
+        ckpt.load(folder, {"a": one, "b": two})
+    except (ckpt.MismatchError, ckpt.RankError) as error:
+        said = str(error)
+    return said, bool((one.to_local() != 0).any())
+
+
+def test_one_rank_that_holds_a_difference_ends_the_load_of_all(
+    clusters: Callable, tmp_path: Path
+) -> None:
+    (said, touched), (other, also) = clusters(2).run(load_sharded_ties, str(tmp_path), True)
+    assert "b: shares 48 bytes of memory with a" in other
+    assert "rank 1" in said
+    assert not touched
+    assert not also
+    found = clusters(2).run(load_sharded_ties, str(tmp_path / "same"), False)
+    assert found == [("", True), ("", True)]
 
 
 def test_ties_by_another_view_of_the_same_memory_are_filled(tmp_path: Path) -> None:

@@ -1,0 +1,176 @@
+"""Whether targets that share memory would receive the same, found before any of them is touched.
+
+Rules:
+
+1. Records that lie in the same bytes are equal, and so are records whose chunks have equal
+   checksums of 128 bits. Checksums that differ say that the records do. Nothing is read for these.
+2. Where checksums cannot tell (a format without them, compressed chunks, files that were cut
+   elsewhere), this rank reads its part of both records: of two names for one tensor in blocks of
+   `BLOCK_BYTES`, of views with other shapes as a whole, within the budget.
+3. Each rank compares what it holds. A difference on one rank ends the load on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+import torch
+
+from ckpt.errors import Difference
+from ckpt.matching.ledger import Want
+from ckpt.matching.overlaps import Placed, conflict, differing, group_bytes, is_same_view
+from ckpt.reading.bites import requests_for
+from ckpt.reading.transfer import transfer
+from ckpt.states.memory import empty_for, memory_of
+from formats.catalog import StoredPiece, TensorRecord
+from formats.storage import Reader
+from sharding.describe.describing import describe
+from sharding.layout import Box, Mesh, Piece
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of each of two records that are in memory at once."""
+DIGEST_BYTES = 16
+"""Of a checksum that tells equal chunks from others: 128 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparing:
+    """How the wants of a group are compared."""
+
+    reader: Reader
+    world: Mesh
+    here: int
+    budget: int
+    """Bytes of host memory that may be taken."""
+    verify: bool
+
+    def differences(self, groups: Sequence[tuple[Want, ...]]) -> Iterator[Difference]:
+        """The groups whose memory cannot hold what was saved, each by two names."""
+        for group in groups:
+            parts = [part for part in map(self._part, group) if part.local.numel()]
+            if len(parts) < 2:
+                continue
+            if all(parts[0].is_like(other) for other in parts[1:]):
+                first, *others = parts
+                unlike = (other for other in others if not self._are_equal(first, other))
+                found = (
+                    differing(first.want.name, other.want.name, other.nbytes) for other in unlike
+                )
+                yield from found
+            else:
+                yield from self._as_placed(parts)
+
+    def _part(self, want: Want) -> _Part:
+        local, layout = describe(want.tensor, want.name, self.world)
+        return _Part(want, local, tuple(layout.pieces(self.here)))
+
+    def _are_equal(self, one: _Part, other: _Part) -> bool:
+        """Whether both records have the same in the boxes that this rank holds."""
+        a, b = one.want.record, other.want.record
+        for piece in one.pieces:
+            if a.dtype == b.dtype:
+                found = [list(record.pieces.locate(piece.box)) for record in (a, b)]
+                same = same_bytes(*found)
+                if same is not None:
+                    if not same:
+                        return False
+                    continue
+            most = BLOCK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
+            for box in blocks(piece.box, most):
+                first, second = (self._read(record, box, one.local.dtype) for record in (a, b))
+                if not np.array_equal(memory_of(first), memory_of(second)):
+                    return False
+        return True
+
+    def _read(self, record: TensorRecord, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """What a target of this dtype would receive of a box, packed."""
+        tensor = empty_for(record, box.shape)
+        requests = requests_for(record, [Piece.packed(box)], memory_of(tensor))
+        transfer(self.reader, requests, self.verify)
+        return tensor.to(dtype)
+
+    def _as_placed(self, parts: Sequence[_Part]) -> Iterator[Difference]:
+        """The same for views of other shapes: their values, laid out as the targets are."""
+        needed = group_bytes([part.local for part in parts])
+        if needed > self.budget:
+            first, other = parts[0].want.name, parts[1].want.name
+            yield Difference(
+                other,
+                "structure",
+                f"shares memory with {first} in the target as a view of another shape, and to "
+                f"compare what was saved for the two takes {needed} bytes, of which the budget has "
+                f"{self.budget}; leave one out with exclude=, or raise CKPT_MEMORY_BUDGET",
+            )
+            return
+        found = conflict([self._placed(part) for part in parts])
+        if found is not None:
+            yield found
+
+    def _placed(self, part: _Part) -> Placed:
+        record = part.want.record
+        values = empty_for(record, part.local.shape)
+        transfer(self.reader, requests_for(record, part.pieces, memory_of(values)), self.verify)
+        return Placed(part.want.name, part.local, values.to(part.local.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What this rank has of a want."""
+
+    want: Want
+    local: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.local.numel() * self.local.itemsize
+
+    def is_like(self, other: _Part) -> bool:
+        """Whether the two are one tensor: the same elements of it in the same places."""
+        here, there = self.local, other.local
+        is_one = here.data_ptr() == there.data_ptr() and is_same_view(here, there)
+        return is_one and self.pieces == other.pieces
+
+
+def same_bytes(a: Sequence[StoredPiece], b: Sequence[StoredPiece]) -> bool | None:
+    """Whether stored pieces hold the same bits, by place and checksums; None where that is unknown.
+
+    Only the checksums of chunks that are stored as they are tell: others may have other bytes for
+    the same elements, or the same bytes on top of another base.
+    """
+    for one, other in zip_longest(a, b):
+        if one is None or other is None or one.piece != other.piece:
+            return None
+        here, there = one.extent, other.extent
+        if here.chunks is None or there.chunks is None:
+            if (here.file, here.offset, here.nbytes) != (there.file, there.offset, there.nbytes):
+                return None
+            continue
+        if here.nbytes != there.nbytes or here.chunks.chunk_bytes != there.chunks.chunk_bytes:
+            return None
+        for index in range(len(here.chunks)):
+            first, second = here.chunks[index], there.chunks[index]
+            if first.compressed or second.compressed or len(first.digest) < DIGEST_BYTES:
+                return None
+            if first.digest != second.digest:
+                return False
+    return True
+
+
+def blocks(box: Box, most: int) -> Iterator[Box]:
+    """A box in boxes of at most so many elements, cut in halves along its first long dimension.
+
+    >>> [(one.lo, one.hi) for one in blocks(Box((0, 0), (4, 2)), 4)]
+    [((0, 0), (2, 2)), ((2, 0), (4, 2))]
+    """
+    if box.numel <= most:
+        if box:
+            yield box
+        return
+    dim = next(at for at, size in enumerate(box.shape) if size > 1)
+    middle = (box.lo[dim] + box.hi[dim]) // 2
+    yield from blocks(Box(box.lo, (*box.hi[:dim], middle, *box.hi[dim + 1 :])), most)
+    yield from blocks(Box((*box.lo[:dim], middle, *box.lo[dim + 1 :]), box.hi), most)
