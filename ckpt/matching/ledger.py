@@ -88,13 +88,16 @@ class Ledger:
     def selects(self, path: str) -> bool:
         """True when something below a name is to be loaded, if there is anything."""
         self.owns(path, join(path, ""))
-        return self._chosen(path, join(path, ""))
+        return self.chooses(path, join(path, ""))
 
-    def _chosen(self, path: str, otherwise: str) -> bool:
-        """Whether something saved at or below a name is selected; else whether a name is."""
+    def chooses(self, path: str, otherwise: str | None = None) -> bool:
+        """Whether something saved at or below a name is selected; else whether that name is.
+
+        `otherwise` is looked up in place of a name that nothing was saved under.
+        """
         if self.selection.is_all:
             return True
-        below = self.saved.under(path) or [otherwise]
+        below = self.saved.under(path) or [path if otherwise is None else otherwise]
         return any(name in self.selection for name in below)
 
     def whole(
@@ -118,14 +121,14 @@ class Ledger:
             items = {
                 key: self.whole(v, join(path, key), like, is_one)
                 for key, v in tree.items()
-                if is_one or self._chosen(join(path, key), join(path, key))
+                if is_one or self.chooses(join(path, key))
             }
             return lambda: {key: step() for key, step in items.items()}
         if isinstance(tree, list | tuple):
             is_one = is_one or not holds_tensor(tree)  # as `ckpt.states.saved.leaves` has it
             named = [(join(path, index), item) for index, item in enumerate(tree)]
             steps = [
-                self.whole(v if is_one or self._chosen(at, at) else None, at, like, is_one)
+                self.whole(v if is_one or self.chooses(at) else None, at, like, is_one)
                 for at, v in named
             ]
             if isinstance(tree, tuple):

@@ -7,8 +7,6 @@ becomes a `Want`, what is to be set a step of `Match.install`, what does not fit
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from copy import copy
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +15,9 @@ from torch.optim import Optimizer
 
 from ckpt.matching.ledger import Ledger, Match, Step, Want
 from ckpt.matching.match_optimizer import match_optimizer
+from ckpt.matching.match_stateful import filled, match_stateful
 from ckpt.matching.overlaps import shared_memory
 from ckpt.matching.selection import Selection, no_name
-from ckpt.states.flatten import DICTS
 from ckpt.states.local_states import by_parameters
 from ckpt.states.memory import torch_can_share
 from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join, kind_of
@@ -93,7 +91,7 @@ class _Matcher:
         if isinstance(node, list | tuple) and _holds_target(node):
             return self._sequence(node, path)
         if isinstance(node, Stateful) and not isinstance(node, type | Mapping):
-            return self._stateful(node, path)
+            return match_stateful(self._ledger, self._tensor, node, path)
         return self._value(node, path)
 
     def forgive_ties(self) -> None:
@@ -197,7 +195,7 @@ class _Matcher:
             if items is not node:
                 return node  # its flat parameters have got what belongs to their parts
             if isinstance(node, MutableMapping):
-                return _filled(node, loaded)
+                return filled(node, loaded)
             return loaded
 
         return install
@@ -242,55 +240,13 @@ class _Matcher:
         def install() -> object:
             loaded = step()
             if isinstance(node, dict) and isinstance(loaded, dict):
-                return _filled(node, loaded)
+                return filled(node, loaded)
             if isinstance(node, list) and isinstance(loaded, list | tuple):
                 node[:] = loaded
                 return node
             return loaded
 
         return install
-
-    def _stateful(self, node: Stateful, path: str) -> Step:
-        """An object that gets whatever was saved for it, tensors whole."""
-        nothing = object()
-        step = self._ledger.anything(nothing, path)
-
-        def install() -> object:
-            loaded = step()
-            if loaded is not nothing:
-                if isinstance(loaded, dict) and any(map(_holds_dict, loaded.values())):
-                    with call_of("state_dict", path):
-                        loaded = _as_dicts_of(node.state_dict(), loaded)
-                with call_of("load_state_dict", path):
-                    node.load_state_dict(loaded)  # type: ignore[arg-type]
-            return node
-
-        return install
-
-
-def _filled(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
-    """A mapping with these items in it; one by one, because a Counter's `update` adds them up."""
-    for key, item in items.items():
-        node[key] = item
-    return node
-
-
-def _holds_dict(tree: object) -> bool:
-    return isinstance(tree, dict) or (isinstance(tree, list) and any(map(_holds_dict, tree)))
-
-
-def _as_dicts_of(state: object, loaded: object) -> object:
-    """A nest whose dicts are Counters and such, where those of a state are: files have dicts."""
-    if isinstance(loaded, list) and isinstance(state, list) and len(loaded) == len(state):
-        return [_as_dicts_of(*pair) for pair in zip(state, loaded, strict=True)]
-    if not isinstance(loaded, dict) or not isinstance(state, dict):
-        return loaded
-    items = {key: _as_dicts_of(state.get(key), item) for key, item in loaded.items()}
-    if type(state) not in DICTS or type(state) is dict:
-        return items
-    empty = copy(state)
-    empty.clear()
-    return _filled(empty, items)
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:

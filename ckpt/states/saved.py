@@ -125,6 +125,8 @@ class Saved:
         self.leaves = by_name((self.rename(name), leaf) for name, leaf in leaves(catalog.tree))
         if rename is None:
             self._index(catalog.tree, "")
+        else:
+            self._index_renamed(catalog.tree, "")
 
     @property
     def _sorted(self) -> list[str]:
@@ -138,6 +140,27 @@ class Saved:
         if isinstance(tree, dict):
             for key, item in tree.items():
                 self._index(item, join(path, key))
+
+    def _index_renamed(self, tree: Tree, path: str) -> tuple[str | None, int]:
+        """The name of a nest of which all leaves were renamed alike, else None; how many there are.
+
+        Such a nest is found by its name, unless something else was renamed to be below it.
+        """
+        is_list = isinstance(tree, list | tuple) and holds_tensor(tree)
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree) if is_list else ()  # type: ignore[arg-type]
+        prefixes: set[str | None] = set()
+        count = 0
+        for key, item in items:
+            name, below = self._index_renamed(item, join(path, key))
+            count += below
+            stem = None if name is None else f".{name}".removesuffix(f".{key}")
+            prefixes.add(None if stem is None or stem == f".{name}" else stem.removeprefix("."))
+        if not count:
+            return self.rename(path or (ROOT if isinstance(tree, TensorRef) else "")), 1
+        [one] = prefixes if len(prefixes) == 1 else [None]
+        if one is not None and len(self.under(one)) == count:
+            self._nodes.setdefault(one, tree)
+        return one, count
 
     def idle_keys(self) -> dict[str, list[str]]:
         """The keys of `rename=` that are neither a name of the checkpoint nor a prefix of one.
