@@ -78,7 +78,8 @@ def load(
     needs none). Tensors, modules and optimizers are filled in place, each rank reading what its
     shards need and nothing else; an optimizer may be fresh. Dicts and lists are updated in place
     and hold the loaded plain values. None or an empty dict takes whatever was saved in its place,
-    tensors whole and on the CPU.
+    tensors whole and on the CPU. Any other object with `state_dict()` and `load_state_dict()` is
+    given its nest, with the tensors in it filled in place (docs/saving.md).
 
     Args:
         strict: False ignores names that only one side has and tensors of another shape, with a

@@ -12,5 +12,5 @@ def add_name_patterns(parser: ArgumentParser) -> None:
             flag,
             action="append",
             metavar="PATTERN",
-            help=f"{said}; may have * and ?; repeatable",
+            help=f"{said}; may have * and ?; has to match a name; repeatable",
         )

@@ -13,7 +13,8 @@ Rules:
    single number (`step`) belongs to each of them. Where a rank has nothing of a parameter and its
    optimizer keeps nothing for it, there is no entry either.
 4. State that is a tensor made of other tensors is a dict of those (`ckpt.states.subclass_state`).
-5. Anything else with `state_dict()` and `load_state_dict()` is its state dict.
+5. Anything else with `state_dict()` and `load_state_dict()` is its state dict; how it is loaded is
+   told in `ckpt.matching.match_stateful`.
 """
 
 from __future__ import annotations

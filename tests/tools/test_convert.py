@@ -139,6 +139,7 @@ def test_a_truncated_file_of_a_rank_stops_the_conversion_before_it_begins(run, s
     [
         (["--include", "modle.*"], "'modle.*' matches no name; there are model"),
         (["--include", "model.*", "--include", "stepp"], "'stepp' matches no name; there are step"),
+        (["--exclude", "modle.*"], "exclude: 'modle.*' matches no name; there are model"),
         (["--exclude", "*"], "are excluded by '*'"),
         (["--select", "model", "--include", "model.*"], "'model.*' matches no name; there are"),
     ],

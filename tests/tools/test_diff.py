@@ -107,7 +107,7 @@ def test_a_difference_of_structure_is_a_line_and_in_the_json(run, tmp_path):
 
 
 def test_patterns_that_leave_nothing_to_compare_are_wrong_usage(run, saved):
-    for patterns in (["--include", "modle.*"], ["--exclude", "*"]):
+    for patterns in (["--include", "modle.*"], ["--exclude", "*"], ["--exclude", "modle.*"]):
         ended = run("diff", saved, saved, *patterns)
         assert (ended.code, ended.out) == (ExitCode.USAGE, "")
         assert ended.err.startswith(f"ckpt: {saved} and {saved}: ")
