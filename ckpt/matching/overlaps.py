@@ -64,7 +64,9 @@ class Shared(NamedTuple):
 def shared_memory(wants: Iterable[Want], ties: Iterable[tuple[Want, Want]]) -> Shared:
     """What wants have to receive the same; `ties` are wants for one tensor under two names."""
     found = Shared([], [])
-    extents: dict[Extent, tuple[Want, torch.Tensor]] = {}
+    first_of: dict[tuple[str, int, int], tuple[Extent, Want, torch.Tensor]] = {}
+    extents: list[Extent] = []
+    named: dict[str, Want] = {}
     pairs = [pair for pair in ties if pair[0].record.name != pair[1].record.name]
     for want in wants:
         local = local_memory(want.tensor)
@@ -74,12 +76,13 @@ def shared_memory(wants: Iterable[Want], ties: Iterable[tuple[Want, Want]]) -> S
         if overlaps_itself(extent):
             found.refused.append(_of_one_place(want.name, local))
         elif extent.lo:
-            first, other = extents.setdefault(extent._replace(name=""), (want, local))
-            if first is not want and not _takes_the_same(first, other, want, local):
-                pairs.append((first, want))
-    named = {want.name: want for want, _ in extents.values()}
-    firsts = (extent._replace(name=want.name) for extent, (want, _) in extents.items())
-    pairs += [(named[one], named[other]) for one, other in overlapping(firsts)]
+            known, one, other = first_of.setdefault(extent[:3], (extent, want, local))
+            if one is not want and not _takes_the_same(one, other, want, local):
+                pairs.append((one, want))  # both have the first byte
+            if one is want or known.strides != extent.strides or known.shape != extent.shape:
+                extents.append(extent)
+                named[want.name] = want
+    pairs += [(named[one], named[other]) for one, other in overlapping(extents)]
     found.groups.extend(_groups(pairs))
     return found
 

@@ -122,11 +122,12 @@ class Saved:
         self._keys = [key.rstrip(".") for key in rename] if isinstance(rename, Mapping) else []
         self._nodes: dict[str, Tree] = {}
         self._names: list[str] | None = None
-        self.leaves = by_name((self.rename(name), leaf) for name, leaf in leaves(catalog.tree))
+        found = [(name, self.rename(name), leaf) for name, leaf in leaves(catalog.tree)]
+        self.leaves = by_name((new, leaf) for _, new, leaf in found)
         if rename is None:
             self._index(catalog.tree, "")
         else:
-            self._index_renamed(catalog.tree, "")
+            self._index_renamed(catalog.tree, "", {name: new for name, new, _ in found})
 
     @property
     def _sorted(self) -> list[str]:
@@ -141,7 +142,9 @@ class Saved:
             for key, item in tree.items():
                 self._index(item, join(path, key))
 
-    def _index_renamed(self, tree: Tree, path: str) -> tuple[str | None, int]:
+    def _index_renamed(
+        self, tree: Tree, path: str, renamed: Mapping[str, str]
+    ) -> tuple[str | None, int]:
         """The name of a nest of which all leaves were renamed alike, else None; how many there are.
 
         Such a nest is found by its name, unless something else was renamed to be below it.
@@ -151,12 +154,12 @@ class Saved:
         prefixes: set[str | None] = set()
         count = 0
         for key, item in items:
-            name, below = self._index_renamed(item, join(path, key))
+            name, below = self._index_renamed(item, join(path, key), renamed)
             count += below
             stem = None if name is None else f".{name}".removesuffix(f".{key}")
             prefixes.add(None if stem is None or stem == f".{name}" else stem.removeprefix("."))
         if not count:
-            return self.rename(path or (ROOT if isinstance(tree, TensorRef) else "")), 1
+            return renamed[path or (ROOT if isinstance(tree, TensorRef) else "")], 1
         [one] = prefixes if len(prefixes) == 1 else [None]
         if one is not None and len(self.under(one)) == count:
             self._nodes.setdefault(one, tree)
