@@ -60,10 +60,11 @@ def _idle_everywhere(ranks: Ranks, idle: Sequence[Claim], known: Sequence[str]) 
 
     Called by all ranks. A pattern may name a part of the model that another rank alone has.
     """
-    data = _dump(idle)
-    hashes = ranks.all_hashes(_hash(data))
-    told = [ranks.broadcast(data, hashes.index(one)) for one in dict.fromkeys(hashes)]
-    every = list(dict.fromkeys(claim for text in told for claim in _load(text)))
+
+    def join(records: Sequence[bytes]) -> bytes:
+        return _dump(list(dict.fromkeys(claim for text in records for claim in _load(text))))
+
+    every = _load(ranks.joined("comparing patterns", _dump(idle), join))
     flags = ranks.common(bytes(claim.is_idle(known) for claim in every))
     return [claim for claim, flag in zip(every, flags, strict=True) if flag]
 
