@@ -62,9 +62,9 @@ def _idle_everywhere(ranks: Ranks, idle: Sequence[Claim], known: Sequence[str]) 
     """
 
     def join(records: Sequence[bytes]) -> bytes:
-        return _dump(list(dict.fromkeys(claim for text in records for claim in _load(text))))
+        return _dump([*dict.fromkeys(claim for record in records for claim in _load(record))])
 
-    every = _load(ranks.joined("comparing patterns", _dump(idle), join))
+    every = _load(ranks.joined("comparing selections", _dump(idle), join))
     flags = ranks.common(bytes(claim.is_idle(known) for claim in every))
     return [claim for claim, flag in zip(every, flags, strict=True) if flag]
 

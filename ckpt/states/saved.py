@@ -183,7 +183,7 @@ class Saved:
         return {key: names for key in keys if key not in names and not names_some(f"{key}.")}
 
     def node(self, path: str) -> Tree | Missing:
-        """What was saved at a name, in its nest; under a renamed prefix, a flat dict."""
+        """What was saved at a name, in its nest; a flat dict of leaves that were renamed apart."""
         if path in self._nodes:
             return self._nodes[path]
         if path in self.leaves:

@@ -136,12 +136,26 @@ def test_what_is_not_there_is_missing(name: str) -> None:
         assert isinstance(found, Missing)
 
 
-def test_under_a_renamed_prefix_a_node_is_flat() -> None:
+def test_a_nest_that_is_renamed_alike_stays_a_nest() -> None:
+    config = {"width": 4, "names": ["a", "b"]}
     saved = Saved(catalog(TREE), {"model": "net"})
     assert saved.node("model") is MISSING
     assert saved.node("net.w") == W
-    assert saved.node("net") == {"w": W, "b": B, "config.width": 4, "config.names": ["a", "b"]}
-    assert saved.node("net.config") == {"width": 4, "names": ["a", "b"]}
+    assert saved.node("net") == {"w": W, "b": B, "config": config}
+    assert saved.node("net.config") == config
+
+
+def test_a_node_is_flat_where_its_leaves_were_renamed_differently() -> None:
+    saved = Saved(catalog(TREE), {"model": "net", "model.b": "net.config.b"})
+    assert saved.node("net") == {
+        "w": W,
+        "config.b": B,
+        "config.width": 4,
+        "config.names": ["a", "b"],
+    }
+    assert saved.node("net.config") == {"b": B, "width": 4, "names": ["a", "b"]}
+    swapped = Saved(catalog({"a": {"x": 1}, "b": {"y": 2}}), {"a": "net", "b": "net"})
+    assert swapped.node("net") == {"x": 1, "y": 2}
 
 
 def test_none_that_was_saved_is_not_missing() -> None:
