@@ -116,8 +116,8 @@ def other_than_first(ranks: Ranks, held: Together) -> tuple[str, ...]:
     Called by all ranks, where structures are the same and values are not.
     """
     mine = summary(Described({}, {}, without_tensors(held.whole.tree)))
-    trees = [unpacked_summary(text).tree for text in (mine, ranks.broadcast(mine))]
-    return tuple(dict.fromkeys(overruled(*trees)))
+    own, first = (unpacked_summary(text).tree for text in (mine, ranks.broadcast(mine)))
+    return tuple(dict.fromkeys(overruled(own, first)))
 
 
 def overruled_message(ranks: Ranks, names: Sequence[str]) -> str:
