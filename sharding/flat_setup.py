@@ -123,7 +123,7 @@ def _buckets(
     for number, entries in enumerate(own.values()):
         name = "_flat_param" if number == 0 else f"_flat_param_{number}"
         form = FlatForm(settings.use_orig_params, module, name, unsafe)
-        bucket = FlatBucket(entries, sharing, precision, sharing.next_tag(), form)
+        bucket = FlatBucket(entries, sharing, precision, sharing.next_number(), form)
         bucket.compute_device = compute
         if settings.offload and compute.type != "cpu":
             bucket.flat.data = bucket.flat.data.cpu()

@@ -118,7 +118,7 @@ def fully_shard(
         alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
     buckets: list[Bucket] = []
     for together in alike.values():
-        bucket = ChunkBucket(together, placing, mp_policy, placing.sharing.next_tag())
+        bucket = ChunkBucket(together, placing, mp_policy, placing.sharing.next_number())
         buckets.append(bucket)
         for entry in together:
             entry.bucket = bucket

@@ -7,7 +7,7 @@ Rules:
 
 1. All ranks put the same into a batch, in the same order: then their messages fit.
 2. Nothing is on its way before the batch starts.
-3. What travels together has the tag of its first.
+3. What travels together is named in full by its messages' tags (see composition.py).
 4. Only small buckets travel together: all ranks count their bytes alike.
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sharding.engine.composition import Composition, Item
 from sharding.engine.transport import Gathering, Summing, Transport
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Gathers:
         self._joint: dict[object, JointGather] = {}
 
     def add(
-        self, transport: Transport, mine: Tensors, places: Sequence[Tensors], tag: int
+        self, transport: Transport, mine: Tensors, places: Sequence[Tensors], item: Item
     ) -> Gathering:
         """One more: what `transport.gather` would return."""
         key = transport.peers, mine[0].dtype, mine[0].device
-        joint = self._joint.setdefault(key, JointGather(transport, tag))
-        joint.add(mine, places)
+        joint = self._joint.setdefault(key, JointGather(transport))
+        joint.add(mine, places, item)
         return joint
 
     def __enter__(self) -> Gathers:
@@ -60,17 +61,18 @@ class Gathers:
 class JointGather:
     """One gather for several buckets."""
 
-    def __init__(self, transport: Transport, tag: int) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._tag = tag
+        self._items: list[Item] = []
         self._mine: list[torch.Tensor] = []
         self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
         self._gathering: Gathering | None = None
         self._arrived = False
         self._error: Exception | None = None
 
-    def add(self, mine: Tensors, places: Sequence[Tensors]) -> None:
+    def add(self, mine: Tensors, places: Sequence[Tensors], item: Item) -> None:
         """Another bucket's."""
+        self._items.append(item)
         self._mine += mine
         for of_rank, more in zip(self._places, places, strict=True):
             of_rank += more
@@ -78,7 +80,8 @@ class JointGather:
     def start(self) -> None:
         """It is on its way."""
         try:
-            self._gathering = self._transport.gather(self._mine, self._places, self._tag)
+            composition = Composition(tuple(self._items))
+            self._gathering = self._transport.gather(self._mine, self._places, composition)
         except BaseException as error:
             self._error = error if isinstance(error, Exception) else _interrupted(error)
             raise
@@ -122,11 +125,11 @@ class Reductions:
         if self._nbytes > TOGETHER_BYTES:
             self.start()
 
-    def add(self, transport: Transport, parts: Sequence[Tensors], tag: int) -> Summing:
+    def add(self, transport: Transport, parts: Sequence[Tensors], item: Item) -> Summing:
         """One more: what `transport.reduce` would return."""
         own = parts[transport.peers.rank]
         key = transport.peers, own[0].dtype, own[0].device
-        return self._joint.setdefault(key, JointSum(transport, tag)).add(parts)
+        return self._joint.setdefault(key, JointSum(transport)).add(parts, item)
 
     def start(self) -> None:
         """What came is on its way."""
@@ -159,15 +162,17 @@ class Reductions:
 class JointSum:
     """One sum for several buckets."""
 
-    def __init__(self, transport: Transport, tag: int) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._tag = tag
+        self._items: list[Item] = []
         self._parts: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
         self._summing: Summing | None = None
         self._sums: list[torch.Tensor] = []
+        self._error: Exception | None = None
 
-    def add(self, parts: Sequence[Tensors]) -> Summing:
+    def add(self, parts: Sequence[Tensors], item: Item) -> Summing:
         """Another bucket's."""
+        self._items.append(item)
         own = self._parts[self._transport.peers.rank]
         first = len(own)
         for of_rank, more in zip(self._parts, parts, strict=True):
@@ -176,14 +181,20 @@ class JointSum:
 
     def start(self) -> None:
         """It is on its way."""
-        self._summing = self._transport.reduce(self._parts, self._tag)
+        self._summing = self._transport.reduce(self._parts, Composition(tuple(self._items)))
         self._parts = []
 
     def wait(self) -> list[torch.Tensor]:
         """All the sums. Every bucket asks."""
+        if self._error is not None:  # it is not waited for again
+            raise self._error
         if self._summing is not None:
-            summing, self._summing = self._summing, None  # an error is not waited for again
-            self._sums = summing.wait()
+            summing, self._summing = self._summing, None
+            try:
+                self._sums = summing.wait()
+            except Exception as error:
+                self._error = error
+                raise
         return self._sums
 
 

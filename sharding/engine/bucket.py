@@ -21,7 +21,8 @@ import torch
 
 from sharding.comm_hooks import predivide_factor
 from sharding.engine.batches import Reductions
-from sharding.engine.gathered import REDUCE, REPLICATE, Gathered
+from sharding.engine.composition import Composition, Item, Purpose
+from sharding.engine.gathered import Gathered
 from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
@@ -32,9 +33,9 @@ class Bucket(Gathered):
     """See the rules at the top of this file."""
 
     def __init__(
-        self, parameters: list[Parameter], sharing: Sharing, precision: Precision, tag: int
+        self, parameters: list[Parameter], sharing: Sharing, precision: Precision, number: int
     ) -> None:
-        super().__init__(parameters, sharing, precision, tag)
+        super().__init__(parameters, sharing, precision, number)
         self.index = -1
         """Its place among the buckets of its runtime, the same on all ranks."""
         self.on_gradient: Callable[[Bucket], None] = _nobody
@@ -117,8 +118,8 @@ class Bucket(Gathered):
         if before != 1:
             torch._foreach_div_(gradients, before)
         parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
-        summing = batch.add(transport, parts, self._next_tag(REDUCE))
-        replicate = partial(self._replicate, self._next_tag(REPLICATE))
+        summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE))
+        replicate = partial(self._replicate, self._next_item(Purpose.REPLICATE))
         return Reduction(self, summing, replicate, after)
 
     @property
@@ -166,7 +167,7 @@ class Bucket(Gathered):
         before = predivide_factor(size)
         return before, size / before
 
-    def _replicate(self, tag: int, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums over all ranks that hold the same shard; none if they are to wait. Waits."""
         if self.sharing.replicas.size == 1:
             return sums
@@ -177,7 +178,7 @@ class Bucket(Gathered):
             self._waiting_sums = sums
             return []
         flat = torch.cat([part.reshape(-1) for part in sums])
-        self._between_replicas().all_reduce(flat, tag)
+        self._between_replicas().all_reduce(flat, Composition((item,)))
         return list(torch.split(flat, [part.numel() for part in sums]))
 
     def _between_replicas(self) -> Transport:

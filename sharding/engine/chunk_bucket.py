@@ -113,10 +113,10 @@ class ChunkBucket(Bucket):
         parameters: list[Parameter],
         placing: MeshSharing,
         policy: MixedPrecisionPolicy,
-        tag: int,
+        number: int,
     ) -> None:
         precision = Precision(policy.param_dtype, policy.reduce_dtype)
-        super().__init__(parameters, placing.sharing, precision, tag)
+        super().__init__(parameters, placing.sharing, precision, number)
         self.placing = placing
         self.policy = policy
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
+from sharding.engine.composition import Composition
 from sharding.engine.peers import Peers
 
 Tensors = Sequence[torch.Tensor]
@@ -67,7 +68,9 @@ class Collectives:
         self.peers = peers
         self._group = _group_of(peers)
 
-    def gather(self, mine: Tensors, places: Sequence[Tensors], tag: int) -> Gathering:
+    def gather(
+        self, mine: Tensors, places: Sequence[Tensors], composition: Composition
+    ) -> Gathering:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
         size = self.peers.size
         numel = max(sum(_sizes(of_rank)) for of_rank in places)
@@ -81,7 +84,7 @@ class Collectives:
         work = _all_gather(packed, padded, group=self._group, async_op=True)
         return Gathering(work, packed, places, size)
 
-    def reduce(self, parts: Sequence[Tensors], tag: int) -> Summing:
+    def reduce(self, parts: Sequence[Tensors], composition: Composition) -> Summing:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
         size, mine = self.peers.size, parts[self.peers.rank]
         numel = max(sum(_sizes(of_rank)) for of_rank in parts)
@@ -94,7 +97,7 @@ class Collectives:
         work = _reduce_scatter(result, packed, group=self._group, async_op=True)
         return Summing(work, result, _sizes(mine))
 
-    def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
+    def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks', on all of them the same. Waits."""
         if self.peers.size > 1:
             dist.all_reduce(flat, group=self._group)

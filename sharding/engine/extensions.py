@@ -38,15 +38,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding.engine.batches import Gathers
 from sharding.engine.bucket import Bucket
 from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing, stored
-from sharding.engine.gathered import GATHER
+from sharding.engine.composition import Purpose
 from sharding.engine.joining import Form, Output
 from sharding.engine.packing import ChunkPacking, chunk, pack
 from sharding.engine.parameter import Parameter
 from sharding.engine.transport import Gathering
 from sharding.policies import MixedPrecisionPolicy
-
-TAGS_APART = 512
-"""How far the tags of hooked parameters are from those of the bucket that they were found in."""
 
 PLAIN, PARTED = 1, 2
 """Marks of a gradient: one plain tensor, or tensor by tensor. 0 is none."""
@@ -78,10 +75,10 @@ def settled(bucket: Bucket) -> list[Bucket]:
         taken = {id(parameter) for parameter in hooked}
         plain = [p for p in bucket.parameters if id(p) not in taken]
         if hooked:
-            placing, policy, tag = bucket.placing, bucket.policy, bucket.tag
-            _move(hooked, ExtensionBucket(hooked, placing, policy, tag + TAGS_APART), bucket)
+            placing, policy, number = bucket.placing, bucket.policy, bucket.number
+            _move(hooked, ExtensionBucket(hooked, placing, policy, number), bucket)
             if plain:
-                _move(plain, ChunkBucket(plain, placing, policy, tag), bucket)
+                _move(plain, ChunkBucket(plain, placing, policy, number), bucket)
     return list(dict.fromkeys(p.bucket for p in bucket.parameters if p.bucket is not None))
 
 
@@ -133,7 +130,7 @@ class ExtensionBucket(ChunkBucket):
                     mine.append(piece)
                     for rank, of_rank in enumerate(places):
                         of_rank.append(output.place(rank))
-        return batch.add(transport, mine, places, self._next_tag(GATHER))
+        return batch.add(transport, mine, places, self._next_item(Purpose.GATHER))
 
     def _assemble(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

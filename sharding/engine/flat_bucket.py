@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from sharding.engine.batches import Reductions
 from sharding.engine.bucket import Bucket, Finished, Reduction
 from sharding.engine.chunk_bucket import as_dtensor, local_of
+from sharding.engine.composition import Composition, Purpose
 from sharding.engine.full_buffer import FullBuffer
-from sharding.engine.gathered import REDUCE
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
@@ -77,10 +77,10 @@ class FlatBucket(Bucket):
         parameters: list[Parameter],
         sharing: Sharing,
         precision: Precision,
-        tag: int,
+        number: int,
         form: FlatForm,
     ) -> None:
-        super().__init__(parameters, sharing, precision, tag)
+        super().__init__(parameters, sharing, precision, number)
         self.form = form
         self.compute_device: torch.device | None = None
         """Where parameters are used; None: where they are."""
@@ -227,7 +227,8 @@ class FlatBucket(Bucket):
             output = torch.empty(self._shard_numel, dtype=gradient.dtype, device=gradient.device)
             self.hook.hook(self.hook.state, gradient, output)
         else:
-            self._between_replicas().all_reduce(flags, self._next_tag(REDUCE))
+            composition = Composition((self._next_item(Purpose.REPLICATE),))
+            self._between_replicas().all_reduce(flags, composition)
             self.hook.hook(self.hook.state, gradient)
         self.deliver([output], flags.tolist())
         return Finished()

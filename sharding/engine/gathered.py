@@ -25,29 +25,27 @@ import torch
 from torch import nn
 
 from sharding.engine.batches import AHEAD_BYTES, Gathers
+from sharding.engine.composition import Composition, Item, Purpose, key_of
 from sharding.engine.full_buffer import FullBuffer
 from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Peers, Sharing
 from sharding.engine.transport import Gathering, Transport, transport_between
 
-GATHER, REDUCE, REPLICATE, REGATHER = range(4)
-"""What messages are for; each has tags of its own."""
-TURNS = 64
-"""How many turns of one purpose go by before a tag is used again."""
-
 
 class Gathered(ABC):
     """See the rules at the top of this file."""
 
     def __init__(
-        self, parameters: list[Parameter], sharing: Sharing, precision: Precision, tag: int
+        self, parameters: list[Parameter], sharing: Sharing, precision: Precision, number: int
     ) -> None:
         self.parameters = parameters
         self.sharing = sharing
         self.precision = precision
-        self.tag = tag
-        """The first of those that its messages carry."""
+        self.number = number
+        """Of all buckets that its group has, the same on all ranks."""
+        self.name = ", ".join([parameter.name for parameter in parameters][:2])
+        """For errors; the runtime knows a better one."""
         self.full_precision = False
         """Whether parameters are gathered in the dtype they are kept in, whatever the policy."""
         self.is_whole = False
@@ -66,7 +64,9 @@ class Gathered(ABC):
         self._gathered_versions: list[int] = []
         self._kept: tuple[list[torch.Tensor], Peers] | None = None
         """This rank's part of the full buffer among fewer ranks, to gather from in backward."""
-        self._turns = [0, 0, 0, 0]
+        self._key = 0
+        """What tells it from others in the tags of messages; 0: to be found."""
+        self._sequence = [0] * len(Purpose)
         self._hooked: set[int] = set()
         self._wanted = 0
         """How many of the whole parameters require a gradient."""
@@ -246,12 +246,13 @@ class Gathered(ABC):
     def gather_now(self, mine: list[torch.Tensor], buffer: FullBuffer) -> None:
         """Fill a buffer, laid out as the bucket's own, from all ranks' spans of it. Waits."""
         packing, transport = self._settled()
-        transport.gather(mine, buffer.places(packing), self._next_tag(GATHER)).wait()
+        composition = Composition((self._next_item(Purpose.GATHER),))
+        transport.gather(mine, buffer.places(packing), composition).wait()
 
     def sum_now(self, flat: torch.Tensor) -> None:
         """A tensor is the sum over the ranks that share. Waits."""
         _, transport = self._settled()
-        transport.all_reduce(flat, self._next_tag(REDUCE))
+        transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE),)))
 
     def _settled(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
         if self._packing is None or self._transport is None:
@@ -270,11 +271,12 @@ class Gathered(ABC):
             ranges = [_even_part(self.buffer.numel, peers.size, r) for r in range(peers.size)]
             among = transport_between(peers, self.device)
             places = [self.buffer.parts([each]) for each in ranges]
-            return batch.add(among, kept, places, self._next_tag(REGATHER))
+            return batch.add(among, kept, places, self._next_item(Purpose.REGATHER))
         if not self._needs_gathering(self.buffer):
             return _Nothing()
         mine = self.buffer.cut(packing.spans(self.sharing.peers.rank), self._outgoing(self.dtype))
-        return batch.add(transport, mine, self.buffer.places(packing), self._next_tag(GATHER))
+        item = self._next_item(Purpose.GATHER)
+        return batch.add(transport, mine, self.buffer.places(packing), item)
 
     def _needs_gathering(self, buffer: FullBuffer) -> bool:
         """Whether the buffer is other memory than the shards'."""
@@ -309,10 +311,17 @@ class Gathered(ABC):
         self._packing = self._transport = None
         self._hooked.clear()
 
-    def _next_tag(self, purpose: int) -> int:
-        turn = self._turns[purpose]
-        self._turns[purpose] = (turn + 1) % TURNS
-        return self.tag + 2 * (purpose * TURNS + turn)
+    def named(self, name: str, parameters: list[str]) -> None:
+        """The bucket has this name in errors; its parameters have these in the root module."""
+        self.name = name
+        self._key = key_of(self.number, parameters, (p.shape for p in self.parameters))
+
+    def _next_item(self, purpose: Purpose) -> Item:
+        """This bucket's part of the next exchange for a purpose."""
+        if not self._key:
+            self.named(self.name, [parameter.name for parameter in self.parameters])
+        self._sequence[purpose] += 1
+        return Item(self.name, self._key, purpose, self._sequence[purpose])
 
     def _prepare_for_autograd(self, index: int) -> bool:
         """Whether the whole parameter requires a gradient, as the sharded one does, and tells."""

@@ -8,92 +8,124 @@ and take 3 times as long.
 
 Rules:
 
-1. A tag belongs to one bucket, one direction and one turn: ranks that disagree about how often they
-   gathered wait until the time-out, and never take one turn's bytes for another's.
+1. A tag names the composition of an exchange and the lengths of its messages (composition.py):
+   ranks that disagree wait until the time-out, and never take one message for another.
 2. Nothing here is seen by autograd.
-3. `wait` ends with an error when a peer's process ends or when the group's time-out is over. Then
-   the memory of what was to arrive stays as it is: see `sharding.engine.posted`.
+3. `wait` ends with a TransferError when a peer's process ends or when the group's time-out is over;
+   it says what this rank and others waited for (waits.py). Then the memory of what was to arrive
+   stays as it is: see `sharding.engine.posted`.
 4. Nothing waits but `wait` and `all_reduce`: what ranks do in the same order cannot block them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
+from sharding.engine.composition import Composition, tag_of
 from sharding.engine.packing import chunk
 from sharding.engine.peers import Peers
 from sharding.engine.posted import Posted
+from sharding.engine.waits import Missed, report
+from sharding.errors import TransferError
 
 SMALL_BYTES = 32 << 10
 """Tensors of fewer bytes are copied into one message."""
 
 Tensors = Sequence[torch.Tensor]
+Way = Callable[..., "Work | None"]
+"""`dist.isend` or `dist.irecv`."""
 
 
 class Exchange:
-    """Messages on their way."""
+    """Messages on their way, all of one composition."""
 
-    __slots__ = ("_copies", "_peers", "_posted")
+    __slots__ = ("_composition", "_copies", "_digest", "_peers", "_posted", "_sides")
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, composition: Composition) -> None:
         self._peers = peers
+        self._composition = composition
+        self._digest = composition.digest
         self._posted = Posted(peers.group)
+        self._sides: list[_Side] = []
+        """As many as are posted, in order."""
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         """From, to: to be done when all have arrived."""
 
     def wait(self) -> None:
         """All messages have arrived and are in their places."""
-        self._posted.wait()
+        try:
+            self._posted.wait()
+        except RuntimeError as error:
+            raise self._report(self._sides[self._posted.arrived], error) from error
         if self._copies[0]:
             torch._foreach_copy_(self._copies[1], self._copies[0])
 
-    def send(self, tensors: Tensors, other: int, tag: int) -> None:
+    def send(self, tensors: Tensors, other: int) -> None:
         """Send flat tensors of one dtype to one other."""
         small = _small(tensors)
         if small is None:
-            self._send(tensors[0], other, tag)
+            self._post(dist.isend, tensors, other)
             return
-        if small:
-            self._send(torch.cat(small), other, tag)
-        for tensor in tensors:
-            if tensor.nbytes >= SMALL_BYTES:
-                self._send(tensor, other, tag)
+        together = [torch.cat(small)] if small else []
+        self._post(dist.isend, [*together, *_large(tensors)], other)
 
-    def receive(self, tensors: Tensors, other: int, tag: int) -> None:
+    def receive(self, tensors: Tensors, other: int) -> None:
         """Fill flat tensors from what one other sends as tensors of these sizes."""
         small = _small(tensors)
         if small is None:
-            self._receive(tensors[0], other, tag)
+            self._post(dist.irecv, tensors, other)
             return
+        together = []
         if small:
             sizes = [tensor.numel() for tensor in small]
             buffer = torch.empty(sum(sizes), dtype=small[0].dtype, device=small[0].device)
             self._copies[0].extend(torch.split(buffer, sizes))
             self._copies[1].extend(small)
-            self._receive(buffer, other, tag)
+            together.append(buffer)
+        self._post(dist.irecv, [*together, *_large(tensors)], other)
+
+    def _post(self, way: Way, tensors: Tensors, other: int) -> None:
+        """Start a message for each tensor."""
+        if not tensors:
+            return
+        group, member = self._peers.group, self._peers.members[other]
+        tag = tag_of(self._digest, tensors)
+        named = {"group_dst" if way is dist.isend else "group_src": member}
         for tensor in tensors:
-            if tensor.nbytes >= SMALL_BYTES:
-                self._receive(tensor, other, tag)
+            side = _Side(member, way is dist.irecv, tensor)
+            try:
+                work = way(tensor, group=group, tag=tag, **named)
+            except RuntimeError as error:
+                raise self._report(side, error) from error
+            if work is None:
+                raise RuntimeError(
+                    f"no message to or from rank {member} could be started: this process is not a "
+                    "member of the process group that the module is sharded over"
+                )
+            self._posted.add(work, tensor)
+            self._sides.append(side)
 
-    def _send(self, tensor: torch.Tensor, other: int, tag: int) -> None:
-        group, member = self._peers.group, self._peers.members[other]
-        self._started(dist.isend(tensor, group=group, group_dst=member, tag=tag), tensor, member)
+    def _report(self, side: _Side, error: RuntimeError) -> TransferError:
+        tensor = side.tensor
+        missed = Missed(
+            self._composition, side.member, side.is_incoming, tensor.nbytes, tensor.dtype
+        )
+        return report(self._peers, missed, error)
 
-    def _receive(self, tensor: torch.Tensor, other: int, tag: int) -> None:
-        group, member = self._peers.group, self._peers.members[other]
-        self._started(dist.irecv(tensor, group=group, group_src=member, tag=tag), tensor, member)
 
-    def _started(self, work: Work | None, tensor: torch.Tensor, member: int) -> None:
-        if work is None:
-            raise RuntimeError(
-                f"no message to or from rank {member} could be started: this process is not a "
-                "member of the process group that the module is sharded over"
-            )
-        self._posted.add(work, tensor)
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """With whom a message is exchanged."""
+
+    member: int
+    """Rank in the group."""
+    is_incoming: bool
+    tensor: torch.Tensor
 
 
 class Messages:
@@ -102,35 +134,38 @@ class Messages:
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
 
-    def gather(self, mine: Tensors, places: Sequence[Tensors], tag: int) -> Exchange:
+    def gather(
+        self, mine: Tensors, places: Sequence[Tensors], composition: Composition
+    ) -> Exchange:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
-        exchange, peers = Exchange(self.peers), self.peers
+        exchange, peers = Exchange(self.peers, composition), self.peers
         for other in peers.others:
-            exchange.receive(places[other], other, tag)
+            exchange.receive(places[other], other)
         for other in peers.others:
-            exchange.send(mine, other, tag)
+            exchange.send(mine, other)
         torch._foreach_copy_(list(places[peers.rank]), list(mine))
         return exchange
 
-    def reduce(self, parts: Sequence[Tensors], tag: int) -> Sum:
+    def reduce(self, parts: Sequence[Tensors], composition: Composition) -> Sum:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
-        exchange, peers = Exchange(self.peers), self.peers
+        exchange, peers = Exchange(self.peers, composition), self.peers
         mine = parts[peers.rank]
         received = [mine if r == peers.rank else _empty_like(mine) for r in range(peers.size)]
         for other in peers.others:
-            exchange.receive(received[other], other, tag)
+            exchange.receive(received[other], other)
         for other in peers.others:
-            exchange.send(parts[other], other, tag)
+            exchange.send(parts[other], other)
         return Sum(exchange, received, peers.rank)
 
-    def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
+    def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks' in rank order, on all of them the same. Waits."""
         peers = self.peers
         if peers.size == 1:
             return
         slices = [flat[slice(*chunk(flat.numel(), peers.size, r))] for r in range(peers.size)]
-        [mine] = self.reduce([[part] for part in slices], tag).wait()
-        self.gather([mine], [[part] for part in slices], tag + 1).wait()
+        [mine] = self.reduce([[part] for part in slices], composition).wait()
+        then = replace(composition, stage=1)
+        self.gather([mine], [[part] for part in slices], then).wait()
 
 
 class Sum:
@@ -166,6 +201,11 @@ def _small(tensors: Tensors) -> list[torch.Tensor] | None:
     if len(tensors) == 1 and tensors[0].numel():
         return None
     return [t for t in tensors if 0 < t.nbytes < SMALL_BYTES]
+
+
+def _large(tensors: Tensors) -> list[torch.Tensor]:
+    """Those that travel alone."""
+    return [tensor for tensor in tensors if tensor.nbytes >= SMALL_BYTES]
 
 
 def _empty_like(tensors: Tensors) -> list[torch.Tensor]:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from sharding.engine.names import Names
+
 if TYPE_CHECKING:
     from sharding.engine.unit import Unit
 
@@ -102,11 +104,5 @@ class OrderCheck:
 
 def _names(unit: Unit, units: list[Unit]) -> list[str]:
     """The names of a unit's parameters in the root."""
-    paths = {part: path for path, part in units[0].modules[0].named_modules()}
-    names = []
-    for bucket in unit.buckets:
-        for parameter in bucket.parameters:
-            module, attribute = parameter.owners[0]
-            path = f"{paths.get(module, '')}.{attribute}".lstrip(".")
-            names.append(path.replace("_fsdp_wrapped_module.", ""))
-    return names
+    names = Names(units[0])
+    return [name for bucket in unit.buckets for name in names.parameters(bucket)]

@@ -13,10 +13,7 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TAGS = 1024
-"""How many tags of messages a bucket has."""
-_FIRST_TAG = 1 << 16
-_tags: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """By group: its members count alike, whatever else each of them shards with others."""
 
 
@@ -78,6 +75,6 @@ class Sharing:
             raise ValueError("a unit must be shared over at least one process group")
         return group
 
-    def next_tag(self) -> int:
-        """The first of the tags of a new bucket, the same on all ranks of the group."""
-        return next(_tags.setdefault(self.group, count(_FIRST_TAG, TAGS)))
+    def next_number(self) -> int:
+        """The number of a new bucket, the same on all ranks of the group."""
+        return next(_numbers.setdefault(self.group, count()))

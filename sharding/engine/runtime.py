@@ -27,6 +27,7 @@ from torch.autograd import Variable
 from sharding.engine.batches import AHEAD_BYTES, Gathers, Reductions
 from sharding.engine.bucket import Bucket
 from sharding.engine.calls import Call, Run
+from sharding.engine.names import Names
 from sharding.engine.order_check import OrderCheck
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Runtime:
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
+        self._names = Names(root)
         self.prefetches_forward = root.prefetches_forward
         self.order_check: OrderCheck | None = None
         self.run = Run(False)
@@ -73,9 +75,11 @@ class Runtime:
         return runtime
 
     def number_buckets(self) -> None:
-        """Every bucket knows its place, which is the same on all ranks."""
+        """Every bucket knows its place and its name, which are the same on all ranks."""
         for index, bucket in enumerate(self._buckets()):
             bucket.index = index
+        for unit in self.units:
+            self._names.give(unit)
 
     def _buckets(self) -> Iterator[Bucket]:
         for unit in self.units:

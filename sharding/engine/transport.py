@@ -6,8 +6,9 @@ point messages overload; `messages`, the default with gloo. It must be the same 
 ranks of a gloo group (`reshard_after_forward=2`) always use messages: collectives would need a
 group of their own, which torch makes reliably only where all ranks of the default group take part.
 
-Every method is called by all ranks of the peers, in the same order, with the same sizes. `tag`
-tells the messages of one call from those of others; `all_reduce` takes two.
+Every method is called by all ranks of the peers, in the same order, with the same sizes and the
+same composition, which says what the call carries. Messages of unlike compositions never meet;
+collectives take part in whatever others call, and find a difference afterwards.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.engine.collectives import Collectives
+from sharding.engine.composition import Composition
 from sharding.engine.messages import Messages
 from sharding.engine.peers import Peers
 
@@ -46,16 +48,19 @@ class Transport(Protocol):
     peers: Peers
 
     def gather(
-        self, mine: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], tag: int
+        self,
+        mine: Sequence[torch.Tensor],
+        places: Sequence[Sequence[torch.Tensor]],
+        composition: Composition,
     ) -> Gathering:
         """Start to fill `places[r]` with what rank r has as `mine`, this rank's own included."""
         ...
 
-    def reduce(self, parts: Sequence[Sequence[torch.Tensor]], tag: int) -> Summing:
+    def reduce(self, parts: Sequence[Sequence[torch.Tensor]], composition: Composition) -> Summing:
         """Start to sum, on every rank r, what all ranks have as `parts[r]`."""
         ...
 
-    def all_reduce(self, flat: torch.Tensor, tag: int) -> None:
+    def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum over ranks, on all of them the same."""
         ...
 

@@ -190,10 +190,11 @@ class Unit:
         """Parameters that gather themselves have buckets of their own."""
         if all(bucket.is_used for bucket in self.used):
             return
+        before = self.used
         self.buckets = [part for bucket in self.buckets for part in settled(bucket)]
         self.borrowed = [part for bucket in self.borrowed for part in settled(bucket)]
         self._take_gradients()
-        if self.runtime is not None:
+        if self.runtime is not None and self.used != before:
             self.runtime.number_buckets()
 
     def _take_gradients(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sharding import fully_shard
+from sharding.engine.composition import Composition, Item, Purpose
 from sharding.engine.full_buffer import FullBuffer
 from sharding.engine.messages import Exchange, Messages
 from sharding.engine.packing import ChunkPacking, pack
@@ -20,6 +21,11 @@ from sharding.engine.peers import Peers
 
 NUMEL = 1 << 16
 """Of one rank's part."""
+
+
+def carried(sequence: int) -> Composition:
+    """What an exchange of a test carries."""
+    return Composition((Item("test", 1, Purpose.GATHER, sequence),))
 
 
 def buffer_of(size: int) -> tuple[FullBuffer, list[list[torch.Tensor]]]:
@@ -45,10 +51,10 @@ def miss_one() -> None:
     model: Any = fully_shard(nn.Linear(64, 64))
     model(torch.ones(2, 64)).sum().backward()
     mine = [torch.full((NUMEL,), float(rank))]
-    exchange, (_, places) = Exchange(peers), buffer_of(3)
+    exchange, (_, places) = Exchange(peers, carried(1)), buffer_of(3)
     if rank == 0:
         for other in (1, 2):
-            exchange.receive(places[other], other, 1 << 20)
+            exchange.receive(places[other], other)
         store.set("posted", "")
         with pytest.raises(RuntimeError):
             exchange.wait()
@@ -58,11 +64,11 @@ def miss_one() -> None:
         os._exit(1)
     else:
         store.wait(["given up"])
-        exchange.send(mine, 0, 1 << 20)
+        exchange.send(mine, 0)
         exchange.wait()
     del exchange
     _, places = buffer_of(2)
-    Messages(Peers(peers.group, (0, 2), rank // 2)).gather(mine, places, 1 << 21).wait()
+    Messages(Peers(peers.group, (0, 2), rank // 2)).gather(mine, places, carried(2)).wait()
     assert [place.unique().tolist() for [place] in places] == [[0.0], [2.0]]
     gather_with_nobody(model)
 
@@ -84,10 +90,10 @@ def interrupt() -> list[list[float]]:
     transport, mine = Messages(peers), [torch.full((NUMEL,), float(rank))]
     if rank == 1:
         os.kill(int(store.get("waiting")), signal.SIGUSR1)
-        transport.gather(mine, places, 1 << 22).wait()
+        transport.gather(mine, places, carried(3)).wait()
         return [place.unique().tolist() for [place] in places]
     before = signal.signal(signal.SIGUSR1, interrupted)
-    gathering, is_interrupted = transport.gather(mine, places, 1 << 22), False
+    gathering, is_interrupted = transport.gather(mine, places, carried(3)), False
     try:
         store.set("waiting", str(os.getpid()))
         gathering.wait()

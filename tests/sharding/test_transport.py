@@ -22,6 +22,7 @@ from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.engine.collectives import Collectives
+from sharding.engine.composition import Composition, Item, Purpose
 from sharding.engine.messages import SMALL_BYTES, Messages
 from sharding.engine.peers import Peers, Sharing
 from sharding.engine.runtime import units_of
@@ -39,6 +40,11 @@ def numbers(rank: int, sizes: list[int], to: int = 0) -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator) for size in sizes]
 
 
+def turn_of(purpose: Purpose, turn: int) -> Composition:
+    """What an exchange of a test carries."""
+    return Composition((Item("test", 1, purpose, turn),))
+
+
 SIZES = [
     [[5, 3], [5, 3], [2, 3], [0, 0]],
     [[1], [1], [1], [1]],
@@ -54,7 +60,7 @@ def gathered(way: str) -> None:
     transport = WAYS[["messages", "collectives"].index(way)](peers)
     for turn, sizes in enumerate(SIZES):
         places = [[torch.full((n,), -1.0) for n in sizes[r]] for r in range(size)]
-        transport.gather(numbers(rank, sizes[rank]), places, 10 * turn).wait()
+        transport.gather(numbers(rank, sizes[rank]), places, turn_of(Purpose.GATHER, turn)).wait()
         for r in range(size):
             for place, wanted in zip(places[r], numbers(r, sizes[r]), strict=True):
                 assert torch.equal(place, wanted), (turn, r)
@@ -67,7 +73,7 @@ def reduced(way: str) -> None:
     for turn, sizes in enumerate(SIZES):
         parts = [numbers(rank, sizes[r], to=1 + r) for r in range(size)]
         copies = [[part.clone() for part in of_rank] for of_rank in parts]
-        sums = transport.reduce(parts, 1000 + 10 * turn).wait()
+        sums = transport.reduce(parts, turn_of(Purpose.REDUCE, turn)).wait()
         wanted = numbers(0, sizes[rank], to=1 + rank)
         for r in range(1, size):
             for total, part in zip(wanted, numbers(r, sizes[rank], to=1 + rank), strict=True):
@@ -89,7 +95,7 @@ def reduced_to_all(way: str) -> None:
     transport = WAYS[["messages", "collectives"].index(way)](peers)
     for turn, numel in enumerate((0, 1, 2, 5, 1001, LARGE * 4)):
         flat = numbers(peers.rank, [numel])[0]
-        transport.all_reduce(flat, 2000 + 10 * turn)
+        transport.all_reduce(flat, turn_of(Purpose.REPLICATE, turn))
         total = sum(numbers(r, [numel])[0] for r in range(peers.size))
         torch.testing.assert_close(flat, total)
         others = [torch.empty_like(flat) for _ in range(peers.size)]
@@ -113,9 +119,10 @@ def many_on_their_way() -> None:
     for turn in range(8):
         places = [[torch.zeros(n) for n in sizes] for _ in range(peers.size)]
         mine = [tensor + turn for tensor in numbers(peers.rank, sizes)]
-        gathering = transport.gather(mine, places, 10 * turn)
+        gathering = transport.gather(mine, places, turn_of(Purpose.GATHER, 100 + turn))
         summing = transport.reduce(
-            [[t + turn for t in mine] for _ in range(peers.size)], 10 * turn + 5
+            [[t + turn for t in mine] for _ in range(peers.size)],
+            turn_of(Purpose.REDUCE, 100 + turn),
         )
         started.append((turn, gathering, places, summing))
     for turn, gathering, places, summing in reversed(started):

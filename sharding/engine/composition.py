@@ -1,0 +1,123 @@
+"""What one exchange between ranks carries, and the tag of its messages, which says so.
+
+An exchange gathers or reduces one bucket, or several small ones together. Its composition is the
+list of those buckets, each with the purpose and the sequence number of its part. Gloo delivers a
+message to the receive with the same tag, and ends the process where the lengths of the two differ.
+
+Rules:
+
+1. A tag is a hash of the composition, the dtype and the lengths of all messages that one exchange
+   sends from one rank to another. The receiver computes it from the tensors that it expects.
+   Messages that differ in any of these have different tags: neither is delivered for the other.
+2. A composition is the same on all ranks that run the same program. It holds no address, no time
+   and nothing that depends on Python's randomized hashes.
+
+[Note: 30 bits]
+torch takes tags from 0 to 2**31 - 1. Half of them are for these messages, the upper half: programs
+that send messages of their own number them from 0. Two unlike messages have the same tag with a
+probability of 1 in 10**9. That does harm only where ranks disagree, and only to messages that are
+on their way at the same time between the same two ranks: a few. Where ranks agree, messages with
+the same tag arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+FIRST_TAG = 1 << 30
+"""The lowest tag of these messages."""
+SHOWN = 4
+"""How many buckets of a composition its text names."""
+
+
+class Purpose(IntEnum):
+    """Why a bucket takes part in an exchange."""
+
+    GATHER = 0
+    REDUCE = 1
+    REPLICATE = 2
+    """The sum over the ranks that hold the same shard."""
+    REGATHER = 3
+    """A gather in backward, from the few ranks that kept a part after forward."""
+
+
+_WORDS = {
+    Purpose.GATHER: "gather",
+    Purpose.REDUCE: "reduction",
+    Purpose.REPLICATE: "reduction over replicas",
+    Purpose.REGATHER: "gather over fewer ranks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One bucket's part of an exchange."""
+
+    name: str
+    """The unit's path in the root module."""
+    key: int
+    """A hash of what the bucket is: see `key_of`."""
+    purpose: Purpose
+    sequence: int
+    """How often this bucket was gathered or reduced for this purpose before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The parts of one exchange, in order."""
+
+    items: tuple[Item, ...]
+    stage: int = 0
+    """1 for the second of two exchanges that one operation consists of."""
+
+    @property
+    def digest(self) -> bytes:
+        """8 bytes that tell compositions apart."""
+        numbers = array("Q", [self.stage])
+        for item in self.items:
+            numbers.extend((item.key, item.purpose, item.sequence))
+        return blake2b(numbers, digest_size=8).digest()
+
+    def __str__(self) -> str:
+        if not self.items:
+            return "an exchange of nothing"
+        first = self.items[0]
+        named = ", ".join(_numbered(item) for item in self.items[:SHOWN])
+        left = len(self.items) - SHOWN
+        more = f" and {left} more" if left > 0 else ""
+        return f"the {_WORDS[first.purpose]} of {named}{more}"
+
+
+def key_of(number: int, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> int:
+    """64 bits that tell buckets apart: by number in the group, parameters' names and shapes."""
+    told = repr((number, tuple(names), [tuple(shape) for shape in shapes]))
+    return int.from_bytes(blake2b(told.encode(), digest_size=8).digest(), "little")
+
+
+def tag_of(digest: bytes, tensors: Sequence[torch.Tensor]) -> int:
+    """The tag of messages that carry these flat tensors of one dtype, in this order (rule 1)."""
+    numbers = array("Q", [_code(tensors[0].dtype)])
+    numbers.extend(tensor.numel() for tensor in tensors)
+    hashed = blake2b(digest, digest_size=4)
+    hashed.update(numbers)
+    return FIRST_TAG + int.from_bytes(hashed.digest(), "little") % FIRST_TAG
+
+
+@cache
+def _code(dtype: torch.dtype) -> int:
+    """A number for a dtype, the same in every process."""
+    return int.from_bytes(blake2b(str(dtype).encode(), digest_size=8).digest(), "little")
+
+
+def _numbered(item: Item) -> str:
+    return f"{item.name} (number {item.sequence})"

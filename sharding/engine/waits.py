@@ -1,0 +1,149 @@
+"""An exchange that failed is reported with both sides: each rank tells what it waited for.
+
+A rank whose wait ends with an error leaves a note in the store at which the processes have met, and
+looks for the notes of the others. gloo closes the connections of a rank whose time-out is over, so
+others that wait at that moment fail at once and leave their notes within milliseconds.
+
+Rules:
+
+1. Nothing here communicates before an exchange has failed.
+2. A report needs no other rank: it waits `ANSWER_SECONDS` at most, and says who has left no note.
+3. A store that cannot be reached changes the report, not the error's type.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from sharding.engine.composition import Composition
+from sharding.engine.peers import Peers
+from sharding.errors import TransferError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ANSWER_SECONDS = 3.0
+"""How long a rank that has failed looks for the notes of others."""
+MOST_ASKED = 8
+"""Of how many ranks a report tells."""
+_KEY = "sharding/waits/"
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank leaves in the store."""
+
+    group: str
+    """The name of the process group."""
+    text: str
+    digest: str
+    """Of the composition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The message that did not arrive, or was not taken."""
+
+    composition: Composition
+    member: int
+    """The other rank, in the process group."""
+    is_incoming: bool
+    nbytes: int
+    dtype: torch.dtype
+
+
+def report(peers: Peers, missed: Missed, error: BaseException) -> TransferError:
+    """The error for a rank whose exchange failed; it names this rank, the other, and both waits.
+
+    No collective: whoever fails calls it. It takes `ANSWER_SECONDS` where another rank is silent.
+    """
+    group = peers.group
+    assert group is not None
+    here, other = dist.get_rank(), dist.get_global_rank(group, missed.member)
+    way = "from" if missed.is_incoming else "to"
+    waited = (
+        f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
+        f"{other}"
+    )
+    note = Note(group.group_name, waited, missed.composition.digest.hex())
+    asked = [other]
+    for index in peers.others[:MOST_ASKED]:
+        rank = dist.get_global_rank(group, peers.members[index])
+        asked += [] if rank == other else [rank]
+    notes = _exchanged(here, asked, note)
+    told = " ".join(_told(rank, notes.get(rank), note) for rank in asked)
+    return TransferError(
+        f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} All ranks must "
+        "run the same units, as often and in the same order; TORCH_DISTRIBUTED_DEBUG=DETAIL "
+        "compares them in every forward. This process group is of no use any more: start the job "
+        "again; shards can still be saved"
+    )
+
+
+def _told(rank: int, note: Note | None, mine: Note) -> str:
+    if note is None:
+        return (
+            f"Rank {rank} has not said within {ANSWER_SECONDS:g} s what it waits for: it has "
+            "ended, or is busy elsewhere."
+        )
+    where = "" if note.group == mine.group else f" (in process group {note.group})"
+    unlike = ""
+    if note.text.partition(" for ")[0] == mine.text.partition(" for ")[0]:
+        unlike = (
+            ", as this rank does"
+            if note.digest == mine.digest
+            else ", but of another bucket: there it has other parameters, or another number of "
+            "units was sharded before"
+        )
+    return f"Rank {rank} waited in {note.text}{where}{unlike}."
+
+
+def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
+    """The notes of other ranks, by rank; this rank's is in the store."""
+    found: dict[int, Note] = {}
+    with suppress(RuntimeError, ValueError):  # the store is lost: others are not named then
+        store = _store()
+        if store is None:
+            return found
+        mine = _read(store, here)
+        if mine is None or mine.group != note.group:  # the first to fail tells most
+            store.set(f"{_KEY}{here}", json.dumps(asdict(note)))
+        until = monotonic() + ANSWER_SECONDS
+        while True:
+            for rank in asked:
+                read = None if rank in found else _read(store, rank)
+                if read is not None and (read.group == note.group or monotonic() > until):
+                    found[rank] = read
+            if len(found) == len(asked) or monotonic() > until:
+                return found
+            sleep(_POLL_SECONDS)
+    return found
+
+
+def _read(store: Store, rank: int) -> Note | None:
+    key = f"{_KEY}{rank}"
+    return Note(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def _store() -> Store | None:
+    """The store of the default process group; None where there is none, as with MPI."""
+    group = distributed_c10d._get_default_group()
+    return cast("Store | None", distributed_c10d._get_process_group_store(group))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
