@@ -3,11 +3,21 @@
 NCCL prefers one collective per bucket, on a stream of its own; ranks that are threads of one
 process have nothing else. Parts are packed end to end, padded to the largest, and copied to their
 places. The order of a sum is the library's.
+
+[Note: marks]
+A collective has no tag: ranks that run different units of one size would take part in each other's
+without an error. So each rank keeps a hash of the compositions of all its collectives in a group,
+and 32 bits of it travel with every reduction: as 32 zeros or ones and 32 complements, which are
+summed. Where this rank has a zero the sum is zero, or another rank has another hash. A sum of
+numbers that are not negative is zero in every dtype only where all of them are. Collectives of
+unlike sizes are not found out by this: they fail in the library, or wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +26,7 @@ from torch.distributed import ProcessGroup, Work
 
 from sharding.engine.composition import Composition
 from sharding.engine.peers import Peers
+from sharding.engine.waits import report_unlike
 
 Tensors = Sequence[torch.Tensor]
 # torch 2.13 gave them other names, and warns of the former ones.
@@ -23,6 +34,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _parts: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
 """Groups of some of a group's members, by their ranks in it."""
+_histories: WeakKeyDictionary[ProcessGroup, bytes] = WeakKeyDictionary()
+"""By group, a hash of all collectives that this rank has taken part in."""
+BITS = 32
+MARKS = 2 * BITS
+"""Elements that travel with a reduction. See [Note: marks]."""
 
 
 class Gathering:
@@ -49,15 +65,27 @@ class Gathering:
 class Summing:
     """A reduce-scatter on its way."""
 
-    def __init__(self, work: Work | None, result: torch.Tensor, sizes: list[int]) -> None:
+    def __init__(
+        self,
+        work: Work | None,
+        result: torch.Tensor,
+        sizes: list[int],
+        unlike: Callable[[], Exception],
+        marks: list[int],
+    ) -> None:
         self._work = work
         self._result = result
         self._sizes = sizes
+        self._unlike = unlike
+        self._marks = marks
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums of this rank's parts."""
+        """The sums of this rank's parts. Raises TransferError where ranks reduced unlike units."""
         if self._work is not None:
             self._work.wait()
+            summed = self._result[-MARKS:].tolist()
+            if any(total != 0 for mark, total in zip(self._marks, summed, strict=True) if not mark):
+                raise self._unlike()
         return list(torch.split(self._result[: sum(self._sizes)], self._sizes))
 
 
@@ -80,6 +108,7 @@ class Collectives:
         torch.cat(list(mine), out=own)
         if size == 1:
             return Gathering(None, packed, places, size)
+        self._note(composition)
         padded = packed[self.peers.rank * numel :][:numel].clone()
         work = _all_gather(packed, padded, group=self._group, async_op=True)
         return Gathering(work, packed, places, size)
@@ -87,20 +116,34 @@ class Collectives:
     def reduce(self, parts: Sequence[Tensors], composition: Composition) -> Summing:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
         size, mine = self.peers.size, parts[self.peers.rank]
-        numel = max(sum(_sizes(of_rank)) for of_rank in parts)
+        numel = max(sum(_sizes(of_rank)) for of_rank in parts) + MARKS
         packed = torch.zeros(size * numel, dtype=mine[0].dtype, device=mine[0].device)
         for rank, of_rank in enumerate(parts):
             torch.cat(list(of_rank), out=packed[rank * numel :][: sum(_sizes(of_rank))])
+        unlike = partial(report_unlike, self.peers, composition)
         if size == 1:
-            return Summing(None, packed, _sizes(mine))
+            return Summing(None, packed, _sizes(mine), unlike, [])
+        marks = self._note(composition)
+        packed.view(size, numel)[:, -MARKS:] = torch.tensor(marks, device=packed.device)
         result = packed.new_empty(numel)
         work = _reduce_scatter(result, packed, group=self._group, async_op=True)
-        return Summing(work, result, _sizes(mine))
+        return Summing(work, result, _sizes(mine), unlike, marks)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks', on all of them the same. Waits."""
         if self.peers.size > 1:
+            self._note(composition)
             dist.all_reduce(flat, group=self._group)
+
+    def _note(self, composition: Composition) -> list[int]:
+        """One more collective of this rank; the marks of all of them."""
+        assert self._group is not None
+        told = _histories.get(self._group, b"") + composition.digest
+        history = blake2b(told, digest_size=8).digest()
+        _histories[self._group] = history
+        number = int.from_bytes(history, "little")
+        bits = [number >> bit & 1 for bit in range(BITS)]
+        return [*bits, *(1 - bit for bit in bits)]
 
 
 def _group_of(peers: Peers) -> ProcessGroup | None:

@@ -35,6 +35,11 @@ ANSWER_SECONDS = 3.0
 MOST_ASKED = 8
 """Of how many ranks a report tells."""
 _KEY = "sharding/waits/"
+_ADVICE = (
+    "All ranks must run the same units, as often and in the same order; "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL compares them in every forward. This process group is of no "
+    "use any more: start the job again; shards can still be saved"
+)
 _POLL_SECONDS = 0.02
 
 
@@ -74,19 +79,34 @@ def report(peers: Peers, missed: Missed, error: BaseException) -> TransferError:
         f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
         f"{other}"
     )
-    note = Note(group.group_name, waited, missed.composition.digest.hex())
-    asked = [other]
-    for index in peers.others[:MOST_ASKED]:
-        rank = dist.get_global_rank(group, peers.members[index])
-        asked += [] if rank == other else [rank]
-    notes = _exchanged(here, asked, note)
-    told = " ".join(_told(rank, notes.get(rank), note) for rank in asked)
+    told = _told_by_others(peers, missed.composition, waited, other)
     return TransferError(
-        f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} All ranks must "
-        "run the same units, as often and in the same order; TORCH_DISTRIBUTED_DEBUG=DETAIL "
-        "compares them in every forward. This process group is of no use any more: start the job "
-        "again; shards can still be saved"
+        f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} {_ADVICE}"
     )
+
+
+def report_unlike(peers: Peers, composition: Composition) -> TransferError:
+    """The error for a rank that found, in a collective, that others did not take part in the same.
+
+    No collective. All ranks of the group find it, and call this.
+    """
+    told = _told_by_others(peers, composition, f"{composition}", None)
+    return TransferError(
+        f"rank {dist.get_rank()} took part in {composition}, and another rank in another "
+        f"collective, now or since the last reduction; its result is not used. {told} {_ADVICE}"
+    )
+
+
+def _told_by_others(peers: Peers, composition: Composition, waited: str, other: int | None) -> str:
+    """What other ranks wait for, in sentences: the one missed and some more."""
+    assert peers.group is not None
+    note = Note(peers.group.group_name, waited, composition.digest.hex())
+    asked = [] if other is None else [other]
+    for index in peers.others[:MOST_ASKED]:
+        rank = dist.get_global_rank(peers.group, peers.members[index])
+        asked += [] if rank == other else [rank]
+    notes = _exchanged(dist.get_rank(), asked, note)
+    return " ".join(_told(rank, notes.get(rank), note) for rank in asked)
 
 
 def _told(rank: int, note: Note | None, mine: Note) -> str:

@@ -1,0 +1,313 @@
+"""Ranks that run different units: an error that names both sides, never another unit's bytes.
+
+Every case runs on a process group of its own with a short time-out, so that one set of processes
+serves a whole table. A step that all ranks run alike comes first, then two in which they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import sharding
+from sharding import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from sharding.composable import fully_shard as composable
+from sharding.engine.waits import ANSWER_SECONDS
+from sharding.errors import TransferError
+from sharding.wrap import ModuleWrapPolicy
+
+SECONDS = 4.0
+"""The time-out of a case's process group."""
+SLACK_SECONDS = 20.0
+"""What a loaded machine may add."""
+STEPS = 3
+DOORS = ("fully_shard", "wrapper", "wrapper with original parameters", "composable")
+
+
+class Block(nn.Module):
+    """A residual block of one layer; `width` rows are divided over ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Net(nn.Module):
+    """Blocks of one size that run in the order of `path`."""
+
+    def __init__(self, width: int = 16, blocks: int = 4) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.path = list(range(blocks))
+        self.without_gradients: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.without_gradients:
+            with torch.no_grad():
+                self.blocks[index](x)
+        for index in self.path:
+            x = self.blocks[index](x)
+        return x
+
+
+@dataclass
+class Program:
+    """What one rank runs: a module, and how."""
+
+    net: Net
+    backward: bool = True
+    reduces: bool = True
+
+
+Change = Callable[[Program], None]
+
+
+def skip(*indices: int) -> Change:
+    def change(program: Program) -> None:
+        program.net.path = [index for index in program.net.path if index not in indices]
+
+    return change
+
+
+def run_in(*path: int) -> Change:
+    def change(program: Program) -> None:
+        program.net.path = list(path)
+
+    return change
+
+
+def run_also(*indices: int) -> Change:
+    def change(program: Program) -> None:
+        program.net.without_gradients = list(indices)
+
+    return change
+
+
+def no_backward(program: Program) -> None:
+    program.backward = False
+
+
+def no_reduction(program: Program) -> None:
+    program.reduces = False
+
+
+def freeze(program: Program) -> None:
+    for parameter in program.net.blocks[1].parameters():
+        parameter.requires_grad_(False)
+
+
+def fail(program: Program) -> None:
+    program.net.path = [0, 1, 9]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How ranks differ, by rank; what comes last counts for all further ranks."""
+
+    changes: tuple[Change | None, ...] = (None,)
+    """What a rank changes after the first step."""
+    settings: tuple[dict[str, Any], ...] = ({},)
+    """Arguments of the front door."""
+    width: int = 16
+    blocks: tuple[int, ...] = (4,)
+    doors: tuple[str, ...] = DOORS
+    may_be_right: bool = False
+    """Whether all ranks may go on, with the right weights."""
+
+    def of(self, values: tuple[Any, ...]) -> Any:
+        return values[min(dist.get_rank(), len(values) - 1)]
+
+
+LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+PER_PARAMETER, FLAT = DOORS[:1], DOORS[1:]
+CASES = {
+    "one skips a block": Case((None, skip(2))),
+    "one skips the first": Case((skip(0), None)),
+    "one skips the last": Case((None, skip(3))),
+    "one skips two": Case((None, skip(0, 3))),
+    "each skips another": Case((skip(1), skip(2))),
+    "each runs half": Case((skip(0, 1), skip(2, 3))),
+    "large blocks, one skips": Case((None, skip(2)), width=640),
+    "large blocks, each skips another": Case((skip(1), skip(2)), width=640),
+    "another order": Case((None, run_in(0, 2, 1, 3))),
+    "the reverse order": Case((None, run_in(3, 2, 1, 0))),
+    "a unit twice": Case((None, run_in(0, 1, 1, 2, 3)), may_be_right=True),
+    "the first unit again at the end": Case((run_in(0, 1, 2, 3, 0), None)),
+    "another forward, the same backward": Case((None, run_also(2)), may_be_right=True),
+    "a rank without backward": Case((None, no_backward)),
+    "a rank runs none": Case((None, run_in())),
+    "a rank fails by itself": Case((None, fail)),
+    "a rank that does not reduce": Case((None, no_reduction), doors=DOORS[:3]),
+    "another dtype of the same size": Case(
+        settings=tuple({"mp_policy": MixedPrecisionPolicy(param_dtype=d)} for d in LOW.values()),
+        doors=PER_PARAMETER,
+    ),
+    "another dtype of the same size, flat": Case(
+        settings=tuple({"mixed_precision": MixedPrecision(param_dtype=d)} for d in LOW.values()),
+        doors=FLAT,
+    ),
+    "another dtype of reductions": Case(
+        settings=({}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
+        doors=PER_PARAMETER,
+    ),
+    "freed after forward on one": Case(
+        settings=({"reshard_after_forward": True}, {"reshard_after_forward": False}),
+        doors=PER_PARAMETER,
+    ),
+    "frozen on one": Case((None, freeze), doors=PER_PARAMETER),
+    "a unit more on one": Case(blocks=(4, 5)),
+}
+QUICK = (
+    ("fully_shard", "each skips another"),
+    ("wrapper", "one skips a block"),
+    ("composable", "a rank without backward"),
+)
+THREE = ("one skips a block", "each runs half", "another order", "a rank without backward")
+
+
+def sharded(door: str, net: Net, group: dist.ProcessGroup, settings: dict[str, Any]) -> Any:
+    """The net, every block a unit, through a front door."""
+    if door == "fully_shard":
+        settings = {"mesh": DeviceMesh.from_group(group, "cpu"), **settings}
+        for block in net.blocks:
+            sharding.fully_shard(block, **settings)
+        return sharding.fully_shard(net, **settings)
+    settings = {"process_group": group, **settings}
+    policy = ModuleWrapPolicy({Block})
+    if door == "composable":
+        return composable(net, policy=policy, **settings)
+    original = "original" in door
+    settings = {"use_orig_params": original, "device_id": torch.device("cpu"), **settings}
+    return FullyShardedDataParallel(net, auto_wrap_policy=policy, **settings)
+
+
+def loss_of(program: Program, model: Any, number: int) -> torch.Tensor:
+    """Of a batch of this rank's own."""
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    x: torch.Tensor = torch.randn(2, program.net.width, generator=generator)
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def train(program: Program, model: Any, change: Change | None) -> str:
+    """Steps of a sharded model until an error, whose text this is."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(STEPS):
+        if number == 1 and change is not None:
+            change(program)
+        wrapped = isinstance(model, FullyShardedDataParallel)
+        if not program.reduces and not wrapped:
+            model.set_requires_gradient_sync(False)
+        began = monotonic()
+        try:
+            with nullcontext() if program.reduces or not wrapped else model.no_sync():
+                loss = loss_of(program, model, number)
+                if program.backward and loss.requires_grad:
+                    loss.backward()
+        except TransferError as error:
+            assert monotonic() - began < SECONDS + ANSWER_SECONDS + SLACK_SECONDS
+            return str(error)
+        except IndexError as error:
+            return f"its own: {error}"
+        if program.reduces:
+            optimizer.step()
+            optimizer.zero_grad()
+    return ""
+
+
+def weights(case: Case) -> list[torch.Tensor]:
+    """What plain modules on all ranks, their gradients averaged, come to by the same steps."""
+    torch.manual_seed(0)
+    program = Program(Net(case.width, case.of(case.blocks)))
+    optimizer = torch.optim.SGD(program.net.parameters(), lr=0.1)
+    change = case.of(case.changes)
+    for number in range(STEPS):
+        if number == 1 and change is not None:
+            change(program)
+        loss_of(program, program.net, number).backward()
+        for parameter in program.net.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in program.net.parameters()]
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of a sharded model."""
+    found = model.state_dict().values()
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+
+def mismatch(door: str, name: str) -> str:
+    """What a rank ends with: "right", "wrong", "went on", or the text of its error."""
+    case = CASES[name]
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    torch.manual_seed(0)
+    program = Program(Net(case.width, case.of(case.blocks)))
+    model = sharded(door, program.net, group, case.of(case.settings))
+    text = train(program, model, case.of(case.changes))
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    if any(texts):
+        return text or "went on"
+    pairs = zip(whole(model), weights(case), strict=True)
+    return "right" if all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) else "wrong"
+
+
+def check(door: str, name: str, ended: list[str]) -> None:
+    """Every rank has an error that names both sides, or all are right where that may be."""
+    if CASES[name].may_be_right and set(ended) == {"right"}:
+        return
+    for rank, text in enumerate(ended):
+        if text.startswith("its own: "):
+            continue
+        assert text.startswith(f"rank {rank} waited in the "), (door, name, ended)
+        others = [f"Rank {r} " in text for r in range(len(ended)) if r != rank]
+        assert all(others), (door, name, ended)
+        assert "start the job again" in text
+
+
+def run_cases(cluster: Any, cases: Iterable[tuple[str, str]]) -> None:
+    for door, name in cases:
+        check(door, name, cluster.run(mismatch, door, name))
+
+
+def test_ranks_that_run_different_units_all_raise_and_name_both_sides(
+    doomed_cluster: Callable[..., Any],
+) -> None:
+    run_cases(doomed_cluster(2), QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_no_difference_between_two_ranks_is_silent(
+    doomed_cluster: Callable[..., Any], door: str
+) -> None:
+    names = [name for name, case in CASES.items() if door in case.doors]
+    run_cases(doomed_cluster(2), ((door, name) for name in names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_one_of_three_ranks_that_differs_ends_all_three(
+    doomed_cluster: Callable[..., Any], door: str
+) -> None:
+    run_cases(doomed_cluster(3), ((door, name) for name in THREE))
