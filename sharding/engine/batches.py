@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
 from sharding.engine.composition import Composition, Item
 from sharding.engine.transport import Gathering, Summing, Transport
+from sharding.errors import TransferError
 
 if TYPE_CHECKING:
     from sharding.engine.bucket import Bucket, Finished, Reduction
@@ -150,7 +152,8 @@ class Reductions:
         """A backward ended with an error: nothing is on its way."""
         while self._in_flight:
             for reduction in self._in_flight.popleft():
-                reduction.abandon()
+                with suppress(TransferError):  # whoever uses the group next gets it
+                    reduction.abandon()
         self._joint, self._waiting, self._nbytes = {}, [], 0
 
     def _finish_all_but(self, count: int) -> None:

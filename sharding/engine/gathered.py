@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from weakref import ref
 
@@ -31,6 +32,7 @@ from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Peers, Sharing
 from sharding.engine.transport import Gathering, Transport, transport_between
+from sharding.errors import TransferError
 
 
 class Gathered(ABC):
@@ -212,8 +214,9 @@ class Gathered(ABC):
         """The sharded parameters are in the modules, and the full buffer has no memory."""
         self.holders.clear()
         if self._gathering is not None:
-            self._await(self._gathering)
-            self._free()
+            with suppress(TransferError):  # nobody needs it; whoever does later gets the error
+                self._await(self._gathering)
+                self._free()
         if self.is_whole:
             self.is_whole = False
             self.show_sharded()

@@ -7,7 +7,8 @@ others that wait at that moment fail at once and leave their notes within millis
 Rules:
 
 1. Nothing here communicates before an exchange has failed.
-2. A report needs no other rank: it waits `ANSWER_SECONDS` at most, and says who has left no note.
+2. A report needs no other rank: the first in a process group waits `ANSWER_SECONDS` at most, the
+   later ones not at all. It says who has left no note.
 3. A store that cannot be reached changes the report, not the error's type.
 """
 
@@ -134,10 +135,10 @@ def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
         store = _store()
         if store is None:
             return found
-        mine = _read(store, here)
+        mine, until = _read(store, here), monotonic()
         if mine is None or mine.group != note.group:  # the first to fail tells most
             store.set(f"{_KEY}{here}", json.dumps(asdict(note)))
-        until = monotonic() + ANSWER_SECONDS
+            until += ANSWER_SECONDS
         while True:
             for rank in asked:
                 read = None if rank in found else _read(store, rank)

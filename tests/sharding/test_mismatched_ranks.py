@@ -6,10 +6,14 @@ serves a whole table. A step that all ranks run alike comes first, then two in w
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -21,8 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import sharding
-from sharding import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from sharding import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from sharding.composable import fully_shard as composable
+from sharding.engine.composition import FIRST_TAG, Composition, Item, Purpose, key_of, tag_of
 from sharding.engine.waits import ANSWER_SECONDS
 from sharding.errors import TransferError
 from sharding.wrap import ModuleWrapPolicy
@@ -128,6 +138,8 @@ class Case:
     doors: tuple[str, ...] = DOORS
     may_be_right: bool = False
     """Whether all ranks may go on, with the right weights."""
+    needs_nothing: int = -1
+    """The rank that runs nothing in which it waits for others, and so goes on."""
 
     def of(self, values: tuple[Any, ...]) -> Any:
         return values[min(dist.get_rank(), len(values) - 1)]
@@ -150,7 +162,13 @@ CASES = {
     "the first unit again at the end": Case((run_in(0, 1, 2, 3, 0), None)),
     "another forward, the same backward": Case((None, run_also(2)), may_be_right=True),
     "a rank without backward": Case((None, no_backward)),
-    "a rank runs none": Case((None, run_in())),
+    "a rank runs none": Case((None, run_in()), needs_nothing=1),
+    "without shards, one skips a block": Case(
+        (None, skip(2)),
+        settings=({"sharding_strategy": ShardingStrategy.NO_SHARD},),
+        doors=("wrapper", "wrapper with original parameters"),
+    ),
+    "rows for two ranks": Case((None, skip(2)), width=2),
     "a rank fails by itself": Case((None, fail)),
     "a rank that does not reduce": Case((None, no_reduction), doors=DOORS[:3]),
     "another dtype of the same size": Case(
@@ -177,7 +195,10 @@ QUICK = (
     ("wrapper", "one skips a block"),
     ("composable", "a rank without backward"),
 )
-THREE = ("one skips a block", "each runs half", "another order", "a rank without backward")
+THREE = (
+    *("one skips a block", "each runs half", "another order", "a rank without backward"),
+    "rows for two ranks",
+)
 
 
 def sharded(door: str, net: Net, group: dist.ProcessGroup, settings: dict[str, Any]) -> Any:
@@ -256,10 +277,18 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
 
+def own_group(*ranks: int) -> dist.ProcessGroup:
+    """A group with a short time-out, of all ranks or some; all are here when it is made."""
+    dist.barrier()
+    group = dist.new_group(list(ranks) or None, timeout=timedelta(seconds=SECONDS))
+    assert isinstance(group, dist.ProcessGroup) or dist.get_rank() not in ranks
+    return group  # type: ignore[return-value]
+
+
 def mismatch(door: str, name: str) -> str:
     """What a rank ends with: "right", "wrong", "went on", or the text of its error."""
     case = CASES[name]
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    group = own_group()
     torch.manual_seed(0)
     program = Program(Net(case.width, case.of(case.blocks)))
     model = sharded(door, program.net, group, case.of(case.settings))
@@ -278,6 +307,8 @@ def check(door: str, name: str, ended: list[str]) -> None:
         return
     for rank, text in enumerate(ended):
         if text.startswith("its own: "):
+            continue
+        if rank == CASES[name].needs_nothing and text == "went on":
             continue
         assert text.startswith(f"rank {rank} waited in the "), (door, name, ended)
         others = [f"Rank {r} " in text for r in range(len(ended)) if r != rank]
@@ -311,3 +342,221 @@ def test_one_of_three_ranks_that_differs_ends_all_three(
     doomed_cluster: Callable[..., Any], door: str
 ) -> None:
     run_cases(doomed_cluster(3), ((door, name) for name in THREE))
+
+
+# Other ways to differ.
+
+
+def two_models() -> str:
+    """Two models of one form on one group, which ranks run in different orders."""
+    group = own_group()
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(sharded("fully_shard", Net(), group, {}))
+    x = torch.ones(2, 16)
+    try:
+        for number in range(2):
+            order = models if number == 0 or dist.get_rank() == 0 else models[::-1]
+            for model in order:
+                model(x).square().mean().backward()
+    except TransferError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.slow
+def test_models_that_ranks_run_in_different_orders_never_take_each_others_bytes(
+    doomed_cluster: Callable[..., Any],
+) -> None:
+    for text in doomed_cluster(2).run(two_models):
+        assert "but of another bucket" in text
+
+
+def in_a_replica(door: str) -> str:
+    """Two replicas of two shards; rank 3 skips a block."""
+    rank = dist.get_rank()
+    shards = [own_group(0, 1), own_group(2, 3)][rank // 2]
+    replicas = [own_group(0, 2), own_group(1, 3)][rank % 2]
+    torch.manual_seed(0)
+    program = Program(Net())
+    settings: dict[str, Any] = {
+        "process_group": (shards, replicas),
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+    }
+    if door == "fully_shard":
+        mesh = DeviceMesh.from_group(
+            [replicas, shards],
+            "cpu",
+            mesh=torch.tensor([[0, 1], [2, 3]]),
+            mesh_dim_names=("replicate", "shard"),
+        )
+        settings = {"mesh": mesh}
+    model = sharded(door, program.net, shards, settings)
+    return train(program, model, skip(2) if rank == 3 else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+def test_a_rank_that_differs_in_one_replica_ends_all_replicas(
+    doomed_cluster: Callable[..., Any], door: str
+) -> None:
+    for rank, text in enumerate(doomed_cluster(4).run(in_a_replica, door)):
+        assert text.startswith(f"rank {rank} waited in the ")
+        assert "start the job again" in text
+
+
+def by_collectives() -> str:
+    """Each rank skips another block, and the library's collectives cannot tell."""
+    os.environ["SHARDING_TRANSPORT"] = "collectives"
+    try:
+        return mismatch("fully_shard", "each skips another")
+    finally:
+        del os.environ["SHARDING_TRANSPORT"]
+
+
+def test_collectives_of_unlike_units_are_an_error_before_their_sums_are_used(
+    clusters: Callable[..., Any],
+) -> None:
+    for rank, text in enumerate(clusters(2).run(by_collectives)):
+        assert text.startswith(f"rank {rank} took part in the reduction of blocks.3")
+        assert f"Rank {1 - rank} waited in the reduction of blocks.3" in text
+
+
+# What the tags say.
+
+
+def items(*names: str, sequence: int = 1) -> Composition:
+    return Composition(
+        tuple(Item(n, key_of(0, [n], [(4,)]), Purpose.GATHER, sequence) for n in names)
+    )
+
+
+def test_messages_that_are_unlike_in_anything_have_different_tags() -> None:
+    one, two = torch.zeros(4), [torch.zeros(4), torch.zeros(8)]
+    first = items("a", "b")
+    tags = [
+        tag_of(composition.digest, tensors)
+        for composition in (
+            first,
+            items("a"),
+            items("b", "a"),
+            items("a", "c"),
+            items("a", "b", sequence=2),
+            replace(first, stage=1),
+            Composition(tuple(replace(item, purpose=Purpose.REDUCE) for item in first.items)),
+        )
+        for tensors in ([one], [one[:3]], two, two[::-1], [one.to(torch.int32)], [one.half()])
+    ]
+    assert len(set(tags)) == len(tags)
+    assert all(FIRST_TAG <= tag < 1 << 31 for tag in tags)
+
+
+def test_a_tag_is_the_same_in_every_process_and_version() -> None:
+    assert key_of(3, ["a.weight"], [(2, 5)]) == 17602404362784560944
+    assert tag_of(items("a", "b").digest, [torch.zeros(4)]) == 1925558861
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((1, ["a"], [(4,)]), other)
+        for other in [(2, ["a"], [(4,)]), (1, ["b"], [(4,)]), (1, ["a"], [(2, 2)])]
+    ],
+)
+def test_buckets_differ_by_number_names_and_shapes(first: Any, second: Any) -> None:
+    assert key_of(*first) != key_of(*second)
+
+
+def test_a_composition_of_many_buckets_is_named_in_short() -> None:
+    text = "the gather of a (number 1), b (number 1), c (number 1), d (number 1) and 2 more"
+    assert str(items(*"abcdef")) == text
+
+
+# What comes after the error.
+
+ENDS = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sharding import fully_shard
+
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+dist.barrier()
+group = dist.new_group(timeout=timedelta(seconds=4))
+
+
+class Net(nn.Sequential):
+    skip = None
+
+    def forward(self, x):
+        for index, layer in enumerate(self):
+            if index != self.skip:
+                x = layer(x)
+        return x
+
+
+def main():
+    torch.manual_seed(0)
+    width = 640 if how == "large units" else 16
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    layers = [fully_shard(nn.Linear(width, width), mesh=mesh) for _ in range(4)]
+    model = fully_shard(Net(*layers), mesh=mesh)
+    before = {name: t.to_local().clone() for name, t in model.state_dict().items()}
+    x = torch.ones(2, width)
+    model(x).sum().backward()
+    model.skip = rank + 1
+    for attempt in range(2):
+        try:
+            model(x).square().mean().backward()
+        except RuntimeError as error:
+            print("raised", flush=True)
+    model.zero_grad()
+    for name, t in model.state_dict().items():
+        assert torch.equal(t.to_local(), before[name]), name
+    return model
+
+
+model = main()
+if how == "lets go of all":
+    del model
+if how != "just ends":
+    dist.destroy_process_group()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["just ends", "destroys the group", "lets go of all", "large units"]
+)
+def test_a_process_saves_its_shards_and_ends_as_any_other_after_the_error(
+    tmp_path: Path, how: str
+) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store"), how],
+            env={**environment, "PYTHONWARNINGS": "ignore"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            said, _ = process.communicate(timeout=200)
+            assert said.splitlines()[-3:] == ["raised", "raised", "done"], said
+            assert process.returncode == 0, said
+    finally:
+        for process in ranks:
+            process.kill()
