@@ -499,8 +499,9 @@ from sharding import fully_shard
 rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()  # imports what it needs
 dist.barrier()
-group = dist.new_group(timeout=timedelta(seconds=4))
+group = dist.new_group(timeout=timedelta(seconds=5))
 
 
 class Net(nn.Sequential):
