@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         StateChangedError,
         StateError,
         StoreError,
+        UnverifiedWarning,
     )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
@@ -81,6 +82,7 @@ _WHERE = {
     "InUseError": "ckpt.errors",
     "FallbackWarning": "ckpt.errors",
     "ReplicasWarning": "ckpt.errors",
+    "UnverifiedWarning": "ckpt.errors",
     "Skipped": "ckpt.errors",
     "NotACheckpointError": "ckpt.errors",
     "MismatchError": "ckpt.errors",
@@ -122,6 +124,7 @@ __all__ = [
     "StoreError",
     "TensorHandle",
     "UnsupportedError",
+    "UnverifiedWarning",
     "__version__",
     "convert",
     "delete",

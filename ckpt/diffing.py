@@ -9,7 +9,9 @@ Rules:
 3. Tied names are looked up under each of their names; a pair of stored tensors is compared once.
 4. Plain values, and the kinds of containers and keys (`ckpt.structure`), are compared where both
    formats can hold any. DCP makes texts of all keys: beside another format its keys are no matter.
-5. A pattern matches a name of one of the two (`ckpt.matching.selection`): a mistyped one would
+5. Every checksum of what is compared is compared too, also where a tensor is a part of a record
+   that has one. What is wrong is an error and no difference.
+6. A pattern matches a name of one of the two (`ckpt.matching.selection`): a mistyped one would
    find no difference.
 """
 
@@ -23,7 +25,9 @@ from typing import TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
 from ckpt.matching.selection import Selection
+from ckpt.reading.record_sums import RecordSums
 from ckpt.reading.sources import Source, open_source
+from ckpt.reading.transfer import Transfer
 from ckpt.states.saved import by_name, join
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
@@ -163,6 +167,8 @@ class _Side:
     """What of one checkpoint is compared, by the names of the comparison."""
 
     source: Source
+    engine: Transfer
+    """What reads its tensors; one for all, as tensors may share a record and its checksum."""
     tensors: Mapping[str, TensorRecord]
     """Under all names, tied ones too."""
     values: Mapping[str, Tree]
@@ -177,10 +183,12 @@ class _Side:
         records |= {alias: catalog.tensors[name] for alias, name in catalog.aliases.items()}
         values = by_name(plain_values(catalog.tree), source.url)
         by_name([*records.items(), *values.items()], source.url)  # of a tensor and a value
+        engine = Transfer(source.store, RecordSums("all"))
         prefix = f"{select}."
         if select is not None and any(name.startswith(prefix) for name in (*records, *values)):
-            return cls(source, _below(records, prefix), _below(values, prefix), {}, select)
-        return cls(source, records, values, {}, None)
+            records, values = _below(records, prefix), _below(values, prefix)
+            return cls(source, engine, records, values, {}, select)
+        return cls(source, engine, records, values, {}, None)
 
     @property
     def selected(self) -> bool:
@@ -243,7 +251,7 @@ def _compare(
         if described is not None:
             differences.append(described)
             continue
-        found = _compare_elements(a.source, left, b.source, right, tolerance, progress)
+        found = _compare_elements(a.engine, left, b.engine, right, tolerance, progress)
         compared += 1
         compared_bytes += left.nbytes
         if found.differing:
@@ -251,6 +259,8 @@ def _compare(
         elif found.unequal:
             close += 1
             max_abs = max(max_abs, found.max_abs)
+    for side in (a, b):
+        side.engine.finish()
     values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())
     structure = _compare_structure(a, b) if with_values else ()
     return Comparison(
@@ -301,9 +311,9 @@ def _unravel(flat: int, shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def _compare_elements(
-    a: Source,
+    a: Transfer,
     left: TensorRecord,
-    b: Source,
+    b: Transfer,
     right: TensorRecord,
     tolerance: Tolerance,
     progress: Callable[[int], None] | None,
@@ -314,8 +324,8 @@ def _compare_elements(
     step = max(1, BLOCK_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
     for lo in range(0, elements, step):
         hi = min(lo + step, elements)
-        here = read_elements(a.store, left, lo, hi)
-        there = read_elements(b.store, right, lo, hi)
+        here = read_elements(a, left, lo, hi)
+        there = read_elements(b, right, lo, hi)
         found = found.then(compare(here, left.dtype, there, right.dtype, tolerance), lo)
         if progress is not None:
             progress((hi - lo) * left.dtype.itemsize)

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckpt.reading.bites import Array, requests_for
-from ckpt.reading.transfer import transfer
+from ckpt.reading.transfer import Transfer
 from formats.catalog import TensorRecord, Tree
 from formats.dtypes import DType
-from formats.storage import Reader
 from sharding.layout import Piece, span_boxes
 
 _MEMORY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -91,8 +90,8 @@ class Numbers:
         )
 
 
-def read_elements(reader: Reader, record: TensorRecord, lo: int, hi: int) -> Array:
-    """Elements `[lo, hi)` of a tensor in row-major order, read and verified.
+def read_elements(engine: Transfer, record: TensorRecord, lo: int, hi: int) -> Array:
+    """Elements `[lo, hi)` of a tensor in row-major order, read and verified as `engine` does.
 
     Raises CorruptError for a wrong checksum, HoleError where some are stored nowhere.
     """
@@ -101,7 +100,7 @@ def read_elements(reader: Reader, record: TensorRecord, lo: int, hi: int) -> Arr
     for box in span_boxes(record.shape, lo, hi):
         pieces.append(Piece.packed(box, at))
         at += box.numel
-    transfer(reader, requests_for(record, pieces, array))
+    engine.run(requests_for(record, pieces, array))
     return array
 
 

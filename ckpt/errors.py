@@ -181,3 +181,21 @@ class FallbackWarning(UserWarning):
 
 class ReplicasWarning(UserWarning):
     """Tensors that ranks have as replicas of one another differ; one rank's are stored."""
+
+
+class UnverifiedWarning(UserWarning):
+    """Some of what was read could not be compared with a checksum, though the format has some."""
+
+    def __init__(self, url: str, tensors: Sequence[str]) -> None:
+        self.url = url
+        """The checkpoint."""
+        self.tensors = tuple(tensors)
+        """The tensors on this rank of which a part of a record was read; empty where it was on
+        other ranks alone."""
+        shown = ", ".join(self.tensors[:5]) or "on other ranks"
+        more = f" and {len(self.tensors) - 5} more" if len(self.tensors) > 5 else ""
+        super().__init__(
+            f"{without_secrets(url)}: parts of records were read ({shown}{more}), and a record has "
+            "one CRC-32 for all its bytes, so that a flipped bit in these would not be seen; give "
+            "verify='all' to read such records whole and compare, or verify=False to compare none"
+        )

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import index as as_int
 from types import EllipsisType
+from warnings import warn
 
 import torch
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, UnverifiedWarning
 from ckpt.matching.selection import Selection
 from ckpt.outgoing import selected
 from ckpt.reading.bites import Fits, Request, requests_for
+from ckpt.reading.record_sums import Verify, checked_verify
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import transfer
 from ckpt.reading.watched import unless_replaced
@@ -30,13 +32,15 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 def open(
-    url: str | os.PathLike[str], *, verify: bool = True, storage_options: Options = None
+    url: str | os.PathLike[str], *, verify: Verify = True, storage_options: Options = None
 ) -> Checkpoint:
     """The checkpoint at a path or URL, with nothing read but its description.
 
     Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
-    read out to whole chunks of 64 KiB; False reads the exact bytes. No process group is involved.
-    `storage_options` are the fsspec driver's.
+    read out to whole chunks of 64 KiB; False reads the exact bytes. torch.save and DCP have one
+    checksum for all of a storage or chunk: True compares it where all is read, and the first read of
+    a part comes with an UnverifiedWarning; "all" reads and compares the rest each time. No process
+    group is involved. `storage_options` are the fsspec driver's.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -54,13 +58,14 @@ def read(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
-    verify: bool = True,
+    verify: Verify = True,
     storage_options: Options = None,
 ) -> object:
     """The saved state as a plain nest: whole tensors on the CPU, and the values around them.
 
     `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
     dict, and is None in a list. `dtype` casts floating-point tensors. Tied ones come back as one.
+    `verify` is as for `open`.
 
     Raises:
         ValueError: a pattern matches no name, or nothing is left over.
@@ -126,11 +131,12 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     """
 
     def __init__(
-        self, url: str | os.PathLike[str], verify: bool, storage_options: Options = None
+        self, url: str | os.PathLike[str], verify: Verify, storage_options: Options = None
     ) -> None:
+        self._verify = checked_verify(verify)
+        self._has_told = False
         self._context = open_source(url, storage_options)
         self._source: Source | None = self._context.__enter__()
-        self._verify = verify
         self.catalog: Catalog = self._source.catalog
 
     @property
@@ -164,7 +170,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         """A region of a tensor, read into memory of its own."""
         tensor = empty_for(record, box.shape)
         requests = requests_for(record, [Piece.packed(box)], memory_of(tensor))
-        transfer(self._opened().store, requests, self._verify)
+        self._read(requests, stacklevel=4)
         return tensor
 
     def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
@@ -199,12 +205,20 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             return torch_dtype(tree.torch_name) if isinstance(tree, DType) else tree
 
         nest = fill(self.catalog.tree, "")
-        transfer(self._opened().store, requests, self._verify)
+        self._read(requests, stacklevel=6)
         if dtype is not None:
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
                     tensors[name] = tensor.to(dtype)
         return _put(nest, tensors)
+
+    def _read(self, requests: Sequence[Request], stacklevel: int) -> None:
+        """Do the requests; says once that not all could be verified."""
+        source = self._opened()
+        unverified = transfer(source.store, requests, self._verify)
+        if unverified and not self._has_told:
+            self._has_told = True
+            warn(UnverifiedWarning(source.url, unverified), stacklevel=stacklevel)
 
     def close(self) -> None:
         """Let go of the files; handles stay, but can no longer read."""

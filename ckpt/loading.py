@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from warnings import warn
 
 from ckpt.budget import memory_budget
 from ckpt.errors import (
@@ -21,6 +22,7 @@ from ckpt.errors import (
     RankError,
     ReplacedLoadError,
     StoreError,
+    UnverifiedWarning,
 )
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
@@ -32,6 +34,7 @@ from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.reading.bites import Fits
 from ckpt.reading.fills import Fill, Planning, read_fills
 from ckpt.reading.lots import Read, Wanted
+from ckpt.reading.record_sums import RecordSums, Verify, checked_verify
 from ckpt.reading.replicas import REPLICAS, Shares, bytes_of_lots, exchanged
 from ckpt.reading.shared import Comparing
 from ckpt.reading.sources import Source, open_source
@@ -64,7 +67,7 @@ def load(
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     dtype: str | None = None,
-    verify: bool = True,
+    verify: Verify = True,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
     replicas: str = "auto",
@@ -90,8 +93,10 @@ def load(
         exclude: patterns of the target's names not to load. Each pattern, and each key of `rename`,
             has to match a name: a pattern one of the checkpoint or of any rank's target.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
-        verify: check every chunk that is read against its checksum. Only the native format has
-            chunks: what torch's own formats have, `ckpt.verify` checks.
+        verify: True compares what is read with its checksums: of the native format every byte, of
+            torch.save and DCP every storage and chunk of a tensor that this rank reads all of.
+            Where a rank reads a part of one, rank 0 tells with an UnverifiedWarning; "all" reads
+            the rest too, and compares. False compares nothing. safetensors has no checksums.
         progress: called with numbers of bytes as this rank has read them.
         replicas: what ranks do that want the same: "read" it each, or read a part each and
             "exchange" it. "auto" reads from local disks, whose pages all ranks of a machine share,
@@ -136,7 +141,7 @@ def load(
             rename,
             Selection.of(include, exclude),
             dtype == "target",
-            verify,
+            checked_verify(verify),
             group,
             progress,
             replicas,
@@ -161,7 +166,7 @@ class _Asked:
     rename: Rename | None
     selection: Selection
     casts: bool
-    verify: bool
+    verify: Verify
     group: ProcessGroup | None
     progress: Progress | None
     replicas: str
@@ -233,16 +238,19 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             if not agreed.same[0]:
                 planned = ranks.attempt("planning to load", lambda: checked(None))
 
-        def reading() -> None:
+        sums = RecordSums(asked.verify)
+
+        def reading() -> int:
             how = Reading.within(budget // 2, source.store, ranks.world_size)
-            read = partial(
-                read_fills, source.store, verify=asked.verify, progress=asked.progress, how=how
-            )
+            read = partial(read_fills, source.store, sums=sums, progress=asked.progress, how=how)
+            every = (*planned.numbers, *planned.fills)
+            sums.expect(request for fill in every for request in fill.requests)
             read(planned.numbers, stage_bytes=budget // 2)
             check_numbers(source.url, matched)
             for want in matched.wants:
                 will_change(want.tensor)
             read(planned.fills, stage_bytes=budget // 2)
+            return len(sums.unverified)
 
         filled = list(dict.fromkeys(fill.name for fill in planned.fills))
         if planned.shares is not None:
@@ -252,7 +260,11 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             """Read what a lot has for this rank to read."""
             fills = [Fill(*one, staged_as=None) for one in wanted]
             how = Reading.within(budget // 2, source.store, ranks.world_size)
-            read_fills(source.store, fills, asked.verify, asked.progress, how, budget // 2)
+            read_fills(source.store, fills, sums, asked.progress, how, budget // 2)
+
+        def telling() -> None:
+            if ranks.rank == 0:
+                warn(UnverifiedWarning(source.url, sums.unverified), stacklevel=TO_USER - 1)
 
         def installing() -> object:
             try:
@@ -261,7 +273,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 raise PartialLoadError(f"{type(error).__name__}: {said(error)}", filled) from error
 
         try:
-            ranks.attempt("loading", reading)
+            unverified, read = ranks.compare("loading", reading, lambda count: (count,), 1)
             if planned.shares is not None:
                 shares = planned.shares
                 exchange = partial(
@@ -269,6 +281,8 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 )
                 ranks.attempt("exchanging what was read", exchange)
             loaded = ranks.attempt("installing the loaded state", installing)
+            if unverified or not read.same[0]:  # all ranks know that one has some
+                ranks.attempt("telling what was not verified", telling)
         except RankError as error:  # this one has read all
             error.touched = tuple(filled)
             raise

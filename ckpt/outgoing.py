@@ -9,6 +9,8 @@ Rules:
 2. Before the first block is asked for, every element has been found in files that are as long as
    they should be, by their headers alone: a checkpoint that is not whole is an error before
    anything is written.
+3. Every checksum is compared. Of a record that has one for all its bytes, what no stream has read
+   is read before the last block of all is given.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from ckpt.errors import Difference, MismatchError
 from ckpt.matching.selection import Selection
 from ckpt.reading.bites import Array, Request, requests_for
+from ckpt.reading.record_sums import RecordSums
 from ckpt.reading.transfer import Transfer
 from ckpt.states.saved import Missing, Saved, join
 from ckpt.structure import names_of
@@ -231,9 +234,11 @@ class _Reading:
         ahead: ThreadPoolExecutor,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._transfer = Transfer(reader)
+        self._transfer = Transfer(reader, RecordSums("all"))
         self._ahead = ahead
         self._progress = progress
+        self._untaken_bytes = 0
+        """Of the streams that were given out."""
         self._announced: deque[_Part] = deque()
         """What no read has been started for."""
         self._coming: Future[_Block] | None = None
@@ -245,6 +250,7 @@ class _Reading:
 
     def of(self, record: TensorRecord, target: DType | None) -> tuple[DType, Elements]:
         """A tensor's elements, cast where `target` says so, and the type they have then."""
+        self._untaken_bytes += record.nbytes
         if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
             return record.dtype, _Plain(self, record)
         return target, _Cast(self, record, target)
@@ -263,6 +269,9 @@ class _Reading:
                 self._forget()
                 self.announce(record, lo, hi)
                 continue
+            self._untaken_bytes -= part[0].nbytes
+            if self._untaken_bytes == 0:
+                self._transfer.finish()
             yield part[1]
             lo = part[0].hi
 

@@ -1,16 +1,17 @@
 """What can be checked in torch's own formats: the CRC-32 that zip keeps of each record.
 
 A file of torch.save is one zip; a DCP folder has one small zip for each of its items. What stands
-outside of the records (padding, DCP's `.metadata`) has no checksum. Nothing is unpickled.
+outside of the records (padding, DCP's `.metadata`) has no checksum. Records are read as those that
+a load reads in part (`ckpt.reading.record_sums`). Nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from ckpt.reading.record_sums import RecordSums
+from ckpt.reading.transfer import Transfer
 from ckpt.report import Findings, Problem
 from formats.catalog import Catalog, Extent
 from formats.dcp_nest import METADATA
@@ -18,10 +19,7 @@ from formats.errors import FormatError
 from formats.pickle_reader import load
 from formats.pickle_records import Metadata
 from formats.storage import Reader
-from formats.zip_records import PICKLE, Archive, Window
-
-BLOCK_BYTES = 8 << 20
-"""Bytes of one read."""
+from formats.zip_records import Archive
 
 Progress = Callable[[int], None]
 
@@ -88,7 +86,8 @@ class _Check:
         self._progress = progress
         self._checked_bytes = 0
         self._unchecked_records = 0
-        self._block = memoryview(bytearray(BLOCK_BYTES))
+        self._sums = RecordSums("all")
+        self._engine = Transfer(reader, self._sums)
 
     def archive(
         self, file: str, offset: int, length: int, owner: Callable[[Extent], str | None]
@@ -100,14 +99,8 @@ class _Check:
         except FormatError as error:
             self.problems.append(Problem.of(error, file, owner(whole)))
             return
-        with zipfile.ZipFile(Window(self._reader, file, offset, length)) as listing:
-            infos = listing.infolist()
-        folder = next(
-            info.filename for info in infos if info.filename.endswith("/" + PICKLE)
-        ).removesuffix(PICKLE)
-        for info in infos:
-            if info.filename.startswith(folder):
-                self._record(archive, info, info.filename.removeprefix(folder), owner, whole)
+        for name in archive.names:
+            self._record(archive, name, owner, whole)
 
     def ends(self, items: Iterable[Extent]) -> None:
         """Check that each file ends with its last item."""
@@ -130,43 +123,23 @@ class _Check:
         return Findings(checked, self._checked_bytes, tuple(self.problems), notes)
 
     def _record(
-        self,
-        archive: Archive,
-        info: zipfile.ZipInfo,
-        name: str,
-        owner: Callable[[Extent], str | None],
-        whole: Extent,
+        self, archive: Archive, name: str, owner: Callable[[Extent], str | None], whole: Extent
     ) -> None:
         try:
             extent = archive.extent(name)
-            checksum = self._crc(extent)
         except FormatError as error:
             self.problems.append(Problem.of(error, whole.file, owner(whole)))
             return
-        if checksum == info.CRC:
-            self._checked_bytes += extent.nbytes
-        elif info.CRC == 0:  # torch was told to compute none
+        if extent.crc32 is None and extent.nbytes:  # torch was told to compute none
             self._unchecked_records += 1
-        else:
-            tensor, lo, hi = owner(extent), extent.offset, extent.offset + extent.nbytes
+            return
+        tensor, lo, hi = owner(extent), extent.offset, extent.offset + extent.nbytes
+        self._sums.open(tensor or name, extent)
+        try:
+            self._engine.finish(self._progress)
+        except FormatError as error:
             self.problems.append(
-                Problem(
-                    extent.file,
-                    f"{self._reader.url}/{extent.file}: {tensor or info.filename}: bytes {lo}:{hi} "
-                    f"have the CRC-32 {checksum:08x}, {info.CRC:08x} was written with them: they "
-                    "were changed since; restore the file from another copy",
-                    tensor,
-                    lo,
-                    hi,
-                )
+                Problem(extent.file, str(error), tensor, lo, hi, kind=error.kind)
             )
-
-    def _crc(self, extent: Extent) -> int:
-        checksum = 0
-        for at in range(extent.offset, extent.offset + extent.nbytes, BLOCK_BYTES):
-            nbytes = min(BLOCK_BYTES, extent.offset + extent.nbytes - at)
-            self._reader.read_into(extent.file, at, self._block[:nbytes])
-            checksum = zlib.crc32(self._block[:nbytes], checksum)
-            if self._progress is not None:
-                self._progress(nbytes)
-        return checksum
+        else:
+            self._checked_bytes += extent.nbytes

@@ -80,6 +80,8 @@ class Extent(NamedTuple):
     """Checksummed chunks; None where the format has none and the bytes lie there as they are."""
     itemsize: int = 1
     """Element size the byte shuffle of compressed chunks used."""
+    crc32: int | None = None
+    """The CRC-32 of all its bytes, as they lie there; None where the format has none."""
 
 
 class StoredPiece(NamedTuple):

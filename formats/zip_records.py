@@ -122,6 +122,8 @@ class Archive:
         self._records = self._directory()
         self._folder = self._find_folder()
         self._extents: dict[str, Extent] = {}
+        if "version" in self:
+            self.read("version")  # whichever it is: that it is what was written
         if "byteorder" in self and self.read("byteorder") != b"little":
             raise UnsupportedError(
                 f"{self.where}: it was written on a big-endian machine; load it there or with "
@@ -130,6 +132,12 @@ class Archive:
 
     def __contains__(self, name: str) -> bool:
         return self._folder + name in self._records
+
+    @property
+    def names(self) -> list[str]:
+        """The records, without the folder, in the order of the directory."""
+        folder = self._folder
+        return [name[len(folder) :] for name in self._records if name.startswith(folder)]
 
     def record(self, name: str) -> Record:
         """The record of this name, without the folder; raises when the zip lacks it."""
@@ -147,8 +155,13 @@ class Archive:
         """Where the data of a record lie in the file. Reads its local header the first time."""
         if name not in self._extents:
             record = self.record(name)
+            if record.checksum and not record.nbytes:
+                raise self._wrong(record, 0)
             self._extents[name] = Extent(
-                self.file, self._window.offset + self._data(record), record.nbytes
+                self.file,
+                self._window.offset + self._data(record),
+                record.nbytes,
+                crc32=record.checksum or None,
             )
         return self._extents[name]
 
@@ -158,10 +171,7 @@ class Archive:
         check("pickle_bytes", record.nbytes, f"{self.where}: the record {record.name}")
         data = self._window.bytes_at(self._data(record), record.nbytes)
         if record.checksum not in (0, zlib.crc32(data)):
-            raise CorruptError(
-                f"{self.where}: the record {record.name} has the checksum {zlib.crc32(data):08x}, "
-                f"the directory says {record.checksum:08x}; restore the file from another copy"
-            )
+            raise self._wrong(record, zlib.crc32(data))
         return data
 
     def _data(self, record: Record) -> int:
@@ -180,6 +190,12 @@ class Archive:
         if ends + extra_bytes + record.nbytes > window.length:
             raise self._outside(record)
         return ends + int(extra_bytes)
+
+    def _wrong(self, record: Record, checksum: int) -> CorruptError:
+        return CorruptError(
+            f"{self.where}: the record {record.name} has the checksum {checksum:08x}, the "
+            f"directory says {record.checksum:08x}; restore the file from another copy"
+        )
 
     def _outside(self, record: Record) -> CorruptError:
         return CorruptError(

@@ -7,8 +7,9 @@ of a file, each of which goes straight into its target or through scratch memory
 
 Rules:
 
-1. Where the bytes have checksums and these are asked for, a bite is whole chunks. Otherwise,
-   uncompressed, it is the bytes that are wanted and no others.
+1. Where the bytes have checksums and these are asked for, a bite is whole chunks. A record that has
+   one checksum is a chunk too where it is so small that the rest is worth reading (rule 3).
+   Otherwise, uncompressed, a bite is the bytes that are wanted and no others.
 2. What lies contiguously at both ends, uncompressed, goes straight into the target; only the
    chunks at its two ends, where they hold other bytes too, go through scratch memory.
 3. What is read beyond the need is bounded: rows that lie further apart than `gap_bytes`, or one
@@ -173,11 +174,11 @@ class Bite(NamedTuple):
     chunk: int
     """The first of the extent's chunks that they are; -1 where they are not verified or decoded."""
     fit: Fit | None
-    """What is placed from them; None where they go straight."""
+    """What is placed from them; None where they go straight, or are read to be verified alone."""
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes that the target gets."""
+        """Bytes that the target gets, or the checksum alone."""
         if self.fit is None:
             return self.hi - self.lo
         return self.fit.numel * self.request.itemsize
@@ -189,16 +190,14 @@ def bites_of(requests: Iterable[Request], verify: bool, limits: Limits) -> list[
     most = limits.straight_bytes
     for request in requests:
         _, itemsize, fit, extent, _ = request
-        file, offset, nbytes, chunks, _ = extent
+        file, offset, nbytes, chunks, _, _ = extent
         lo = fit.source.at * itemsize
         hi = lo + fit.numel * itemsize
         if fit.is_straight and hi - lo <= most and (chunks is None or not chunks.compressed):
-            whole, chunk = chunks is None or not verify, -1
-            if not whole and chunks is not None:
-                size = chunks.chunk_bytes
-                whole, chunk = not lo % size and (hi == nbytes or not hi % size), lo // size
+            size = _unit_bytes(extent, verify, limits)
+            whole = not size or (not lo % size and (hi == nbytes or not hi % size))
             if whole and lo < hi <= nbytes:  # most tensors of most models
-                at = fit.target.at * itemsize
+                at, chunk = fit.target.at * itemsize, lo // size if size else -1
                 found.append(Bite(file, offset + lo, offset + hi, request, True, at, chunk, None))
                 continue
         found.extend(_Cut(request, verify, limits).bites(fit))
@@ -207,6 +206,15 @@ def bites_of(requests: Iterable[Request], verify: bool, limits: Limits) -> list[
 
 
 _FILE_AND_LO = itemgetter(0, 1)
+
+
+def _unit_bytes(extent: Extent, verify: bool, limits: Limits) -> int:
+    """Bytes of an extent that are read as one; 0 where every byte can be read by itself."""
+    chunks = extent.chunks
+    if chunks is not None:
+        return chunks.chunk_bytes if verify or chunks.compressed else 0
+    is_unit = verify and extent.crc32 is not None and extent.nbytes <= limits.gap_bytes
+    return extent.nbytes if is_unit else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +233,7 @@ class _Cut:
 
     @property
     def _chunk_bytes(self) -> int:
-        """Bytes that are read as one; 0 where every byte can be read by itself."""
-        chunks = self.request.extent.chunks
-        return 0 if chunks is None or (self._is_plain and not self.verify) else chunks.chunk_bytes
+        return _unit_bytes(self.request.extent, self.verify, self.limits)
 
     def bites(self, fit: Fit) -> Iterator[Bite]:
         """The bites of a part of the request."""

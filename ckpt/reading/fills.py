@@ -16,6 +16,7 @@ import torch
 from ckpt.errors import DamagedLoadError, PartialLoadError, ReplacedError, ReplacedLoadError
 from ckpt.matching.ledger import Want
 from ckpt.reading.bites import Fits, Request, requests_for
+from ckpt.reading.record_sums import RecordSums
 from ckpt.reading.replicas import Shares
 from ckpt.reading.transfer import Reading, Transfer
 from ckpt.states.memory import is_plain, memory_of, torch_dtype
@@ -95,17 +96,17 @@ _UNMADE = memoryview(b"")
 def read_fills(
     reader: Reader,
     fills: list[Fill],
-    verify: bool,
+    sums: RecordSums,
     progress: Progress | None,
     how: Reading,
     stage_bytes: int,
 ) -> None:
-    """All fills are done when this returns.
+    """All fills are done when this returns, and verified as `sums` says.
 
     Raises DamagedLoadError, ReplacedLoadError or PartialLoadError with the names that were touched.
     """
     touched: dict[str, None] = {}
-    engine = Transfer(reader, verify, how.workers, how.limits)
+    engine = Transfer(reader, sums, how.workers, how.limits)
     try:
         for batch in _batches(fills, stage_bytes):
             touched.update(dict.fromkeys(fill.name for fill in batch))
@@ -121,6 +122,7 @@ def read_fills(
             engine.run(requests, progress)
             for target, into in staged:
                 target.copy_(into)
+        engine.finish(progress)
     except FormatError as error:
         raise DamagedLoadError(str(error), list(touched)) from error
     except ReplacedError as error:

@@ -6,7 +6,8 @@ has it in its cache, and places what could not be read where it belongs.
 
 Rules:
 
-1. Bytes with a checksum are verified before anybody uses them.
+1. Bytes with a checksum of their own are verified before anybody uses them. Those of a record that
+   has one for all its bytes are when the last of them is read (`ckpt.reading.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
    they are verified; from a server, which takes time to answer, in large ones.
 3. Memory beyond the targets is at most `workers` times a scratch buffer, or one chunk, and what
@@ -28,6 +29,7 @@ import numpy as np
 
 from ckpt.budget import memory_budget
 from ckpt.reading.bites import Array, Bite, Limits, Request, bites_of, groups_of
+from ckpt.reading.record_sums import Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.storage import LOCAL_READ_BYTES, Reader
@@ -46,17 +48,22 @@ FAR_WORKERS = 4
 def transfer(
     reader: Reader,
     requests: Sequence[Request],
-    verify: bool = True,
+    verify: Verify = True,
     progress: Callable[[int], None] | None = None,
     workers: int | None = None,
     limits: Limits | None = None,
-) -> None:
-    """All requests are done when this returns.
+) -> tuple[str, ...]:
+    """All requests are done when this returns: the tensors of which not all could be verified.
 
-    Raises CorruptError naming file, tensor and bytes for a chunk that is not what was written; what
-    the targets hold then is undefined.
+    Raises CorruptError naming file, tensor and bytes for a chunk or record that is not what was
+    written; what the targets hold then is undefined.
     """
-    Transfer(reader, verify, workers, limits).run(requests, progress)
+    sums = RecordSums(verify)
+    sums.expect(requests)
+    engine = Transfer(reader, sums, workers, limits)
+    engine.run(requests, progress)
+    engine.finish(progress)
+    return sums.unverified
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +102,13 @@ class Transfer:
     def __init__(
         self,
         reader: Reader,
-        verify: bool = True,
+        sums: RecordSums,
         workers: int | None = None,
         limits: Limits | None = None,
     ) -> None:
+        """`sums` says what is verified, and knows what other transfers have read of records."""
         self._reader = reader
-        self._verify = verify
+        self._sums = sums
         usual = Reading.within(memory_budget(), reader)
         self._workers = usual.workers if workers is None else workers
         self._limits = usual.limits if limits is None else limits
@@ -110,7 +118,17 @@ class Transfer:
         self, requests: Sequence[Request], progress: Callable[[int], None] | None = None
     ) -> None:
         """All requests are done when this returns. Raises as `transfer` does."""
-        bites = bites_of(requests, self._verify, self._limits)
+        self._read(bites_of(requests, bool(self._sums.verify), self._limits), progress)
+
+    def finish(self, progress: Callable[[int], None] | None = None) -> None:
+        """All that was to be verified is, once all requests are done: records are read to the end.
+
+        Raises as `transfer` does.
+        """
+        most = min(self._limits.read_bytes, self._limits.scratch_bytes)
+        self._read(self._sums.rest(most), progress)
+
+    def _read(self, bites: list[Bite], progress: Callable[[int], None] | None) -> None:
         groups = groups_of(bites, self._limits)
 
         def work(group: list[Bite]) -> None:
@@ -162,6 +180,10 @@ class Transfer:
         for bite, place in zip(group, places, strict=True):
             stored = _own(bite) if bite.straight else scratch[place : place + bite.hi - bite.lo]
             self._check(bite, bite.chunk, stored)
+            part = self._sums.part(bite.request, bite.lo, bite.hi)
+            if part is not None:
+                part.take(bite.lo, stored)
+                self._compare(bite, part)
             if bite.fit is not None:
                 _place(bite, self._decoded(bite, stored))
 
@@ -171,21 +193,32 @@ class Transfer:
         chunks = bite.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
+        part = self._sums.part(bite.request, bite.lo, bite.hi)
         for at in range(0, len(target), step):
-            part = target[at : at + step]
-            self._reader.read_into(bite.file, bite.lo + at, part)
+            some = target[at : at + step]
+            self._reader.read_into(bite.file, bite.lo + at, some)
+            if part is not None:
+                part.take(bite.lo + at, some)
             if chunk >= 0 and chunks is not None:
-                self._check(bite, chunk + at // chunks.chunk_bytes, part)
+                self._check(bite, chunk + at // chunks.chunk_bytes, some)
+        if part is not None:
+            self._compare(bite, part)
 
     def _check(self, bite: Bite, first: int, stored: memoryview) -> None:
         """Raise unless these are the bytes of the chunks from `first` on."""
         chunks = bite.request.extent.chunks
-        if not self._verify or chunks is None or first < 0:
+        if not self._sums.verify or chunks is None or first < 0:
             return
         wrong = chunks.wrong(first, stored)
         if wrong is not None:
             extent, name = bite.request.extent, bite.request.name
             raise damaged(self._reader.url, extent, name, chunks[wrong])
+
+    def _compare(self, bite: Bite, part: Part) -> None:
+        """Raise where this part, summed, was the last of a record that is not what was written."""
+        wrong = self._sums.wrong(part)
+        if wrong is not None:
+            raise changed(self._reader.url, bite.request.extent, part.names, wrong)
 
     def _decoded(self, bite: Bite, stored: memoryview) -> memoryview:
         """The bytes of the extent from `bite.at` on."""
