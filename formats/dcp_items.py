@@ -2,7 +2,8 @@
 
 Rules:
 
-1. The table of items is checked when it is read: every range lies inside a file of the folder.
+1. The table of items is checked when it is read: every range lies inside a file of the folder, and
+   those of a file lie end to end. `.metadata` has no checksum: that is a part of what stands for it.
 2. The item of a tensor's chunk is opened when the piece is located, once: its zip says where the
    data truly lie and with which strides. Shape, dtype and size must be what `.metadata` says.
 """
@@ -45,7 +46,7 @@ class Items:
             except FormatError as error:
                 raise FormatError(f"{METADATA}: {error}") from None
             self._extents[name, offset] = self._extent(name, info)
-        self._check_apart()
+        self._check_tiled()
 
     def find(self, name: str, offsets: object) -> Extent:
         """The byte range of an item: a whole small zip."""
@@ -55,15 +56,21 @@ class Items:
             raise CorruptError(f"{METADATA}: no item is listed for {name}{place}")
         return found
 
-    def _check_apart(self) -> None:
-        """Raise HostileError where two items overlap and are not the same, as tied tensors' are."""
-        before = Extent("", 0, 0)
-        for item in sorted(set(self._extents.values()), key=itemgetter(0, 1, 2)):
-            if item.file == before.file and item.offset < before.offset + before.nbytes:
-                raise HostileError(
-                    f"{METADATA}: two items of {item.file} overlap at byte {item.offset}"
-                )
-            before = item
+    def _check_tiled(self) -> None:
+        """Raise unless the items of each file lie end to end in it, as every writer of DCP does.
+
+        Tied tensors may share one. HostileError where two overlap, CorruptError for a gap.
+        """
+        ends = dict.fromkeys(self.sizes, 0)
+        for file, lo, nbytes, *_ in sorted(set(self._extents.values()), key=itemgetter(0, 1, 2)):
+            if lo < ends[file]:
+                raise HostileError(f"{METADATA}: two items of {file} overlap at byte {lo}")
+            if lo > ends[file]:
+                raise _without_item(file, ends[file], lo)
+            ends[file] = lo + nbytes
+        for file, end in ends.items():
+            if end < self.sizes[file]:
+                raise _without_item(file, end, self.sizes[file])
 
     def _extent(self, name: str, info: StorageInfo) -> Extent:
         file, offset, length = info.relative_path, info.offset, info.length
@@ -87,6 +94,14 @@ class Items:
         extent = Extent(file, offset, length)
         check_inside(name, extent, self.sizes[file])
         return extent
+
+
+def _without_item(file: str, lo: int, hi: int) -> CorruptError:
+    """The error for bytes that no item has, where items lie end to end."""
+    return CorruptError(
+        f"{file}: bytes {lo}:{hi} belong to no item that {METADATA} lists: one of the two files was "
+        "changed since they were written; restore both from another copy"
+    )
 
 
 @dataclass(frozen=True, slots=True)

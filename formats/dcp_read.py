@@ -6,7 +6,8 @@ a value that is no tensor is an item of its own. Rules:
 
 1. Opening reads `.metadata` and the items of values; of tensors it reads nothing
    (`formats.dcp_items` says when it does).
-2. The chunks of a tensor tile it, or the checkpoint is refused.
+2. `.metadata` has no checksum, so whatever it says twice has to agree: the chunks of a tensor tile
+   it, the items of a file tile that, and each name has its key path.
 3. Names are DCP's own: the key path joined by dots. `planner_data` has the key paths, from which
    the nest is rebuilt (`formats.dcp_nest`); without it the tree is flat.
 """
@@ -32,7 +33,7 @@ from formats.pickle_records import (
 )
 from formats.storage import Reader
 from formats.tiling import check_tiling
-from formats.torch_tree import Nest
+from formats.torch_tree import Nest, shown
 from formats.zip_records import PICKLE, Archive
 from sharding.layout import Box, Piece
 
@@ -51,6 +52,8 @@ def read(reader: Reader) -> Catalog:
     items = Items(reader, metadata.storage_data)
     entries = _mapping(metadata.state_dict_metadata, "state_dict_metadata")
     known_paths = _mapping(metadata.planner_data or {}, "planner_data")
+    if known_paths and (lost := [name for name in entries if name not in known_paths]):
+        raise FormatError(f"{METADATA}: planner_data has no key path for {shown(tuple(lost[:1]))}")
     paths = {name: key_path(name, known_paths) for name in entries}
     sizes = {METADATA: reader.size(METADATA)}
     nest = Nest(METADATA, sizes[METADATA])
@@ -124,6 +127,8 @@ def _tensor(
         if box:  # Ranks beyond the last row have empty chunks.
             pieces.append(StoredPiece(Piece.packed(box), items.find(name, lo)))
     check_tiling(f"{METADATA}: {name}", shape, [stored.piece.box for stored in pieces])
+    if len({stored.extent for stored in pieces}) < len(pieces):
+        raise FormatError(f"{METADATA}: two chunks of {name} lie in the same bytes")
     view = (dtype, shape, tuple(pieces)) if pieces else name
     table = ItemPieces(reader, name, dtype, PieceTable(pieces))
     return TensorRecord(name, shape, dtype, table), view

@@ -165,6 +165,10 @@ RECORDS: dict[str, type[Record]] = {
 FIELDS = {cls: tuple(each.name for each in fields(cls)) for cls in RECORDS.values()}
 
 
+_NEVER_MISSING = {Metadata: ("state_dict_metadata", "planner_data", "storage_data")}
+"""Fields that every torch has written: under another name they would be taken for a later torch's."""
+
+
 def fill(record: Record, state: object) -> None:
     """Set the fields of a record that the file has just made; names that are no fields are dropped.
 
@@ -175,6 +179,9 @@ def fill(record: Record, state: object) -> None:
         state = dict(zip(names, state, strict=False))
     if type(state) is not dict:
         raise FormatError(f"the state of a {type(record).__name__} is a {type(state).__name__}")
+    for name in _NEVER_MISSING.get(type(record), ()):
+        if name not in state:
+            raise FormatError(f"the state of a {type(record).__name__} has no {name}")
     for name in names:
         if name in state:
             object.__setattr__(record, name, state[name])
