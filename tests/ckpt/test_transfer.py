@@ -1,6 +1,7 @@
 """What the engine reads, and that it puts every element where it belongs, as numpy would."""
 
 import random
+import zlib
 import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,7 +217,7 @@ def cases(draw: st.DrawFn) -> Case:
         shape,
         tuple((box, draw(kinds)) for box in parts(whole, 1 if expanded else 0) if box),
         tuple((box, draw(st.sampled_from(LAYOUTS))) for box in parts(wanted, 0)),
-        draw(st.sampled_from(["plain", "raw", "zstd"])),
+        draw(st.sampled_from(["plain", "record", "raw", "zstd"])),
         draw(st.sampled_from([16, 48, 64, 512])),
         draw(st.sampled_from([SMALL, FAR, None])),
         draw(st.integers(0, 1 << 32)),
@@ -238,12 +239,13 @@ def write_case(case: Case, folder: Path) -> tuple[TensorRecord, np.ndarray]:
         storage, piece = laid_out(whole[index(box)], how, chance)
         name = chance.choice("ab")
         offset, raw = len(files[name]), storage.tobytes()
-        if case.encoding == "plain":
+        crc32 = zlib.crc32(raw) if case.encoding == "record" else None
+        if case.encoding in ("plain", "record"):
             data, chunks = raw, None
         else:
             zstd = case.encoding == "zstd"
             data, chunks = stored_bytes(raw, offset, width, case.chunk_bytes, zstd)
-        extent = Extent(name, offset, len(raw), chunks, width)
+        extent = Extent(name, offset, len(raw), chunks, width, crc32)
         pieces.append(StoredPiece(moved(piece, box.lo), extent))
         files[name] += data + chance.randbytes(chance.randint(0, 3))
     for name, content in files.items():

@@ -170,7 +170,7 @@ READERS: tuple[Callable[[Case], dict[str, torch.Tensor]], ...] = (
 def outcome(
     reader: Callable[[Case], dict[str, torch.Tensor]],
     case: Case,
-    error: type[Exception] = ckpt.CorruptError,
+    error: type[Exception] | tuple[type[Exception], ...] = ckpt.CorruptError,
 ) -> tuple[dict[str, torch.Tensor] | None, str]:
     """What a reader gives, or None and what its error says."""
     try:

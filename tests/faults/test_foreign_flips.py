@@ -26,6 +26,8 @@ SEED = 1717
 FEW, MANY = 12, 1500
 """Flips in data, and as many elsewhere: in the default run, and in the one that is marked slow."""
 KINDS = ("torch.save", "DCP")
+REFUSED = (ckpt.FormatError, ckpt.NotACheckpointError)
+"""Also a zip that no longer begins like one."""
 
 
 class Data(NamedTuple):
@@ -98,8 +100,7 @@ def check_flip(case: Case, data: list[Data], file: Path, bit: int) -> str:
             (problem,) = ckpt.verify(case.folder).problems
             assert (problem.file, problem.lo, problem.hi) == (file.name, hurt[0].lo, hurt[0].hi)
         for reader in READERS:
-            kind = ckpt.CorruptError if hurt else ckpt.FormatError
-            found, said = outcome(reader, case, kind)
+            found, said = outcome(reader, case, ckpt.CorruptError if hurt else REFUSED)
             ends.add("no matter" if found is not None else "named")
             assert found is None or is_exact(found, case), f"{reader} noticed nothing"
             if hurt:
