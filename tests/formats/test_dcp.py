@@ -348,10 +348,66 @@ def test_chunks_that_do_not_tile_the_tensor_are_an_error(
 
 
 def test_an_item_that_is_not_what_the_metadata_say_is_an_error(tmp_path: Path) -> None:
-    sharded(tmp_path, (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))])
+    saved(tmp_path, {"w": torch.ones(4, 4)})
+
+    def reshape(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.size = entry.chunks[0].sizes = torch.Size((2, 8))
+
+    change(tmp_path, reshape)
     record = read(open_store(tmp_path)).tensors["w"]
-    with pytest.raises(FormatError, match=r"shape \(4, 4\) and .* has w \[0:2, 0:4\]"):
+    with pytest.raises(FormatError, match=r"shape \(4, 4\) and .* has w \[0:2, 0:8\]"):
         list(record.pieces)
+
+
+def moved_by(metadata: Metadata, name: str, nbytes: int) -> None:
+    """Item `name` is said to begin later, and to be as much shorter."""
+    (index,) = (index for index in metadata.storage_data if index.fqn == name)
+    was = metadata.storage_data[index]
+    metadata.storage_data[index] = _StorageInfo(
+        was.relative_path, was.offset + nbytes, was.length - nbytes
+    )
+
+
+def renamed(metadata: Metadata) -> None:
+    metadata.planner_data["W"] = metadata.planner_data.pop("w")
+
+
+# `.metadata` has no checksum: what it says has to agree with the files, and with itself.
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (lambda m: moved_by(m, "v", 64), CorruptError, r"bytes \d+:\d+ belong to no item"),
+        (lambda m: moved_by(m, "w", 64), CorruptError, r"bytes \d+:\d+ belong to no item"),
+        (lambda m: m.storage_data.pop(MetadataIndex("s")), CorruptError, "belong to no item"),
+        (lambda m: delattr(m, "planner_data"), FormatError, "a Metadata has no planner_data"),
+        (renamed, FormatError, r"planner_data has no key path for \['w'\]"),
+    ],
+)
+def test_metadata_that_contradict_the_files_or_themselves_are_an_error(
+    tmp_path: Path, damage: Callable[[Metadata], object], error: type[Exception], says: str
+) -> None:
+    saved(tmp_path, {"w": torch.ones(9), "v": torch.ones(5), "s": 3})
+    change(tmp_path, lambda metadata: damage(metadata) and None)
+    with pytest.raises(error, match=says):
+        read(open_store(tmp_path))
+
+
+def test_two_chunks_in_the_same_bytes_are_an_error(tmp_path: Path) -> None:
+    sharded(tmp_path, (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 4))])
+    with pytest.raises(FormatError, match="two chunks of w lie in the same bytes"):
+        read(open_store(tmp_path))
+
+
+def test_bytes_behind_the_last_item_are_an_error(tmp_path: Path) -> None:
+    saved(tmp_path, {"w": torch.ones(9)})
+    size = (tmp_path / ITEMS).stat().st_size
+    with (tmp_path / ITEMS).open("ab") as file:
+        file.write(b"more")
+    says = rf"{ITEMS}: bytes {size}:{size + 4} belong to no item"
+    with pytest.raises(CorruptError, match=says):
+        read(open_store(tmp_path))
 
 
 @pytest.mark.parametrize(
