@@ -97,8 +97,8 @@ def convert(
 ) -> ConvertReport:
     """The checkpoint at `src`, or a part of it, written to `dst`; says what was written.
 
-    Every checksum of what is read is compared: those of a native source, and the CRC-32 that torch's
-    own formats have of each storage or chunk. safetensors files and Hugging Face folders have none.
+    Every checksum of what is read is compared: those of a native source, and the CRC-32 that
+    torch's own formats have of each storage or chunk. safetensors and Hugging Face have none.
 
     Args:
         to: `ckpt`, `safetensors`, `hf`, `torch` or `dcp`; by default what the end of `dst` says

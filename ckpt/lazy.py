@@ -38,9 +38,9 @@ def open(
 
     Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
     read out to whole chunks of 64 KiB; False reads the exact bytes. torch.save and DCP have one
-    checksum for all of a storage or chunk: True compares it where all is read, and the first read of
-    a part comes with an UnverifiedWarning; "all" reads and compares the rest each time. No process
-    group is involved. `storage_options` are the fsspec driver's.
+    checksum for all of a storage or chunk: True compares it where all is read, and the first read
+    of a part comes with an UnverifiedWarning; "all" reads and compares the rest each time. No
+    process group is involved. `storage_options` are the fsspec driver's.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -138,8 +138,6 @@ class _Check:
         try:
             self._engine.finish(self._progress)
         except FormatError as error:
-            self.problems.append(
-                Problem(extent.file, str(error), tensor, lo, hi, kind=error.kind)
-            )
+            self.problems.append(Problem(extent.file, str(error), tensor, lo, hi, kind=error.kind))
         else:
             self._checked_bytes += extent.nbytes

@@ -3,7 +3,7 @@
 Rules:
 
 1. The table of items is checked when it is read: every range lies inside a file of the folder, and
-   those of a file lie end to end. `.metadata` has no checksum: that is a part of what stands for it.
+   those of a file lie end to end. `.metadata` has no checksum: such checks stand for it.
 2. The item of a tensor's chunk is opened when the piece is located, once: its zip says where the
    data truly lie and with which strides. Shape, dtype and size must be what `.metadata` says.
 """
@@ -99,8 +99,8 @@ class Items:
 def _without_item(file: str, lo: int, hi: int) -> CorruptError:
     """The error for bytes that no item has, where items lie end to end."""
     return CorruptError(
-        f"{file}: bytes {lo}:{hi} belong to no item that {METADATA} lists: one of the two files was "
-        "changed since they were written; restore both from another copy"
+        f"{file}: bytes {lo}:{hi} belong to no item that {METADATA} lists: one of the two files "
+        "was changed since they were written; restore both from another copy"
     )
 
 

@@ -165,8 +165,8 @@ RECORDS: dict[str, type[Record]] = {
 FIELDS = {cls: tuple(each.name for each in fields(cls)) for cls in RECORDS.values()}
 
 
-_NEVER_MISSING = {Metadata: ("state_dict_metadata", "planner_data", "storage_data")}
-"""Fields that every torch has written: under another name they would be taken for a later torch's."""
+_NEVER_MISSING = ("state_dict_metadata", "planner_data", "storage_data")
+"""Fields of `Metadata` that every torch has written, so that no other name stands for one."""
 
 
 def fill(record: Record, state: object) -> None:
@@ -179,9 +179,9 @@ def fill(record: Record, state: object) -> None:
         state = dict(zip(names, state, strict=False))
     if type(state) is not dict:
         raise FormatError(f"the state of a {type(record).__name__} is a {type(state).__name__}")
-    for name in _NEVER_MISSING.get(type(record), ()):
+    for name in _NEVER_MISSING if isinstance(record, Metadata) else ():
         if name not in state:
-            raise FormatError(f"the state of a {type(record).__name__} has no {name}")
+            raise FormatError(f"the state of a Metadata has no {name}")
     for name in names:
         if name in state:
             object.__setattr__(record, name, state[name])

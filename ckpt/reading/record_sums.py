@@ -9,8 +9,8 @@ Rules:
 
 1. A part is summed while the processor still has it in its cache. Numbers are kept, never bytes.
 2. Bytes that are read twice, as those of views that overlap, count once.
-3. A record of which only a part is read cannot be compared. With `verify="all"` its rest is read for
-   the sake of the checksum; else `unverified` has the tensors that it was read for.
+3. A record of which only a part is read cannot be compared. With `verify="all"` its rest is read
+   for the sake of the checksum; else `unverified` has the tensors that it was read for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from formats.errors import CorruptError
 from sharding.layout import Box, Piece
 
 Verify = bool | Literal["all"]
-"""True compares every checksum of which all bytes are read, "all" reads what is lacking for that."""
+"""True compares every checksum of which all bytes are read, "all" reads what is lacking too."""
 
 MOST_GAPS = 64
 """A record that was read with more gaps than these is read once more, and not gap by gap."""

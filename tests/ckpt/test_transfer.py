@@ -1,8 +1,8 @@
 """What the engine reads, and that it puts every element where it belongs, as numpy would."""
 
 import random
-import zlib
 import tracemalloc
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise

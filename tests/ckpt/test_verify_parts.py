@@ -45,9 +45,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_slices_say_once_that_they_cannot_be_verified(file: Path) -> None:
     with ckpt.open(file) as checkpoint:
-        with pytest.warns(ckpt.UnverifiedWarning, match="x.pt: parts of records .*(a).*") as told:
+        with pytest.warns(ckpt.UnverifiedWarning, match=r"x\.pt: parts of records .*\(a\)") as told:
             assert checkpoint["a"][1:3].unique().tolist() == [3]
-            assert checkpoint["b"][1:3].unique().tolist() == [3]
         assert checkpoint["b"][1:3].unique().tolist() == [3]
     (warning,) = told
     assert warning.filename == __file__
@@ -173,7 +172,9 @@ def load_on_the_second(path: str) -> list[tuple[str, ...]]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         ckpt.load(path, whole)
-    return [one.message.tensors for one in warned if isinstance(one.message, ckpt.UnverifiedWarning)]
+    return [
+        one.message.tensors for one in warned if isinstance(one.message, ckpt.UnverifiedWarning)
+    ]
 
 
 def test_ranks_that_read_a_part_say_so_once_or_read_the_rest(
