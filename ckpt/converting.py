@@ -29,7 +29,8 @@ from ckpt.targets import check_file, check_folder, check_native
 from ckpt.version import __version__
 from ckpt.writing.commit import commit, now
 from formats import huggingface, safetensors_file
-from formats.errors import FormatError
+from formats.catalog import typed_values
+from formats.errors import FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile
 from formats.native.shard import stored_order
@@ -149,6 +150,7 @@ def convert(
             opened.url, opened.store, opened.catalog, select, selection, dtype, progress
         ) as state:
             left_out: tuple[str, ...] = ()
+            _check_values(chosen, state)
             if chosen.is_file:
                 left_out = _write_file(chosen, target, there, state, overwrite)
             elif chosen is Format.CKPT:
@@ -280,6 +282,17 @@ def _write_folder(
             dcp.write(writer, state)
             left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
     return left_out
+
+
+def _check_values(chosen: Format, state: Outgoing) -> None:
+    """Raise UnsupportedError for a value that only ckpt's own format holds exactly."""
+    if chosen in (Format.TORCH, Format.DCP):
+        for name, value in typed_values(state.tree):
+            raise UnsupportedError(
+                f"{name} is {value!s:.80}, and {chosen.value} has no {value.kind} that torch "
+                "loads without running code: leave it out (exclude=, --exclude), store plain "
+                "values in its place, or convert to ckpt's own format"
+            )
 
 
 def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:

@@ -31,8 +31,7 @@ from ckpt.reading.transfer import Transfer
 from ckpt.states.saved import by_name, join
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
-from formats.catalog import TensorRecord, TensorRef, Tree
-from formats.dtypes import DType
+from formats.catalog import TensorRecord, TensorRef, Tree, str_of
 from formats.url_secrets import without_secrets
 
 _T = TypeVar("_T")
@@ -362,4 +361,4 @@ def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:
 
 
 def _shown(value: Tree) -> str:
-    return str(value) if isinstance(value, DType) else repr(value)
+    return str_of(value)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt.reading.bites import Array, requests_for
 from ckpt.reading.transfer import Transfer
-from formats.catalog import TensorRecord, Tree
+from formats.catalog import TensorRecord, Tree, TypedValue
 from formats.dtypes import DType
 from sharding.layout import Piece, span_boxes
 
@@ -151,7 +151,7 @@ def same_value(a: Tree, b: Tree, tolerance: Tolerance) -> bool:
         return a == b or abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b) < math.inf
     if isinstance(a, complex) and isinstance(b, complex):
         return same_value(a.real, b.real, tolerance) and same_value(a.imag, b.imag, tolerance)
-    return bool(a == b)
+    return str(a) == str(b) if isinstance(a, TypedValue) else bool(a == b)
 
 
 def _unequal(a: Array, a_dtype: DType, b: Array, b_dtype: DType) -> Array:

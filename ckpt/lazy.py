@@ -21,10 +21,10 @@ from ckpt.reading.transfer import transfer
 from ckpt.reading.watched import unless_replaced
 from ckpt.states.memory import empty_for, memory_of, torch_dtype
 from ckpt.states.saved import join
+from ckpt.states.typed_values import opened
 from ckpt.stores.store import Options
 from ckpt.structure import names_of
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
-from formats.dtypes import DType
 from formats.url_secrets import without_secrets
 from sharding.layout import Box, Layout, Piece
 
@@ -202,7 +202,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
                     for i, item in enumerate(tree)
                 ]
                 return items if isinstance(tree, list) else tuple(items)
-            return torch_dtype(tree.torch_name) if isinstance(tree, DType) else tree
+            return opened(tree)
 
         nest = fill(self.catalog.tree, "")
         self._read(requests, stacklevel=6)

@@ -26,6 +26,7 @@ from ckpt.errors import (
 )
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
+from ckpt.matching.casting import Casting, casting_of
 from ckpt.matching.fitting import check_fits, check_numbers, differences, marks
 from ckpt.matching.ledger import Match
 from ckpt.matching.match import match
@@ -67,6 +68,7 @@ def load(
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     dtype: str | None = None,
+    casting: str = "same_kind",
     verify: Verify = True,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
@@ -93,6 +95,9 @@ def load(
         exclude: patterns of the target's names not to load. Each pattern, and each key of `rename`,
             has to match a name: a pattern one of the checkpoint or of any rank's target.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
+        casting: which casts `dtype="target"` may make: "same_kind" floats (of 16 bits or more) to
+            floats, complex numbers to complex numbers, integers to wider integers; "unsafe" all,
+            whatever becomes of the values.
         verify: True compares what is read with its checksums: of the native format every byte, of
             torch.save and DCP every storage and chunk of a tensor that this rank reads all of.
             Where a rank reads a part of one, rank 0 tells with an UnverifiedWarning; "all" reads
@@ -132,15 +137,14 @@ def load(
     ranks = Ranks(group, timeout)
 
     def asking() -> _Asked:
-        if dtype not in (None, "target"):
-            raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+        allowed = casting_of(dtype, casting)
         if replicas not in REPLICAS:
             raise ValueError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
         return _Asked(
             strict,
             rename,
             Selection.of(include, exclude),
-            dtype == "target",
+            allowed,
             checked_verify(verify),
             group,
             progress,
@@ -165,7 +169,7 @@ class _Asked:
     strict: bool
     rename: Rename | None
     selection: Selection
-    casts: bool
+    casting: Casting | None
     verify: Verify
     group: ProcessGroup | None
     progress: Progress | None
@@ -181,7 +185,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             budget = memory_budget()
             source = stack.enter_context(open_source(url, asked.options))
             saved = Saved(source.catalog, asked.rename)
-            found = match(saved, state, asked.selection, asked.casts)
+            found = match(saved, state, asked.selection, asked.casting)
             comparing = Comparing(source.store, ranks.mesh, ranks.here, budget // 2, asked.verify)
             found.differences.extend(comparing.differences(found.shared))
             exchanges = exchanged(asked.replicas, source.store) and not ranks.alone

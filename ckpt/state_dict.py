@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
+from ckpt.matching.casting import Casting, casting_of
 from ckpt.matching.filling import Filling, held_locally
 from ckpt.matching.fitting import check_fits, check_numbers, differences, marks
 from ckpt.matching.ledger import Match
@@ -31,12 +32,11 @@ from ckpt.ranks import HASH_BITS, TIMEOUT_SECONDS, Ranks
 from ckpt.states.described import Described, check_members
 from ckpt.states.flatten import FlatState, flatten
 from ckpt.states.local_states import with_names
-from ckpt.states.memory import torch_dtype
 from ckpt.states.saved import Rename, Saved
 from ckpt.states.together import Together, described_by, overruled_message, together
+from ckpt.states.typed_values import opened
 from ckpt.writing.replicas import ReplicaHashes, named
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
-from formats.dtypes import DType
 from sharding.describe.describing import Spread
 from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
@@ -145,6 +145,7 @@ def load(
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     dtype: str | None = None,
+    casting: str = "same_kind",
     model: nn.Module | None = None,
     group: ProcessGroup | None = None,
     budget: int | None = None,
@@ -153,8 +154,8 @@ def load(
     """`target`, filled from a state of any kind that the ranks have in memory.
 
     To be called by all ranks of `group`. As `ckpt.load`, with what `convert` takes in the place of
-    a checkpoint: names, optimizers without a step, `strict`, `rename`, `include`, `exclude` and
-    `dtype` mean the same, and so do the errors. The state of one rank alone, with nothing on the
+    a checkpoint: names, optimizers without a step, `strict`, `rename`, `include`, `exclude`,
+    `dtype` and `casting` mean the same, and so do the errors. The state of one rank alone, with nothing on the
     others, fills the targets of all. Tensors travel from who has them to who wants them, within
     `budget`.
 
@@ -170,13 +171,12 @@ def load(
     ranks = Ranks(group, timeout)
     with ranks.call("ckpt.state_dict.load"):
 
-        def reading() -> tuple[Selection, bytes]:
+        def reading() -> tuple[tuple[Selection, Casting | None], bytes]:
             _check_budget(budget)
-            if dtype not in (None, "target"):
-                raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
-            return Selection.of(include, exclude), repr(dtype).encode()
+            allowed = casting_of(dtype, casting)
+            return (Selection.of(include, exclude), allowed), repr(allowed).encode()
 
-        (selection, _), agreed = ranks.compare(
+        ((selection, allowed), _), agreed = ranks.compare(
             "reading the arguments", reading, _mark_of, 1, _count(budget)
         )
         _check_same_arguments(agreed.same[0])
@@ -185,7 +185,7 @@ def load(
 
         def matching() -> tuple[Saved, Match]:
             saved = Saved(_catalog(held.whole), rename)
-            return saved, match(saved, target, selection, dtype == "target")
+            return saved, match(saved, target, selection, allowed)
 
         (saved, matched), agreed = ranks.compare(
             "matching the state with the target", matching, lambda found: marks(found[1]), 2
@@ -295,7 +295,7 @@ def _built(tree: Tree, tensors: Mapping[str, Spread]) -> object:
         return [_built(item, tensors) for item in tree]
     if isinstance(tree, tuple):
         return tuple(_built(item, tensors) for item in tree)
-    return torch_dtype(tree.torch_name) if isinstance(tree, DType) else tree
+    return opened(tree)
 
 
 def _catalog(whole: Described) -> Catalog:

@@ -157,6 +157,33 @@ class TensorRef:
     """The tensor's name in the catalog (of tied names, the one that is stored)."""
 
 
+@dataclass(frozen=True, slots=True)
+class TypedValue:
+    """A value of a type that the tree itself lacks, as a set or a path: its kind and its parts."""
+
+    kind: str
+    """One of `formats.native.tree.TYPED`."""
+    parts: tuple[Tree, ...]
+    """What it is made of, without tensors; equal values have equal parts."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(map(str_of, self.parts))})"
+
+
+def typed_values(tree: Tree, path: str = "") -> Iterator[tuple[str, TypedValue]]:
+    """The typed values of a tree by name."""
+    if isinstance(tree, TypedValue):
+        yield path, tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from typed_values(item, f"{path}.{key}" if path else str(key))
+
+
+def str_of(value: Tree) -> str:
+    """A plain value of a tree, for people."""
+    return str(value) if isinstance(value, DType | TypedValue) else repr(value)
+
+
 Key = str | int | float | bool | None | tuple[object, ...]
 """A key of a dict in a state."""
 
@@ -170,6 +197,7 @@ Tree = (
     | bytes
     | TensorRef
     | DType
+    | TypedValue
     | list["Tree"]
     | tuple["Tree", ...]
     | dict[Key, "Tree"]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from ckpt.matching.selection import check_names_some, matches
 from ckpt.states.saved import by_name, join
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
-from formats.dtypes import DType
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, str_of
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, count, json_text, printable, shortened, size
@@ -194,7 +193,7 @@ def _values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
 def _text(value: Tree) -> str:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
-    return str(value) if isinstance(value, DType) else repr(value)
+    return str_of(value)
 
 
 def _described(

@@ -13,10 +13,10 @@ import torch
 
 from ckpt.errors import Difference
 from ckpt.matching.selection import Claim, Selection
-from ckpt.states.memory import empty_for, torch_dtype
+from ckpt.states.memory import empty_for
 from ckpt.states.saved import Missing, Saved, holds_tensor, join
+from ckpt.states.typed_values import opened
 from formats.catalog import TensorRecord, TensorRef, Tree
-from formats.dtypes import DType
 from sharding.describe.describing import Spread
 
 Step = Callable[[], object]
@@ -134,10 +134,8 @@ class Ledger:
             if isinstance(tree, tuple):
                 return lambda: tuple(step() for step in steps)
             return lambda: [step() for step in steps]
-        if isinstance(tree, DType):
-            dtype = torch_dtype(tree.torch_name)
-            return lambda: dtype
-        return lambda: tree
+        value = opened(tree)
+        return lambda: value
 
     def anything(self, own: object, path: str) -> Step:
         """Whatever was saved there, for an object that knows what to do with it; else `own`."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.matching.casting import Casting, dtype_problem
 from ckpt.matching.ledger import Ledger, Match, Step, Want
 from ckpt.matching.match_optimizer import match_optimizer
 from ckpt.matching.match_stateful import filled, match_stateful
@@ -20,6 +21,7 @@ from ckpt.matching.overlaps import shared_memory
 from ckpt.matching.selection import Selection, no_name
 from ckpt.states.local_states import by_parameters
 from ckpt.states.memory import torch_can_share
+from ckpt.states.refusals import instead_of_array
 from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join, kind_of
 from ckpt.states.stateful import (
     ParameterNames,
@@ -30,19 +32,25 @@ from ckpt.states.stateful import (
     parameter_names,
     unwrapped,
 )
+from ckpt.states.tensor_kinds import check_mode, kind_problem, memory_problem
+from ckpt.states.typed_values import is_plain_array, like_target
 from formats.catalog import TensorRef
 from formats.native.tree import ROOT
 from sharding.describe.describing import Spread, clean_name, load_rest, part_of, state_dict_names
 from sharding.describe.local_part import LocalPart
+from sharding.describe.sharded_tensor import is_sharded
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name under which a module keeps what `get_extra_state` returns."""
 
 
-def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Match:
-    """Match a target with a checkpoint. `cast` allows another dtype."""
+def match(
+    saved: Saved, state: object, selection: Selection, casting: Casting | None = None
+) -> Match:
+    """Match a target with a checkpoint. `casting` says which other dtypes are allowed."""
+    check_mode()
     ledger = Ledger(saved, selection)
-    matcher = _Matcher(ledger, cast, parameter_names(state))
+    matcher = _Matcher(ledger, casting, parameter_names(state))
     install = matcher.walk(state, "")
     matcher.forgive_ties()
     shared = shared_memory(ledger.wants, ledger.ties)
@@ -66,9 +74,9 @@ def match(saved: Saved, state: object, selection: Selection, cast: bool) -> Matc
 
 
 class _Matcher:
-    def __init__(self, ledger: Ledger, cast: bool, parameters: ParameterNames) -> None:
+    def __init__(self, ledger: Ledger, casting: Casting | None, parameters: ParameterNames) -> None:
         self._ledger = ledger
-        self._cast = cast
+        self._casting = casting
         self._parameters = parameters
         self._filled: dict[object, Want] = {}
         self._lacking: dict[str, object] = {}
@@ -107,7 +115,8 @@ class _Matcher:
         part = part_of(given) if isinstance(given, torch.Tensor) else given
         tensor = given if part is None else part
         self._keep.append(tensor)
-        key = identity(tensor)
+        unfit = _unfit(given)
+        key = id(tensor) if unfit else identity(tensor)
         saved = self._ledger.saved.leaves.get(name, MISSING)
         if isinstance(saved, Missing):
             self._lacking[name] = key
@@ -126,17 +135,10 @@ class _Matcher:
                 f"the checkpoint has shape {record.shape}, the target wants {tuple(tensor.shape)}; "
                 "pass strict=False to skip it, or rename it with rename=",
             )
-        elif not self._cast and record.dtype.torch_name != str(tensor.dtype).removeprefix("torch."):
-            self._ledger.differ(
-                name,
-                "dtype",
-                f"the checkpoint has {record.dtype}, the target wants "
-                f"{str(tensor.dtype).removeprefix('torch.')}; pass dtype='target' to cast",
-            )
-        elif getattr(tensor, "is_meta", False):
-            self._ledger.differ(
-                name, "structure", "is on the meta device; call to_empty() on the module first"
-            )
+        elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._casting)) is not None:
+            self._ledger.differ(name, "dtype", lossy)
+        elif unfit is not None:
+            self._ledger.differ(name, "structure", unfit)
         else:
             want = Want(name, record, tensor)
             first = self._filled.setdefault(key, want)
@@ -147,6 +149,13 @@ class _Matcher:
 
     def _array(self, array: np.ndarray, path: str) -> Step:
         """An array that torch cannot share is filled by way of a copy, a read-only one replaced."""
+        if not is_plain_array(array):
+            detail = f"cannot be filled; {instead_of_array(array)}"
+            found = f"a numpy {type(array).__name__} of dtype {array.dtype}"
+            self._ledger.differ(
+                path or ROOT, "structure", f"the target has {found}, which {detail}"
+            )
+            return lambda: array
         if torch_can_share(array):
             self._tensor(torch.from_numpy(array), path or ROOT)
             return lambda: array
@@ -244,9 +253,21 @@ class _Matcher:
             if isinstance(node, list) and isinstance(loaded, list | tuple):
                 node[:] = loaded
                 return node
-            return loaded
+            return like_target(node, loaded)
 
         return install
+
+def _unfit(given: Spread) -> str | None:
+    """Why nothing can be put into a tensor of the target; None if it can."""
+    if isinstance(given, LocalPart):
+        return memory_problem(given.local)
+    if getattr(given, "is_meta", False):
+        return "is on the meta device; call to_empty() on the module first"
+    found = kind_problem(given)
+    if found is None and not is_sharded(given):
+        found = memory_problem(getattr(given, "_local_tensor", given))
+    return found
+
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:

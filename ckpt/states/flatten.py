@@ -14,12 +14,12 @@ from types import NoneType
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.states.local_states import by_parameters
 from ckpt.states.memory import torch_can_share
+from ckpt.states.refusals import instead_of, instead_of_array, instead_of_key, shown
 from ckpt.states.saved import holds_tensor, join
 from ckpt.states.stateful import (
     MAX_DEPTH,
@@ -32,9 +32,10 @@ from ckpt.states.stateful import (
     optimizer_entries,
     parameter_names,
 )
-from ckpt.states.subclass_state import is_composed
-from formats.catalog import TensorRef, Tree
-from formats.dtypes import BY_TORCH_NAME, DType, dtype_of_torch
+from ckpt.states.tensor_kinds import awaited, check_mode, kind_problem, memory_problem
+from ckpt.states.typed_values import NUMBERS, OF_TYPE, Kind, is_plain_array, typed
+from formats.catalog import TensorRef, Tree, TypedValue
+from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.limits import current
 from formats.native.shard import TABLE
@@ -42,19 +43,18 @@ from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
 from sharding.describe.describing import Spread, describe, part_of
 from sharding.describe.local_part import LocalPart
-from sharding.describe.sharded_tensor import is_sharded
 from sharding.layout import Layout, Mesh
 
 MAX_INTEGER_BITS = 8192
 """Larger integers have more digits than Python reads back from text."""
 PLAIN = (NoneType, bool, float, str, bytes, complex)
 """Types whose values stand for themselves."""
+KEYS = (str, bool, float, NoneType)
+"""Types of keys that stand for themselves; a subclass has another type, and perhaps another text."""
 DICTS = (dict, OrderedDict, defaultdict, Counter)
 """What is stored as a dict; a Counter is what a MultiStepLR keeps its milestones in."""
 NESTS = (dict, list, tuple)
 SPREAD = (torch.Tensor, LocalPart)
-ORDINARY = (torch.Tensor, nn.Parameter)
-"""Types with nothing to be asked of them but their memory."""
 _DTYPES: dict[torch.dtype, DType] = {}
 RESERVED = (TABLE, METADATA_KEY)
 """Names that shard files use themselves."""
@@ -88,6 +88,7 @@ def flatten(state: object, world: Mesh) -> FlatState:
     Raises StateError naming the key path of what cannot be stored, and of two entries whose names
     are the same.
     """
+    check_mode()
     return _Flattener(world, parameter_names(state)).run(state)
 
 
@@ -116,7 +117,7 @@ class _Flattener:
         if kind in PLAIN:
             return node  # type: ignore[return-value]
         if len(path) > MAX_DEPTH:
-            raise StateError(f"{_shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
+            raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
         if isinstance(node, SPREAD):
             return self._tensor(node, path, name)
         if kind is int:
@@ -131,28 +132,40 @@ class _Flattener:
         if kind is list or kind is tuple or kind is torch.Size:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
-            with call_of("state_dict", _shown(path)):
+            with call_of("state_dict", shown(path)):
                 entries = module_entries(node)
             return self._walk(entries, path, name)
         if isinstance(node, Optimizer):
-            entries = optimizer_entries(node, self._parameters.of(node), _shown(path))
+            entries = optimizer_entries(node, self._parameters.of(node), shown(path))
             return self._walk(entries, path, name)
         if isinstance(node, np.ndarray):
             return self._tensor(self._from_numpy(node, path), path, name)
-        if isinstance(node, np.generic) and not isinstance(node.item(), np.generic):
+        if isinstance(node, NUMBERS) and not isinstance(node, np.timedelta64):
             return self._walk(node.item(), path, name)
+        if isinstance(node, np.str_ | np.bytes_):
+            return node[:]  # `item()` drops what it takes for padding
         if isinstance(node, torch.dtype):
-            return dtype_of_torch(str(node), _shown(path))
+            return _dtype_of(node, path)
+        if kind in OF_TYPE:
+            return self._typed(OF_TYPE[kind], node, path, name)
         if isinstance(node, Stateful) and not isinstance(node, type):
-            with call_of("state_dict", _shown(path)):
+            with call_of("state_dict", shown(path)):
                 entries = node.state_dict()
             self._keep.append(entries)  # its tensors' addresses are ours until the end
             return self._walk(entries, path, name)
         raise StateError(
-            f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be "
-            "stored; a state holds tensors, numbers, strings, bytes, None, dicts, lists, tuples, "
-            "and objects with state_dict() and load_state_dict()"
+            f"{shown(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
+            f"{instead_of(node)}"
         )
+
+    def _typed(self, kind: Kind, node: object, path: tuple[object, ...], name: str) -> TypedValue:
+        parts = [self._walk(part, (*path, at), name) for at, part in enumerate(kind.parts(node))]
+        if any(map(holds_tensor, parts)):
+            raise StateError(
+                f"{shown(path)}: a {kind.name} with tensors in it cannot be stored; store list() "
+                "of it"
+            )
+        return typed(kind, parts)
 
     def _items(self, node: Sequence[object], path: tuple[object, ...], name: str) -> Tree:
         items = [
@@ -163,22 +176,25 @@ class _Flattener:
     def _tensor(self, given: Spread, path: tuple[object, ...], found: str) -> TensorRef:
         name = found or ROOT
         self._claim(name, path)
-        kind, tensor = type(given), given
+        tensor = given
         if isinstance(given, torch.Tensor):
-            if kind not in ORDINARY or not _is_dense(given):
-                _check_storable(given, path)
-            if kind is not torch.Tensor:
+            if type(given) is not torch.Tensor:
+                given = awaited(given)
                 tensor = part_of(given) or given
-        dtype = _DTYPES.get(given.dtype) or _dtype_of(given, path)
+            self._refuse(kind_problem(given), path)
+        dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
         local, layout = describe(tensor, name, self._world)
-        if local.is_meta:
-            raise StateError(f"{_shown(path)}: a tensor on the meta device has no data to store")
+        self._refuse(memory_problem(local), path)
         first = self._first_name(tensor, name)
         if first != name:
             self._aliases[name] = first
             return TensorRef(first)
         self._leaves[name] = Leaf(name, dtype, local, layout, tensor)
         return TensorRef(name)
+
+    def _refuse(self, problem: str | None, path: tuple[object, ...]) -> None:
+        if problem is not None:
+            raise StateError(f"{shown(path)}: {problem}")
 
     def _first_name(self, tensor: Spread, name: str) -> str:
         """The name under which this very tensor came first. Those seen are kept alive."""
@@ -192,51 +208,50 @@ class _Flattener:
 
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
         if name in RESERVED or not (name.isascii() or _is_text(name)):
-            raise StateError(f"{_shown(path)}: no tensor can have the name {name!r}; rename a key")
+            raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
         if len(name) > current().name_chars:
             raise StateError(
-                f"{_shown(path[:8])}: a name of {len(name)} characters, {current().name_chars} can "
+                f"{shown(path[:8])}: a name of {len(name)} characters, {current().name_chars} can "
                 "be read back; use shorter keys"
             )
         other = self._paths.setdefault(name, path)
         if other is not path and other != path:
             raise StateError(
-                f"the entries at {_shown(other)} and {_shown(path)} both have the name {name!r}; "
+                f"the entries at {shown(other)} and {shown(path)} both have the name {name!r}; "
                 "rename a key"
             )
 
     def _key(self, key: object, path: tuple[object, ...]) -> str | int | float | bool | None:
-        if isinstance(key, int):
+        if type(key) is int:
             return _integer(key, path)
         if key == "" and not path:
             raise StateError("state['']: the name of a top entry cannot be empty; rename the key")
-        if key is None or isinstance(key, str | float):
-            return key
+        if type(key) in KEYS:
+            return key  # type: ignore[return-value]
         raise StateError(
-            f"{_shown(path)}: a key of type {type(key).__qualname__} cannot be stored; keys are "
-            "strings, numbers or None"
+            f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot be "
+            f"stored; {instead_of_key(key)}"
         )
 
     def _from_numpy(self, array: np.ndarray, path: tuple[object, ...]) -> torch.Tensor:
-        if str(array.dtype) not in BY_TORCH_NAME:
+        if not is_plain_array(array):
             raise StateError(
-                f"{_shown(path)}: a numpy array of dtype {array.dtype} cannot be stored"
+                f"{shown(path)}: a numpy {type(array).__name__} of dtype {array.dtype} cannot be "
+                f"stored; {instead_of_array(array)}"
             )
         self._keep.append(array)
-        return torch.from_numpy(array if torch_can_share(array) else array.copy())
+        try:
+            return torch.from_numpy(array if torch_can_share(array) else array.copy())
+        except TypeError as error:  # a type of another package, with the name of one of torch's
+            raise StateError(f"{shown(path)}: {error}; store a tensor of it") from error
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether an ordinary tensor is neither sparse, nested nor quantized."""
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
-def _dtype_of(given: Spread, path: tuple[object, ...]) -> DType:
+def _dtype_of(dtype: torch.dtype, path: tuple[object, ...]) -> DType:
     try:
-        found = dtype_of_torch(str(given.dtype), _shown(path))
+        found = dtype_of_torch(str(dtype), shown(path))
     except UnsupportedError as error:
-        raise StateError(str(error)) from error
-    _DTYPES[given.dtype] = found
+        raise StateError(f"{error}; a tensor may be stored as view(torch.uint8)") from error
+    _DTYPES[dtype] = found
     return found
 
 
@@ -256,27 +271,10 @@ def _collect_names(tree: Tree, path: str, names: list[str]) -> None:
         names.append(path or (ROOT if isinstance(tree, TensorRef) else ""))
 
 
-def _check_storable(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
-    """Raise StateError for a kind of tensor that no checkpoint holds."""
-    if is_lazy(tensor):
-        raise StateError(f"{_shown(path)}: a lazy module has no values yet; run it once")
-    if is_sharded(tensor):
-        return
-    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
-        kinds = {tensor.is_nested: "nested", tensor.is_quantized: "quantized"}
-        kind = kinds.get(True, tensor.layout)
-        raise StateError(f"{_shown(path)}: a {kind} tensor cannot be stored: densify it")
-    if is_composed(tensor) or is_composed(getattr(tensor, "_local_tensor", None)):
-        raise StateError(
-            f"{_shown(path)}: a {type(tensor).__qualname__} is made of other tensors, and such are "
-            "stored only as an optimizer's state of a parameter that is not divided: store those"
-        )
-
-
 def _integer(value: int, path: tuple[object, ...]) -> int:
     if value.bit_length() > MAX_INTEGER_BITS:
         raise StateError(
-            f"{_shown(path)}: an integer of {value.bit_length()} bits cannot be stored: "
+            f"{shown(path)}: an integer of {value.bit_length()} bits cannot be stored: "
             f"{MAX_INTEGER_BITS} are the limit"
         )
     return value
@@ -289,8 +287,3 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _shown(path: tuple[object, ...]) -> str:
-    """A key path the way a user would write it: `state["optim"][0]`."""
-    return "state" + "".join(f"[{key!r}]" for key in path)

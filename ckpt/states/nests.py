@@ -19,7 +19,7 @@ from typing import TypeAlias, TypeGuard
 
 from ckpt.errors import StateError
 from ckpt.states.saved import holds_tensor, join, kind_of
-from formats.catalog import Key, TensorRef, Tree
+from formats.catalog import Key, TensorRef, Tree, TypedValue
 from formats.dtypes import DType
 
 
@@ -55,12 +55,12 @@ def outline(tree: Tree, values: list[object]) -> object:
 
 
 def _marshalled(value: Tree) -> object:
-    """A plain value as marshal takes it: a dtype is no value of Python's."""
+    """A plain value as marshal takes it: a dtype or a typed value is no value of Python's."""
     if isinstance(value, list):
         return [_marshalled(item) for item in value]
     if isinstance(value, tuple):
         return tuple(_marshalled(item) for item in value)
-    return (..., value.name) if isinstance(value, DType) else value
+    return (..., str(value)) if isinstance(value, DType | TypedValue) else value
 
 
 def without_tensors(tree: Tree) -> Tree:
@@ -217,4 +217,4 @@ def _is_same(one: Tree, other: Tree) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         signs = math.copysign(1, one) == math.copysign(1, other)
         return (one == other and signs) or (math.isnan(one) and math.isnan(other))
-    return one == other
+    return str(one) == str(other) if isinstance(one, TypedValue) else one == other

@@ -9,8 +9,8 @@ Rules (docs/format.md is normative):
 3. Names in it never leave the folder: a file name has no separators and does not begin with a dot.
    Only chunks that are borrowed lie elsewhere: in checkpoints beside this one, whose folder names
    keep the same rule.
-4. A manifest is of version 1 unless chunks are borrowed: an older reader refuses what it would
-   misread, and nothing else.
+4. A manifest is of version 1 unless chunks are borrowed (2) or the state has typed values (3): an
+   older reader refuses what it would misread, and nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MANIFEST = "manifest.json"
 VERSION = 1
 BORROWING_VERSION = 2
 """The version of a checkpoint with bases; the same but for them."""
+TYPED_VERSION = 3
+"""The version of a checkpoint with typed values in its state, and perhaps with bases."""
 _PREFIX = b'{"digest":"'
 _HEX = re.compile(rb"[0-9a-f]{32}")
 
@@ -113,12 +115,12 @@ def dump(manifest: Manifest) -> bytes:
         layout = layouts.setdefault((mesh, stored.layout.placements), len(layouts))
         return {"$tensor": [stored.dtype.name, list(stored.shape), layout]}
 
-    state = encode(manifest.tree, tensor)
+    state = _compact(encode(manifest.tree, tensor))
     bases: list[Json] = [None if base is None else _base_json(base) for base in manifest.bases]
     body = _compact(
         {
             "format": "ckpt",
-            "version": BORROWING_VERSION if bases else VERSION,
+            "version": _version(state, bases),
             "writer": dict(manifest.writer),
             **({"bases": bases} if bases else {}),
             "meshes": [_mesh_json(mesh) for mesh in meshes],
@@ -127,9 +129,9 @@ def dump(manifest: Manifest) -> bytes:
                 [f.name, f.rank, f.size, f.header_bytes, f.table_bytes, f.digest]
                 for f in manifest.files
             ],
-            "state": state,
         }
     )
+    body = body[:-1] + b',"state":' + state + b"}"
     digest = xxhash.xxh3_128_hexdigest(body).encode("ascii")
     return _PREFIX + digest + b'",' + body[1:]
 
@@ -178,6 +180,12 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
 def digest_in(data: bytes) -> str:
     """The digest that a manifest's bytes begin with: no two checkpoints have the same."""
     return data[len(_PREFIX) : len(_PREFIX) + 32].decode("ascii")
+
+
+def _version(state: bytes, bases: list[Json]) -> int:
+    if b'{"$typed":' in state:  # within a text, a quotation mark has a backslash before it
+        return TYPED_VERSION
+    return BORROWING_VERSION if bases else VERSION
 
 
 def _compact(value: Json) -> bytes:

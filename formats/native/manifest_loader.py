@@ -26,6 +26,7 @@ from formats.limits import (
 from formats.native.manifest import (
     BORROWING_VERSION,
     MANIFEST,
+    TYPED_VERSION,
     VERSION,
     Base,
     BaseFile,
@@ -90,12 +91,13 @@ class Loader:
                 f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'"
             )
         version = self._integer(self._content.get("version"), "version")
-        if version not in (VERSION, BORROWING_VERSION):
+        if not VERSION <= version <= TYPED_VERSION:
             raise UnsupportedError(
                 f"{self._file}: written in version {version} of the format; this ckpt reads "
-                f"versions {VERSION} and {BORROWING_VERSION}: install a newer ckpt"
+                f"versions {VERSION} to {TYPED_VERSION}: install a newer ckpt"
             )
-        bases = self._bases() if version == BORROWING_VERSION else ()
+        may_borrow = version == TYPED_VERSION and "bases" in self._content
+        bases = self._bases() if version == BORROWING_VERSION or may_borrow else ()
         meshes = [self._mesh(mesh) for mesh in self._list(self._content.get("meshes"), "meshes")]
         layouts = [
             self._placements(entry, meshes)

@@ -5,8 +5,8 @@ Rules (docs/format.md, section "State"):
 1. null, booleans, integers, finite floats, strings and arrays stand for themselves; an object
    stands for a dict with string keys, in order.
 2. An object with exactly one key that begins with `$` is a tagged node: `$tensor`, `$alias`,
-   `$tuple`, `$dict`, `$float`, `$bytes`, `$complex`, `$dtype`. A dict that would look like one is
-   written as `$dict`.
+   `$tuple`, `$dict`, `$float`, `$bytes`, `$complex`, `$dtype`, `$typed`. A dict that would look
+   like one is written as `$dict`.
 3. A tensor's name is the keys on the way to it, joined by dots; `tensor` where that is empty, as
    for a state that is one tensor. Names are unique.
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from formats.catalog import Key, TensorRef, Tree
+from formats.catalog import Key, TensorRef, Tree, TypedValue
 from formats.dtypes import BY_NAME
 from formats.errors import FormatError, HostileError
 from formats.keys import KeysApart
@@ -29,6 +29,14 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 
 ROOT = "tensor"
 """The name of a tensor with no key on the way to it."""
+
+TYPED = frozenset(
+    ("set", "frozenset", "deque", "bytearray", "range", "slice", "ellipsis")
+    + ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    + ("datetime", "date", "time", "timedelta", "timezone")
+    + ("Decimal", "Fraction", "UUID", "device")
+)
+"""The kinds of typed values (docs/format.md, section "Typed values")."""
 
 Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
 """What stands in the tree for a tensor: of its name, the tag of its node and what the node says."""
@@ -58,13 +66,15 @@ def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "")
         if all(isinstance(key, str) for key in tree) and not _looks_tagged(tree):
             return {str(k): encode(item, tensor, join(path, k)) for k, item in tree.items()}
         pairs: list[Json] = [
-            [_encode_key(k), encode(item, tensor, join(path, k))] for k, item in tree.items()
+            [encode_value(k), encode(item, tensor, join(path, k))] for k, item in tree.items()
         ]
         return {"$dict": pairs}
     if isinstance(tree, bytes):
         return {"$bytes": base64.b64encode(tree).decode("ascii")}
     if isinstance(tree, complex):
-        return {"$complex": [_encode_key(tree.real), _encode_key(tree.imag)]}
+        return {"$complex": [encode_value(tree.real), encode_value(tree.imag)]}
+    if isinstance(tree, TypedValue):
+        return {"$typed": [tree.kind, *map(encode_value, tree.parts)]}
     return {"$dtype": tree.name}
 
 
@@ -72,13 +82,13 @@ def _looks_tagged(tree: Mapping[Key, Tree]) -> bool:
     return len(tree) == 1 and str(next(iter(tree))).startswith("$")
 
 
-def _encode_key(key: object) -> Json:
-    """A dict key or a part of a complex number: any plain value, without tensors inside."""
-    return encode(key, _no_tensor)  # type: ignore[arg-type]
+def encode_value(value: object) -> Json:
+    """The JSON of a plain value without tensors inside, as dict keys and parts of values are."""
+    return encode(value, _no_tensor)  # type: ignore[arg-type]
 
 
 def _no_tensor(name: str, ref: TensorRef) -> Json:
-    raise FormatError(f"{ref.name}: a tensor cannot be a key")
+    raise FormatError(f"{ref.name}: a tensor cannot be a key or a part of a value")
 
 
 def decode(node: Json, tensor: Found, names: Names) -> Tree:
@@ -144,6 +154,11 @@ class _Decoder:
                 return complex(real, imag)
         if tag == "$dtype" and isinstance(value, str) and value in BY_NAME:
             return BY_NAME[value]
+        if tag == "$typed" and isinstance(value, list) and value:
+            kind, *parts = value
+            if isinstance(kind, str) and kind in TYPED:
+                plain = _Decoder(_no_tensor_node, self.names, self.keys)
+                return TypedValue(kind, tuple(plain._items(parts, path, depth)))
         raise FormatError(f"manifest: {path}: {tag} with {str(value)[:80]!r} is not a known node")
 
     def _pairs(self, pairs: list[Json], path: str, depth: int) -> Iterator[tuple[Key, Tree]]:
@@ -168,4 +183,4 @@ class _Decoder:
 
 
 def _no_tensor_node(name: str, tag: str, value: Json) -> TensorRef:
-    raise FormatError(f"manifest: {name}: a tensor cannot be a key")
+    raise FormatError(f"manifest: {name}: a tensor cannot be a key or a part of a value")

@@ -83,7 +83,8 @@ def test_a_target_of_another_type_or_with_steps_is_filled_by_way_of_a_copy(tmp_p
     ckpt.save(tmp_path, state())
     wide = torch.zeros(ROWS, 2, device="cpu", dtype=torch.int32)[:, 0]
     doubles = torch.zeros(6, 4, device="cpu", dtype=torch.float64)
-    ckpt.load(tmp_path, {"w": doubles, "wide": wide}, include=["w", "wide"], dtype="target")
+    target = {"w": doubles, "wide": wide}
+    ckpt.load(tmp_path, target, include=["w", "wide"], dtype="target", casting="unsafe")
     assert torch.equal(doubles, state()["w"].double())
     assert torch.equal(wide, state()["wide"].int())
 

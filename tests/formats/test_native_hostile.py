@@ -196,7 +196,7 @@ CHANGES: dict[str, tuple[Callable[[Json], object], type[FormatError]]] = {
     "large complex": (state({"$complex": [10**400, 0]}), FormatError),
     "complex of texts": (state({"$complex": ["1", 0.0]}), FormatError),
     "unknown type": (state({"$dtype": "F31"}), FormatError),
-    "version 3": (put(3, "version"), UnsupportedError),
+    "version 4": (put(4, "version"), UnsupportedError),
     "version 1.0": (put(1.0, "version"), FormatError),
     "another format": (put("zip", "format"), FormatError),
     **{

@@ -1,0 +1,82 @@
+"""Which dtypes of a checkpoint may become which dtypes of a target.
+
+Rules:
+
+1. By default another dtype is a difference.
+2. With `dtype="target"` a tensor stays of its kind: floats and complex numbers may get another
+   precision, integers a type that holds every one of them.
+3. Floats of 8 bits have so little range that weights need a scale beside them: nothing is cast to
+   one unasked.
+4. `casting="unsafe"` allows every cast that torch knows. Of packed 4-bit floats it knows none.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from formats.dtypes import BY_TORCH_NAME, DType
+
+
+class Casting(Enum):
+    """Which casts are allowed where casts are; numpy's words."""
+
+    SAME_KIND = "same_kind"
+    UNSAFE = "unsafe"
+
+
+PACKED = "F4_E2M1X2"
+
+
+def casting_of(dtype: str | None, casting: str) -> Casting | None:
+    """What the arguments of a load allow; None where no cast is. Raises ValueError for others."""
+    known = [one.value for one in Casting]
+    if dtype not in (None, "target"):
+        raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+    if casting not in known:
+        raise ValueError(f"casting is one of {', '.join(known)}, not {casting!r}")
+    if dtype is None and casting != Casting.SAME_KIND.value:
+        raise ValueError(
+            f"casting={casting!r} casts nothing by itself; pass dtype='target' as well"
+        )
+    return None if dtype is None else Casting(casting)
+
+
+def dtype_problem(stored: DType, wanted: torch.dtype, casting: Casting | None) -> str | None:
+    """Why a tensor of the checkpoint cannot fill one of dtype `wanted`; None if it can."""
+    name = str(wanted).removeprefix("torch.")
+    if stored.torch_name == name:
+        return None
+    said = f"the checkpoint has {stored}, the target wants {name}"
+    if casting is None:
+        return f"{said}; pass dtype='target' to cast"
+    target = BY_TORCH_NAME.get(name)
+    if target is None or PACKED in (stored.name, target.name):
+        return f"{said}; torch has no cast between the two: load into a tensor of {stored}"
+    if casting is Casting.UNSAFE or keeps_values(stored, target):
+        return None
+    return (
+        f"{said}, and a cast of the one to the other may change values: load into a tensor of "
+        f"{stored}, or pass casting='unsafe' to cast all the same"
+    )
+
+
+def keeps_values(source: DType, target: DType) -> bool:
+    """Whether a cast keeps every value, but for the precision of floats (rules 2 and 3).
+
+    >>> from formats.dtypes import BY_NAME
+    >>> keeps_values(BY_NAME["F64"], BY_NAME["BF16"]), keeps_values(BY_NAME["I64"], BY_NAME["I32"])
+    (True, False)
+    """
+    if source == target:
+        return True
+    kinds = _kind(source) + _kind(target)
+    if kinds in ("FF", "CC"):
+        return target.itemsize > 1
+    return kinds in ("II", "UU", "UI") and target.itemsize > source.itemsize
+
+
+def _kind(dtype: DType) -> str:
+    """The first letter of float, complex, integer, unsigned or boolean."""
+    return "F" if dtype.name.startswith(("F", "BF")) else dtype.name[0]

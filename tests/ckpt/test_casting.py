@@ -1,0 +1,142 @@
+"""Which dtypes may become which when a checkpoint is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from formats.dtypes import BY_TORCH_NAME, DTYPES
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Casting complex values to real discards"),
+]
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+COMPLEX = ("complex128", "complex64", "complex32")
+WIDER = {
+    *(("int8", wider) for wider in ("int16", "int32", "int64")),
+    *(("int16", wider) for wider in ("int32", "int64")),
+    ("int32", "int64"),
+    *(("uint8", wider) for wider in ("uint16", "uint32", "uint64", "int16", "int32", "int64")),
+    *(("uint16", wider) for wider in ("uint32", "uint64", "int32", "int64")),
+    *(("uint32", wider) for wider in ("uint64", "int64")),
+}
+SMALL = tuple(dtype.torch_name for dtype in DTYPES if dtype.torch_name.startswith("float8"))
+ALLOWED = {
+    *((source, target) for source in (*FLOATS, *SMALL) for target in FLOATS),
+    *((source, target) for source in COMPLEX for target in COMPLEX),
+    *WIDER,
+    *((dtype.torch_name, dtype.torch_name) for dtype in DTYPES),
+}
+NAMES = tuple(BY_TORCH_NAME)
+PACKED = "float4_e2m1fn_x2"
+
+
+def ones(name: str) -> torch.Tensor:
+    dtype = getattr(torch, name)
+    nbytes = torch.empty((), dtype=dtype).element_size()
+    if name == PACKED or name.startswith("float8"):
+        return torch.full((2 * nbytes,), 0x38, dtype=torch.uint8).view(dtype)
+    return torch.ones(2, dtype=torch.int8).to(dtype)
+
+
+def through_a_file(
+    folder: Path, source: dict[str, Any], target: dict[str, Any], **how: str
+) -> None:
+    if not (folder / "manifest.json").exists():
+        ckpt.save(folder, source)
+    ckpt.load(folder, target, **how)  # type: ignore[arg-type]
+
+
+def in_memory(folder: Path, source: dict[str, Any], target: dict[str, Any], **how: str) -> None:
+    ckpt.state_dict.load(source, target, **how)  # type: ignore[arg-type]
+
+
+WAYS = {"ckpt.load": through_a_file, "ckpt.state_dict.load": in_memory}
+
+
+@pytest.mark.parametrize("load", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("wanted", NAMES)
+def test_a_dtype_of_the_target_takes_only_what_it_can_hold(
+    tmp_path: Path, load: Callable[..., None], wanted: str
+) -> None:
+    source = {name: ones(name) for name in NAMES}
+    refused = {name for name in NAMES if (name, wanted) not in ALLOWED}
+    target = {name: torch.zeros_like(ones(wanted)) for name in NAMES}
+    with pytest.raises(ckpt.MismatchError) as caught:
+        load(tmp_path, source, target, dtype="target")
+    assert {one.name for one in caught.value.differences} == refused
+    assert not any(tensor.view(torch.uint8).any() for tensor in target.values())
+    assert "casting='unsafe'" in str(caught.value) or wanted == PACKED
+    fitting = {name: target[name] for name in NAMES if name not in refused}
+    load(
+        tmp_path,
+        {name: source[name] for name in fitting},
+        fitting,
+        dtype="target",
+        **({"exclude": sorted(refused)} if load is through_a_file else {}),
+    )
+    for name, tensor in fitting.items():
+        assert torch.equal(
+            tensor.view(torch.uint8), source[name].to(tensor.dtype).view(torch.uint8)
+        )
+
+
+@pytest.mark.parametrize("load", WAYS.values(), ids=WAYS)
+def test_an_unsafe_cast_is_made_where_it_is_asked_for_by_name(
+    tmp_path: Path, load: Callable[..., None]
+) -> None:
+    source = {
+        "float": torch.tensor([1.75, -2.5]),
+        "long": torch.tensor([2**40 + 3]),
+        "wave": torch.tensor([1 + 2j]),
+        "flag": torch.tensor([True, False]),
+    }
+    target = {
+        "float": torch.zeros(2, dtype=torch.int32),
+        "long": torch.zeros(1, dtype=torch.int16),
+        "wave": torch.zeros(1),
+        "flag": torch.zeros(2),
+    }
+    load(tmp_path, source, target, dtype="target", casting="unsafe")
+    assert [tensor.tolist() for tensor in target.values()] == [[1, -2], [3], [1.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("load", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"dtype": "target", "casting": "safe"}, "casting is one of same_kind, unsafe, not 'safe'"),
+        ({"casting": "unsafe"}, "pass dtype='target' as well"),
+        ({"dtype": "float32"}, "dtype is 'target' or None"),
+    ],
+)
+def test_a_casting_that_is_none_is_an_error(
+    tmp_path: Path, load: Callable[..., None], how: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, {"w": torch.ones(1)}, {"w": torch.zeros(1)}, **how)
+
+
+def test_a_module_in_half_precision_refuses_integers_for_its_weights(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"weight": torch.ones(2, 2, dtype=torch.int64), "bias": torch.ones(2)})
+    module = nn.Linear(2, 2).half()
+    with pytest.raises(ckpt.MismatchError, match="weight: the checkpoint has int64"):
+        ckpt.load(tmp_path, module, dtype="target")
+
+
+def test_an_array_of_numpy_is_cast_by_the_same_rule(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"a": np.arange(3.0)})
+    array = np.zeros(3, np.float32)
+    ckpt.load(tmp_path, {"a": array}, dtype="target")
+    assert array.tolist() == [0, 1, 2]
+    with pytest.raises(ckpt.MismatchError, match="the target wants int64"):
+        ckpt.load(tmp_path, {"a": np.zeros(3, np.int64)}, dtype="target")
