@@ -50,6 +50,8 @@ from sharding.errors import said
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from sharding.agreement.ranks import Group
+
 S = TypeVar("S")
 
 Patterns = str | Sequence[str]
@@ -70,7 +72,7 @@ def load(
     dtype: str | None = None,
     casting: str = "same_kind",
     verify: Verify = True,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     progress: Progress | None = None,
     replicas: str = "auto",
     fallback: bool | Url | Sequence[Url] = False,
@@ -80,11 +82,12 @@ def load(
     """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
 
     To be called by all ranks of `group` (by default of the default process group; one process
-    needs none). Tensors, modules and optimizers are filled in place, each rank reading what its
-    shards need and nothing else; an optimizer may be fresh. Dicts and lists are updated in place
-    and hold the loaded plain values. None or an empty dict takes whatever was saved in its place,
-    tensors whole and on the CPU. Any other object with `state_dict()` and `load_state_dict()` is
-    given its nest, with the tensors in it filled in place (docs/saving.md).
+    needs none); with `group="self"` by any rank by itself. Tensors, modules and optimizers are
+    filled in place, each rank reading what its shards need and nothing else; an optimizer may be
+    fresh. Dicts and lists are updated in place and hold the loaded plain values. None or an empty
+    dict takes whatever was saved in its place, tensors whole and on the CPU. Any other object
+    with `state_dict()` and `load_state_dict()` is given its nest, with the tensors in it filled in
+    place (docs/saving.md).
 
     Args:
         strict: False ignores names that only one side has and tensors of another shape, with a
@@ -146,7 +149,7 @@ def load(
             Selection.of(include, exclude),
             allowed,
             checked_verify(verify),
-            group,
+            None if isinstance(group, str) else group,  # alone, no tensor travels
             progress,
             replicas,
             storage_options,

@@ -11,7 +11,7 @@ from sharding.agreement.ranks import HASH_BITS, attempt
 from sharding.errors import NotAMemberError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from sharding.agreement.ranks import Group
 
 __all__ = ["HASH_BITS", "TIMEOUT_SECONDS", "Ranks", "attempt"]
 
@@ -23,7 +23,7 @@ class Ranks(ranks.Ranks):
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         seconds: float | None = None,
         purpose: str = "calls",
     ) -> None:

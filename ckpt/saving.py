@@ -30,7 +30,7 @@ from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from sharding.agreement.ranks import Group
 
 WhenBusy = Literal["wait", "refuse"]
 
@@ -45,7 +45,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     replicas: Replicas = "sample",
-    group: ProcessGroup | None = None,
+    group: Group = None,
     progress: Progress | None = None,
     blocking: Literal[False],
     when_busy: WhenBusy = "wait",
@@ -64,7 +64,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     replicas: Replicas = "sample",
-    group: ProcessGroup | None = None,
+    group: Group = None,
     progress: Progress | None = None,
     blocking: bool = True,
     when_busy: WhenBusy = "wait",
@@ -82,7 +82,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     base: str | os.PathLike[str] | None = None,
     replicas: Replicas = "sample",
-    group: ProcessGroup | None = None,
+    group: Group = None,
     progress: Progress | None = None,
     blocking: bool = True,
     when_busy: WhenBusy = "wait",
@@ -95,11 +95,11 @@ def save(
     call, and exists when the handle's `wait` returns (docs/saving.md).
 
     To be called by all ranks of `group` (by default of the default process group; one process
-    needs none). `state` is a nest of dicts, lists and tuples of tensors, DTensors, plain values,
-    modules, optimizers and other objects with `state_dict`. Every key that any rank has is in the
-    checkpoint. A plain tensor is a replica on every rank that has it under its name: give what
-    differs between ranks a name of its own. Writes each element once, divided evenly among its
-    replicas; gathers nothing.
+    needs none); with `group="self"` by any rank by itself, which stores what it has. `state` is a
+    nest of dicts, lists and tuples of tensors, DTensors, plain values, modules, optimizers and
+    other objects with `state_dict`. Every key that any rank has is in the checkpoint. A plain
+    tensor is a replica on every rank that has it under its name: give what differs between ranks a
+    name of its own. Writes each element once, divided evenly among its replicas; gathers nothing.
 
     Args:
         url: a folder, on a disk that all ranks see or at any fsspec URL.

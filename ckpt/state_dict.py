@@ -155,9 +155,9 @@ def load(
 
     To be called by all ranks of `group`. As `ckpt.load`, with what `convert` takes in the place of
     a checkpoint: names, optimizers without a step, `strict`, `rename`, `include`, `exclude`,
-    `dtype` and `casting` mean the same, and so do the errors. The state of one rank alone, with nothing on the
-    others, fills the targets of all. Tensors travel from who has them to who wants them, within
-    `budget`.
+    `dtype` and `casting` mean the same, and so do the errors. The state of one rank alone, with
+    nothing on the others, fills the targets of all. Tensors travel from who has them to who wants
+    them, within `budget`.
 
     Raises:
         MismatchError: the two do not fit; all differences are listed. Nothing was touched.

@@ -33,7 +33,7 @@ from ckpt.states.stateful import (
     parameter_names,
 )
 from ckpt.states.tensor_kinds import awaited, check_mode, kind_problem, memory_problem
-from ckpt.states.typed_values import NUMBERS, OF_TYPE, Kind, is_plain_array, typed
+from ckpt.states.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
 from formats.catalog import TensorRef, Tree, TypedValue
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
@@ -50,7 +50,7 @@ MAX_INTEGER_BITS = 8192
 PLAIN = (NoneType, bool, float, str, bytes, complex)
 """Types whose values stand for themselves."""
 KEYS = (str, bool, float, NoneType)
-"""Types of keys that stand for themselves; a subclass has another type, and perhaps another text."""
+"""Types of keys that stand for themselves; a subclass may have another text."""
 DICTS = (dict, OrderedDict, defaultdict, Counter)
 """What is stored as a dict; a Counter is what a MultiStepLR keeps its milestones in."""
 NESTS = (dict, list, tuple)
@@ -140,7 +140,7 @@ class _Flattener:
             return self._walk(entries, path, name)
         if isinstance(node, np.ndarray):
             return self._tensor(self._from_numpy(node, path), path, name)
-        if isinstance(node, NUMBERS) and not isinstance(node, np.timedelta64):
+        if is_number(node):
             return self._walk(node.item(), path, name)
         if isinstance(node, np.str_ | np.bytes_):
             return node[:]  # `item()` drops what it takes for padding
@@ -159,7 +159,8 @@ class _Flattener:
         )
 
     def _typed(self, kind: Kind, node: object, path: tuple[object, ...], name: str) -> TypedValue:
-        parts = [self._walk(part, (*path, at), name) for at, part in enumerate(kind.parts(node))]
+        given = enumerate(kind.parts(node))
+        parts = [self._walk(part, (*path, at), name) for at, part in given]
         if any(map(holds_tensor, parts)):
             raise StateError(
                 f"{shown(path)}: a {kind.name} with tensors in it cannot be stored; store list() "

@@ -64,7 +64,10 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
             "dequantize()"
         )
     if tensor.layout != torch.strided:
-        return f"a {tensor.layout} tensor cannot be stored: store its indices and values, or to_dense()"
+        return (
+            f"a {tensor.layout} tensor cannot be stored: store its indices and values, or "
+            "to_dense()"
+        )
     if is_composed(tensor) or is_composed(getattr(tensor, "_local_tensor", None)):
         return (
             f"a {type(tensor).__qualname__} is made of other tensors, and such are stored only as "
@@ -123,7 +126,8 @@ def _answers_for_itself(tensor: torch.Tensor) -> bool:
 
 def _reach(tensor: torch.Tensor) -> int:
     """How many elements its storage must have."""
+    first = int(tensor.storage_offset())
     if tensor.is_contiguous():
-        return tensor.storage_offset() + tensor.numel()
+        return first + tensor.numel()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    return first + 1 + sum((size - 1) * stride for size, stride in steps)

@@ -19,7 +19,7 @@ from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import UUID
 
 import numpy as np
@@ -44,7 +44,7 @@ class Kind:
 
     name: str
     type: type
-    parts: Callable[[Any], object]
+    parts: Callable[[Any], tuple[object, ...]]
     """What a value is made of, as plain values and values of these kinds."""
     made: Callable[..., object]
     """The value again, of those."""
@@ -137,6 +137,11 @@ def typed(kind: Kind, parts: Sequence[Tree]) -> TypedValue:
     return TypedValue(kind.name, tuple(parts))
 
 
+def is_number(node: object) -> TypeGuard[np.generic]:
+    """Whether a scalar of numpy is a number that one of Python's holds exactly."""
+    return isinstance(node, NUMBERS) and type(node) is not np.timedelta64
+
+
 def is_plain_array(array: np.ndarray) -> bool:
     """Whether an array is nothing but elements of a type that torch has too."""
     return type(array) in ARRAYS and str(array.dtype) in BY_TORCH_NAME
@@ -144,8 +149,9 @@ def is_plain_array(array: np.ndarray) -> bool:
 
 def like_target(node: object, loaded: object) -> object:
     """A loaded value in the type that the target has, where it has numpy's or torch's for it."""
-    if isinstance(node, NUMBERS) and isinstance(loaded, bool | int | float | complex):
-        again = type(node)(loaded)
+    if is_number(node) and isinstance(loaded, bool | int | float | complex):
+        kind: Any = type(node)
+        again = kind(loaded)
         return again if type(again.item()) is type(loaded) and again == loaded else loaded
     if isinstance(node, torch.Size) and isinstance(loaded, tuple):
         return torch.Size(loaded)

@@ -31,10 +31,12 @@ ROOT = "tensor"
 """The name of a tensor with no key on the way to it."""
 
 TYPED = frozenset(
-    ("set", "frozenset", "deque", "bytearray", "range", "slice", "ellipsis")
-    + ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    + ("datetime", "date", "time", "timedelta", "timezone")
-    + ("Decimal", "Fraction", "UUID", "device")
+    (
+        *("set", "frozenset", "deque", "bytearray", "range", "slice", "ellipsis"),
+        *("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+        *("datetime", "date", "time", "timedelta", "timezone"),
+        *("Decimal", "Fraction", "UUID", "device"),
+    )
 )
 """The kinds of typed values (docs/format.md, section "Typed values")."""
 

@@ -63,6 +63,12 @@ class Call:
     ops: int = 0
     failure: Failure | None = None
     """By which it is over, for this rank."""
+    is_sequel: bool = False
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether this rank is not beyond the first operation, to which all come as they call."""
+        return self.ops <= 1 and not self.is_sequel
 
 
 class Sequel:
@@ -105,7 +111,8 @@ class Channel(ABC):
                 self._prepare(then, self._call)
                 yield self._call
                 return
-            call = Call(self._number + 1 if number is None else number, name, seconds, name)
+            number, is_sequel = (self._number + 1, False) if number is None else (number, True)
+            call = Call(number, name, seconds, name, is_sequel=is_sequel)
             before = _seconds.get()
             try:
                 self._number, self._call = call.number, call

@@ -9,6 +9,7 @@ from sharding.agreement.channel import ANSWER_SECONDS, Call, Join
 from sharding.agreement.linked import Linked, ended, late
 from sharding.agreement.links import Failure, Kind, Link, Message
 from sharding.agreement.meeting import Meeting
+from sharding.agreement.patience import Patience
 
 
 class Follower(Linked):
@@ -31,7 +32,8 @@ class Follower(Linked):
             if self._link.has_heard or not self._link.is_lost:
                 return None
         try:
-            self._link = self._meeting.connect(self.rank, call.seconds + ANSWER_SECONDS)
+            waiting = Patience(call, self.rank)
+            self._link = self._meeting.connect(self.rank, call.seconds + ANSWER_SECONDS, waiting)
             self._link.flush()
             left = self._meeting.left()
         except (OSError, RuntimeError) as error:
@@ -50,9 +52,14 @@ class Follower(Linked):
         link.send(mine.packed())
         patience = call.seconds + ANSWER_SECONDS
         until = monotonic() + patience
+        waiting = Patience(call, self.rank)
         while True:
             while link.messages:
                 found = link.messages.popleft()
+                if found.kind is Kind.WAITING:
+                    if found.call == call.number:
+                        waiting.hush()
+                    continue
                 if found.kind is Kind.REFUSED:
                     link.close()
                     self._link = None
@@ -69,7 +76,9 @@ class Follower(Linked):
                 failure = late(mine.stage, [0], patience)
                 self._leave(call, failure)
                 return failure
-            link.wait(left)
+            link.wait(waiting.until(left))
+            if waiting.is_due and not link.messages:
+                waiting.say([0])
 
     def _catch_up(self, link: Link, found: Message) -> None:
         """Count on from the last call that is known to be over."""

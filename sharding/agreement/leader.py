@@ -17,6 +17,7 @@ from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
 from sharding.agreement.linked import Linked, ended, late
 from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush
 from sharding.agreement.meeting import Meeting
+from sharding.agreement.patience import Patience
 from sharding.errors import TransferError
 
 FULL = (errno.EMFILE, errno.ENFILE)
@@ -83,6 +84,7 @@ class Leader(Linked):
         patience = call.seconds
         until = monotonic() + patience
         has_failed = False
+        waiting = Patience(call, self.rank)
         news: Sequence[int] = tuple(missing)
         while True:
             for rank in news:
@@ -98,9 +100,13 @@ class Leader(Linked):
                         patience, until = found.seconds, monotonic() + found.seconds
             if failures and not has_failed:
                 has_failed, until = True, min(until, monotonic() + ERROR_SECONDS)
+                waiting.hush()
             if not missing or (left := until - monotonic()) <= 0:
                 break
-            news = self._news(left)
+            news = self._news(waiting.until(left))
+            if waiting.is_due:
+                waiting.say(sorted(missing))
+                self._send(replace(mine, kind=Kind.WAITING, data=b""), 0.0)
             if self._is_full:
                 failures[0] = _full(mine.stage, self.world_size)
                 break

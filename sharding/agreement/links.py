@@ -40,6 +40,8 @@ class Kind(Enum):
     """To rank 0: what a rank brings to an operation, or its failure."""
     ANSWER = "answer"
     """From rank 0: what came of the operation."""
+    WAITING = "waiting"
+    """From rank 0: it waits for others, and has said so."""
     LEFT = "left"
     """Both ways: this call and all before are over, by this failure."""
     REFUSED = "refused"

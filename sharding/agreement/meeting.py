@@ -32,6 +32,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from sharding.agreement.links import Failure, Kind, Link, Message
+from sharding.agreement.patience import Patience
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -90,7 +91,7 @@ class Meeting:
         self._store.set(PLACE, json.dumps(asdict(place)))
         return server
 
-    def connect(self, rank: int, seconds: float) -> Link:
+    def connect(self, rank: int, seconds: float, waiting: Patience) -> Link:
         """On the others: a connection to rank 0, which has begun its call, to be flushed.
 
         Who is interrupted before it has that in hand has said nothing, and may connect again.
@@ -100,7 +101,7 @@ class Meeting:
         until = monotonic() + seconds
         refused: dict[str, float] = {}  # by a place's word: since when
         while True:
-            place = self._place(until)
+            place = self._place(until, waiting)
             if place is None:
                 raise TimeoutError(f"it has not come within {seconds:g} s")
             found, why = self._reached(place, until)
@@ -146,11 +147,13 @@ class Meeting:
         """Give up the connection to the store: it is not needed once all are connected."""
         self.__dict__.pop("_store", None)
 
-    def _place(self, until: float) -> _Place | None:
+    def _place(self, until: float, waiting: Patience) -> _Place | None:
         try:
             while not self._is_there(max(0.001, min(SLICE_SECONDS, until - monotonic()))):
                 if monotonic() > until:
                     return None
+                if waiting.is_due:
+                    waiting.say([0])
             return _Place(**json.loads(self._store.get(PLACE)))
         except RuntimeError as error:
             raise ConnectionError(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from sharding.agreement.channel import (
@@ -42,8 +42,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+    Group = ProcessGroup | Literal["self"] | None
+    """Who acts together: a process group, this rank alone, or the default group."""
+
 T = TypeVar("T")
 
+SELF = "self"
+"""In the place of a process group: this process alone."""
 HASH_BITS = 62
 """Bits of a hash: it and rank 0's number fit into an int64."""
 _channels: WeakKeyDictionary[ProcessGroup, dict[str, Channel]] = WeakKeyDictionary()
@@ -66,6 +71,7 @@ class Ranks:
 
     `seconds` is how long a rank waits for another; by default as long as in the call that it is
     in. `purpose` keeps apart what different threads tell: each has connections of its own.
+    `group="self"` is this process alone, whatever process groups it is in.
     """
 
     rank_error: type[RankError] = RankError
@@ -73,7 +79,7 @@ class Ranks:
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         seconds: float | None = None,
         purpose: str = "calls",
     ) -> None:
@@ -87,7 +93,13 @@ class Ranks:
         self._seconds = seconds
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized():
+        if isinstance(group, str) and group != SELF:
+            raise ValueError(f"group is a process group, {SELF!r} or None, not {group!r}")
+        is_here = dist.is_available() and dist.is_initialized()
+        if group == SELF and is_here:
+            self.mesh = Mesh.of_ranks(("world",), (1,), [dist.get_rank()])
+        elif is_here:
+            assert not isinstance(group, str)
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise NotAMemberError("this rank is not in the process group it was given")
@@ -96,7 +108,10 @@ class Ranks:
             else:
                 members = dist.get_process_group_ranks(group)
                 self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
-        self._channel = None if self.alone else _channel(group, self.rank, purpose)
+        self._channel: Channel | None = None
+        if not self.alone:
+            assert not isinstance(group, str)
+            self._channel = _channel(group, self.rank, purpose)
         self._sequel: Sequel | None = None
 
     @property

@@ -137,6 +137,10 @@ class Labelled(np.ndarray):  # type: ignore[type-arg]
     """An array that could have more than its elements."""
 
 
+def lists_in_lists(depth: int) -> list[Any]:
+    return [lists_in_lists(depth - 1)] if depth > 1 else []
+
+
 class Foreign(timezone.__base__):  # type: ignore[name-defined,misc]
     """A time zone of the user's."""
 
@@ -239,7 +243,7 @@ EXACT: dict[str, Any] = {
     "dict": {"a": {}},
     "dict like a tag": {"$typed": ["set", 1]},
     "two keys like tags": {"$typed": 1, "$set": 2},
-    "deep": eval("[" * 80 + "]" * 80),
+    "deep": lists_in_lists(80),
     "dtype": torch.bfloat16,
     "dtype of integers": torch.uint16,
     "set": {1, "a", (1, 2), None, 2.5, b"x"},
@@ -406,7 +410,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "not implemented": (lambda: NotImplemented, "a state holds tensors"),
     "integer of too many bits": (lambda: 1 << LIMIT_BITS, "of 8193 bits"),
     "cycle": (cycle, "a cycle"),
-    "too deep": (lambda: eval("[" * 150 + "]" * 150), "nests deeper"),
+    "too deep": (lambda: lists_in_lists(150), "nests deeper"),
     "set of objects": (lambda: {Opaque()}, "a state holds tensors"),
     "set of enums": (lambda: {Plain.ONE}, "store its .value"),
     "set of tensors": (lambda: {torch.ones(1)}, "set with tensors"),

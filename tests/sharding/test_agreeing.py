@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sharding.agreement import meeting as meeting_module
 from sharding.agreement import ranks as ranks_module
+from sharding.agreement.channel import Call
 from sharding.agreement.gathering import Gathering
 from sharding.agreement.links import Failure, Kind, Link, Message, flush
 from sharding.agreement.meeting import (
@@ -29,8 +30,11 @@ from sharding.agreement.meeting import (
     _own_hosts,
     _Place,
 )
+from sharding.agreement.patience import Patience
 from sharding.agreement.ranks import Ranks
 from sharding.errors import RankError
+
+WAITING = Patience(Call(1, "a call", 60.0, "a stage"), 1)
 
 
 def everyone(ranks: Ranks, number: int) -> list[int]:
@@ -124,7 +128,7 @@ def with_strangers() -> list[int]:
     strangers = []
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_process_group_store(group)
-        place = Meeting(store, "ckpt/calls")._place(monotonic() + 60)
+        place = Meeting(store, "ckpt/calls")._place(monotonic() + 60, WAITING)
         assert place is not None
         guess = Message(Kind.HELLO, 0, 1, "a guess").packed()
         for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4\0\0\0\0spam", guess, b""):
@@ -285,7 +289,7 @@ def test_what_looks_like_one_machine_and_is_two_meets_at_the_other_address() -> 
     with socket.create_server(("127.0.0.2", 0)) as server:  # not at the loopback address
         place = _Place(leader.word, _machine(), ["127.0.0.2"], server.getsockname()[1], False, 0.0)
         follower._store.set(PLACE, json.dumps(asdict(place)))
-        follower.connect(1, 60).close()
+        follower.connect(1, 60, WAITING).close()
 
 
 def test_an_address_that_cannot_be_reached_from_here_is_not_rank_0_s() -> None:
@@ -325,10 +329,10 @@ def test_a_place_of_before_this_process_is_no_reason_to_give_up() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(meeting_module, "REFUSED_SECONDS", -1.0)
             meeting = Meeting(Kept([old, old, here]), "here")
-            meeting.connect(1, 60).close()
+            meeting.connect(1, 60, WAITING).close()
             assert meeting.word == "new"
             with pytest.raises(ConnectionError, match="cannot be reached"):
-                Meeting(Kept([replace(old, at=time.time())]), "here").connect(1, 60)
+                Meeting(Kept([replace(old, at=time.time())]), "here").connect(1, 60, WAITING)
 
 
 def test_when_this_process_began_is_known() -> None:

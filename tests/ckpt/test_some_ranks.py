@@ -1,0 +1,136 @@
+"""Saves and loads of one rank by itself, and those that only some ranks call."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt
+from sharding.agreement import patience
+
+WAIT_SECONDS = 60.0
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((3, 2), value), "model": nn.Linear(2, 2), "step": int(value)}
+
+
+def save_and_load_by_itself(folder: str, saver: int) -> None:
+    """One rank saves, reads and loads; the other calls nothing of ckpt meanwhile."""
+    if dist.get_rank() == saver:
+        mine = state(7.0)
+        ckpt.save(f"{folder}/a", mine, group="self", timeout=1.0)
+        handle = ckpt.save(f"{folder}/b", mine, group="self", timeout=1.0, blocking=False)
+        handle.wait()
+        for name in ("a", "b"):
+            target = ckpt.load(f"{folder}/{name}", state(0.0), group="self", timeout=1.0)
+            assert torch.equal(target["w"], mine["w"])
+            assert torch.equal(target["model"].weight, mine["model"].weight)
+            assert target["step"] == 7
+        ckpt.load(f"{folder}/a", state(0.0), group="self", replicas="exchange", timeout=1.0)
+        again = ckpt.load(f"{folder}/none", state(0.0), group="self", fallback=f"{folder}/a")
+        assert again["step"] == 7
+    dist.barrier()
+    loaded = ckpt.load(f"{folder}/a", state(0.0))  # all of them, and they are in step
+    assert loaded["step"] == 7
+
+
+@pytest.mark.parametrize("saver", [0, 1])
+def test_one_rank_saves_and_loads_by_itself(
+    clusters: Callable[[int], Any], tmp_path: Path, saver: int
+) -> None:
+    clusters(2).run(save_and_load_by_itself, str(tmp_path), saver)
+    assert ckpt.read(tmp_path / "a")["step"] == 7  # type: ignore[index]
+    assert not ckpt.verify(tmp_path / "b").problems
+
+
+def save_a_part(folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    with pytest.raises(ckpt.StateError) as caught:
+        ckpt.save(folder, {"w": whole}, group="self")
+    return str(caught.value)
+
+
+def test_a_rank_by_itself_cannot_save_what_others_have_a_part_of(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    for message in clusters(2).run(save_a_part, str(tmp_path / "c")):
+        assert "w: sharded over the ranks [0, 1], of which" in message
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_group_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="group is a process group, 'self' or None, not 'me'"):
+        ckpt.save(tmp_path, {}, group="me")  # type: ignore[call-overload]
+    ckpt.save(tmp_path, {"step": 1}, group="self")
+    assert ckpt.load(tmp_path, {"step": 0}, group="self") == {"step": 1}
+
+
+class Told(logging.Handler):
+    """Keeps the warnings of a logger, and opens a gate with the first of them."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate, self.messages = gate, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == 1:
+            gate = os.open(self.gate, os.O_RDWR)  # of two that open it one may be alone
+            os.write(gate, b"x")
+
+
+def call_late(folder: str, late: int, is_first: bool) -> list[str]:
+    """The rank `late` calls when another has warned that it has not; what this rank warned of."""
+    patience.NOTICE_SECONDS, patience.GRACE_SECONDS = 0.2, 0.2
+    group = dist.new_group() if is_first else None
+    gate = f"{folder}/gate"
+    told = Told(gate)
+    logger = logging.getLogger("ckpt")
+    logger.addHandler(told)
+    try:
+        if dist.get_rank() == late:
+            with open(gate, "rb") as opened:
+                opened.read(1)
+        ckpt.save(f"{folder}/c", {"w": torch.ones(3)}, group=group, timeout=WAIT_SECONDS)
+    finally:
+        logger.removeHandler(told)
+        patience.NOTICE_SECONDS, patience.GRACE_SECONDS = 10.0, 2.0
+    return told.messages
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_have_not_called_are_named_while_the_others_wait(
+    clusters: Callable[[int], Any], tmp_path: Path, late: int, is_first: bool
+) -> None:
+    cluster = clusters(3)
+    os.mkfifo(tmp_path / "gate")
+    cluster.run(ckpt.save, str(tmp_path / "before"), {"step": 1})
+    told = cluster.run(call_late, str(tmp_path), late, is_first)
+    waiting = [rank for rank in range(3) if rank != late]
+    said = f"s for rank {late}, which has not called it"
+    if late:  # rank 0 knows, and the others hear that it does
+        assert [len(messages) for messages in told] == [1, 0, 0]
+        assert said in told[0][0]
+    else:
+        assert any(told[rank] for rank in waiting)
+        for rank in waiting:
+            assert all(said in message for message in told[rank]), told
+    assert not told[late]
+    message = next(message for messages in told for message in messages)
+    assert message.startswith("ckpt.save: rank ")
+    assert 'group="self"' in message
+    assert "All fail after 60 s" in message
+    assert ckpt.read(tmp_path / "c")["w"].sum() == 3  # type: ignore[index]
