@@ -2,15 +2,21 @@
 
     torchrun --nproc-per-node 2 tests/compat/make.py v1 tests/compat/v1
     torchrun --nproc-per-node 2 tests/compat/make.py v2 tests/compat/v2
+    torchrun --nproc-per-node 2 tests/compat/make.py v3 tests/compat/v3
 
 Run it once per version of the format, commit what it wrote, and never again: what is kept is what
 that version's code wrote, also where it was wrong. tests/formats/test_compat.py has the values.
 """
 
 import sys
+from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
 from typing import Any
+from uuid import UUID
 
 import torch
 import torch.distributed as dist
@@ -119,11 +125,36 @@ def version_2(folder: Path) -> None:
             ckpt.save(folder / f"{name}-{step}", at_step(step), base=base, compress=later)
 
 
+def typed_values() -> dict[str, object]:
+    """A value of every kind that version 3 has a word for."""
+    zone = timezone(timedelta(hours=-5, minutes=-30), "here")
+    return {
+        "sets": [{3, "a", (1, None)}, frozenset({1.5, b"x"}), {frozenset()}],
+        "queues": [deque([1, {"a": {2}}]), deque([1], maxlen=3)],
+        "bytes": bytearray(b"a\0"),
+        "bounds": (range(1, 9, 2), slice(None, 3), ...),
+        "paths": [PosixPath("/a/b"), PurePosixPath("c"), PureWindowsPath("d:\\e")],
+        "moments": [datetime(2024, 2, 29, 1, 2, 3, 4, zone, fold=1), datetime(1, 1, 1)],
+        "days": [date(2024, 2, 29), time(1, 2, 3, 4, timezone.utc), timedelta(-1, 2, 3), zone],
+        "numbers": [Decimal("1.10"), Fraction(-1, 3), UUID(int=7)],
+        "devices": [torch.device("cpu"), torch.device("cuda", 1)],
+    }
+
+
+def version_3(folder: Path) -> None:
+    """Typed values, without bases and with one."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for step, base in ((1, None), (2, folder / "typed-1")):
+        whole = distribute_tensor(ramp(40, 9), mesh, [Shard(0)])
+        saved = {"w": whole, "values": typed_values(), "step": step}
+        ckpt.save(folder / f"typed-{step}", saved, base=base)
+
+
 def main() -> None:
     """Write what the command line says."""
     version, folder = sys.argv[1:]
     dist.init_process_group("gloo")
-    {"v1": version_1, "v2": version_2}[version](Path(folder))
+    {"v1": version_1, "v2": version_2, "v3": version_3}[version](Path(folder))
     dist.destroy_process_group()
 
 

@@ -1,8 +1,12 @@
 """Checkpoints that older versions wrote are opened, value for value (see tests/compat/make.py)."""
 
 import math
-from pathlib import Path
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -110,11 +114,34 @@ def test_every_kept_checkpoint_is_sound_and_can_be_converted(kept: str, tmp_path
 
 
 def test_there_is_a_checkpoint_of_every_version() -> None:
-    versions = {name: b'"version":' + name[1:].encode() + b"," for name in ("v1", "v2")}
+    versions = {name: b'"version":' + name[1:].encode() + b"," for name in ("v1", "v2", "v3")}
     for name, text in versions.items():
         heads = [path.read_bytes()[:80] for path in KEPT.glob(f"{name}/*/manifest.json")]
         assert any(text in head for head in heads), name
     assert {path.name for path in KEPT.glob("v*")} == set(versions)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_of_version_3_has_the_values_it_was_saved_with(step: int) -> None:
+    state: Any = ckpt.read(KEPT / "v3" / f"typed-{step}")
+    assert torch.equal(state["w"], ramp(40, 9))
+    assert state["step"] == step
+    values = state["values"]
+    zone = timezone(timedelta(hours=-5, minutes=-30), "here")
+    assert values["sets"] == [{3, "a", (1, None)}, frozenset({1.5, b"x"}), {frozenset()}]
+    assert [type(each) for each in values["sets"]] == [set, frozenset, set]
+    assert repr(values["queues"]) == "[deque([1, {'a': {2}}]), deque([1], maxlen=3)]"
+    assert repr(values["bytes"]) == r"bytearray(b'a\x00')"
+    assert repr(values["bounds"]) == "(range(1, 9, 2), slice(None, 3, None), Ellipsis)"
+    assert values["paths"] == [Path("/a/b"), PurePosixPath("c"), PureWindowsPath("d:/e")]
+    moment = datetime(2024, 2, 29, 1, 2, 3, 4, zone, fold=1)
+    assert repr(values["moments"]) == repr([moment, datetime(1, 1, 1)])
+    days = [date(2024, 2, 29), time(1, 2, 3, 4, timezone.utc), timedelta(-1, 2, 3), zone]
+    assert repr(values["days"]) == repr(days)
+    assert repr(values["numbers"]) == repr([Decimal("1.10"), Fraction(-1, 3), UUID(int=7)])
+    assert values["devices"] == [torch.device("cpu"), torch.device("cuda", 1)]
+    with ckpt.open(KEPT / "v3" / f"typed-{step}") as checkpoint:
+        assert list(checkpoint.catalog.bases) == ["typed-1"] * (step - 1)
 
 
 CHAINS = ("raw", "zstd", "delta")
