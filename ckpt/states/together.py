@@ -116,8 +116,9 @@ def other_than_first(ranks: Ranks, held: Together) -> tuple[str, ...]:
     Called by all ranks, where structures are the same and values are not.
     """
     mine = summary(Described({}, {}, without_tensors(held.whole.tree)))
-    own, first = (unpacked_summary(text).tree for text in (mine, ranks.broadcast(mine)))
-    return tuple(dict.fromkeys(overruled(own, first)))
+    first = ranks.broadcast(mine)
+    found = overruled(unpacked_summary(mine).tree, unpacked_summary(first).tree)
+    return tuple(dict.fromkeys(found))
 
 
 def overruled_message(ranks: Ranks, names: Sequence[str]) -> str:
