@@ -182,20 +182,18 @@ class _Flattener:
             if type(given) is not torch.Tensor:
                 given = awaited(given)
                 tensor = part_of(given) or given
-            self._refuse(kind_problem(given), path)
+            if (problem := kind_problem(given)) is not None:
+                raise StateError(f"{shown(path)}: {problem}")
         dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
         local, layout = describe(tensor, name, self._world)
-        self._refuse(memory_problem(local), path)
+        if (problem := memory_problem(local)) is not None:
+            raise StateError(f"{shown(path)}: {problem}")
         first = self._first_name(tensor, name)
         if first != name:
             self._aliases[name] = first
             return TensorRef(first)
         self._leaves[name] = Leaf(name, dtype, local, layout, tensor)
         return TensorRef(name)
-
-    def _refuse(self, problem: str | None, path: tuple[object, ...]) -> None:
-        if problem is not None:
-            raise StateError(f"{shown(path)}: {problem}")
 
     def _first_name(self, tensor: Spread, name: str) -> str:
         """The name under which this very tensor came first. Those seen are kept alive."""

@@ -83,9 +83,10 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
 
 def memory_problem(local: torch.Tensor) -> str | None:
     """Why not all elements of a tensor lie in its memory, and what to do; None if they do."""
+    count = local.numel()
     if local.is_meta:
         return "a tensor on the meta device has no data to store"
-    if not local.numel():
+    if not count:
         return None
     try:
         is_there = local.data_ptr() != 0 and not local._is_zerotensor()
@@ -95,7 +96,12 @@ def memory_problem(local: torch.Tensor) -> str | None:
             "a tensor inside a function transform (vmap, grad, jvp) has no memory of its own: "
             "return it from the function, or save and load outside of it"
         )
-    needed_bytes = _reach(local) * local.element_size()
+    if local.is_contiguous():
+        reach = int(local.storage_offset()) + count
+    else:
+        steps = zip(local.shape, local.stride(), strict=True)
+        reach = int(local.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
+    needed_bytes = reach * local.element_size()
     if held_bytes < needed_bytes:
         return (
             f"the memory of this tensor was freed: its storage has {held_bytes} bytes, and "
@@ -122,12 +128,3 @@ def _answers_for_itself(tensor: torch.Tensor) -> bool:
         and not hasattr(tensor, "_local_tensor")
         and (torch._C._dispatch_keys(tensor).has(_PYTHON) or is_traceable_wrapper_subclass(tensor))
     )
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """How many elements its storage must have."""
-    first = int(tensor.storage_offset())
-    if tensor.is_contiguous():
-        return first + tensor.numel()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return first + 1 + sum((size - 1) * stride for size, stride in steps)
