@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
     from ckpt.newest import latest
+    from ckpt.preparing import prepare
     from ckpt.saving import save
     from ckpt.verifying import verify
     from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "save": "ckpt.saving",
+    "prepare": "ckpt.preparing",
     "SaveHandle": "ckpt.background.save_handle",
     "Saved": "ckpt.background.save_handle",
     "load": "ckpt.loading",
@@ -134,6 +136,7 @@ __all__ = [
     "limits",
     "load",
     "open",
+    "prepare",
     "read",
     "save",
     "state_dict",

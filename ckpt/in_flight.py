@@ -4,7 +4,8 @@ Rules:
 
 1. At most one is in flight. Whoever begins another waits for it, or is refused; of several threads
    one has the turn, from before it looks at the state until its save is in flight.
-2. An error that nobody has been told of is raised by the next save, or printed at exit.
+2. An error that nobody has been told of is raised by the next save, or printed at exit. Who was
+   interrupted in the call has been told.
 3. A normal exit of the interpreter waits for the save in flight, and for the other ranks to know
    how it ended. A forked child has none.
 4. Imports no torch: what only looks into checkpoints asks here as well.
@@ -16,6 +17,8 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ckpt.errors import BackgroundError
@@ -110,6 +113,21 @@ def raise_untold() -> None:
             f"{url()}: the save in the background failed, there is no new checkpoint: "
             f"{type(error).__name__}: {error}; this call has saved nothing, call it again"
         ) from error
+
+
+@contextmanager
+def told_by_this_call() -> Iterator[list[InFlight]]:
+    """Inside, what ends the call is all that its caller is told of the saves in the list.
+
+    An interrupt ends a call whose save fails for that, or goes on without anybody's handle.
+    """
+    begun: list[InFlight] = []
+    try:
+        yield begun
+    except BaseException:
+        for save in begun:
+            save.untold()
+        raise
 
 
 def before_loading(place: str) -> None:

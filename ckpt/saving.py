@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from ckpt import in_flight
 from ckpt.background.save import begin
 from ckpt.background.save_handle import SaveHandle
+from ckpt.background.staging import COPIED, OVERLAPPED, When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
@@ -48,6 +49,7 @@ def save(
     group: Group = None,
     progress: Progress | None = None,
     blocking: Literal[False],
+    staging: When = "copied",
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -67,6 +69,7 @@ def save(
     group: Group = None,
     progress: Progress | None = None,
     blocking: bool = True,
+    staging: When = "copied",
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -85,6 +88,7 @@ def save(
     group: Group = None,
     progress: Progress | None = None,
     blocking: bool = True,
+    staging: When = "copied",
     when_busy: WhenBusy = "wait",
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -92,7 +96,8 @@ def save(
     """A committed checkpoint of `state` at `url` when this returns, on every rank.
 
     With `blocking=False`, a handle when training may go on; the checkpoint is of the state at the
-    call, and exists when the handle's `wait` returns (docs/saving.md).
+    call, whatever changes it afterwards, and exists when the handle's `wait` returns
+    (docs/saving.md).
 
     To be called by all ranks of `group` (by default of the default process group; one process
     needs none); with `group="self"` by any rank by itself, which stores what it has. `state` is a
@@ -119,6 +124,10 @@ def save(
         progress: called with numbers of bytes as they are written by this rank; by another thread
             where the save is in the background.
         blocking: whether to return only when the checkpoint exists.
+        staging: when a save in the background copies the state: all of it in the call ("copied"),
+            or what only the steps of optimizers in the state change during the forward and
+            backward passes that follow ("overlapped"; docs/saving.md says which changes to it
+            are found and which are not).
         when_busy: what to do while a save of this process is in the background: wait until it is
             over, or refuse this one.
         storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
@@ -146,7 +155,8 @@ def save(
     later = None if blocking else Ranks(group, timeout, "saves in the background")
     if later is not None and not later.from_any_thread:
         later = None
-    with ranks.call("ckpt.save" if blocking else "ckpt.save(blocking=False)", later):
+    name = "ckpt.save" if blocking else "ckpt.save(blocking=False)"
+    with in_flight.told_by_this_call() as begun, ranks.call(name, later):
         settings = Settings(
             overwrite,
             compress,
@@ -162,7 +172,11 @@ def save(
                 turn = None if blocking else object()
                 for _ in range(2):  # an interrupt may come while it is left
                     stack.callback(in_flight.leave_turn, turn)
-                _check_free(when_busy, turn, ranks.alone)
+                if staging not in (COPIED, OVERLAPPED):
+                    raise ValueError(
+                        f"staging is {staging!r:.80}; it can be {COPIED!r} or {OVERLAPPED!r}"
+                    )
+                check_free(when_busy, turn, ranks.alone)
 
             try:
                 plan = agreed_plan(ranks, store, state, settings, check)
@@ -173,7 +187,8 @@ def save(
             handle = SaveHandle(absolute(url), sum(part.nbytes for part in plan.parts), started)
             if later is not None:
                 later.connect()
-                begin(handle, state, plan, later, progress, store.options)
+                begun.append(handle)
+                begin(handle, state, plan, later, progress, store.options, staging)
                 return handle
             ranks.doing("writing")
             written, failed = attempt(lambda: _write(store, plan, progress))
@@ -182,7 +197,7 @@ def save(
             return None if blocking else handle
 
 
-def _check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
+def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
     """Raise what stands against any save on this rank; one in the background takes this turn.
 
     Other threads may have begun one since this one waited. Ranks do not wait for those here: each

@@ -1,22 +1,26 @@
-"""A save after the call has returned: the rest of the copies, the writing, the commit.
+"""A save in the background: the copies, in the call or after it, the writing, the commit.
 
-One thread of the trainer does the copies and then mostly waits: for the process that writes, for
-the other ranks. It touches no process group.
+One thread of the trainer does what comes after the call, and mostly waits: for the process that
+writes, for the other ranks. It touches no process group.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckpt import in_flight
 from ckpt.background.save_handle import SaveHandle
-from ckpt.background.staging import Staging, optimizers, slots
+from ckpt.background.slots import slots
+from ckpt.background.staging import OVERLAPPED, Staging, When
+from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.errors import CkptError
 from ckpt.ranks import Ranks, attempt
+from ckpt.reading.transfer import workers_for
 from ckpt.states.sections import summary
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.writing.save_steps import Plan, finish
@@ -37,6 +41,7 @@ def begin(
     ranks: Ranks,
     progress: Progress | None,
     options: Mapping[str, Any],
+    when: When,
 ) -> None:
     """Let a save go on by itself, once what must be copied at once has been.
 
@@ -44,16 +49,20 @@ def begin(
     from here on errors are the handle's, because the other ranks count on this one's report.
     """
     staged: list[_Staged] = []
-    thread: threading.Thread | None = None
+    to_do = [None]
+    """Whoever takes this goes on with the save, or ends it: the thread, or an interrupted call."""
 
     def stage() -> None:
-        staged.append(_stage(plan, state))
-        handle.staging(staged[0].staging.help)
-        staged[0].staging.hold_steps()
+        staged.append(_stage(plan, state, when))
+        if not staged[0].staging.is_done:
+            handle.staging(staged[0].staging.help)
+            staged[0].staging.hold_steps()
+        else:
+            handle.mark_staged()
 
     try:
         _, error = attempt(stage)
-        save = _Save(handle, _lasting(plan), ranks, progress, options)
+        save = _Save(handle, _lasting(plan), ranks, progress, options, to_do)
         # A daemon, because `in_flight` waits for it at exit, while it still can finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
@@ -64,7 +73,8 @@ def begin(
         except RuntimeError:  # no thread can be started, as when the interpreter ends
             save.run(staged, error)
     except BaseException:  # as KeyboardInterrupt is
-        if thread is None or thread.ident is None:  # else it does so itself
+        with suppress(IndexError):
+            to_do.pop()
             _abandon(handle, staged)
         raise
 
@@ -87,13 +97,14 @@ class _Staged:
     tensors: list[tuple[str, tuple[int, ...], str]]
 
 
-def _stage(plan: Plan, state: object) -> _Staged:
+def _stage(plan: Plan, state: object, when: When) -> _Staged:
     place, found = workplace(), slots(plan.parts)
-    data = place.arena.reserve(found[-1].hi if found else 0)
+    data = place.reserve(found[-1].hi if found else 0)
     tensors = [(slot.part.name, slot.part.shape, slot.part.dtype.name) for slot in found]
-    return _Staged(
-        place, Staging(found, data, list(optimizers(state)), place.arena.touched), data, tensors
-    )
+    held = held_storages(state) if when == OVERLAPPED else set()
+    workers = workers_for(plan.mesh.size)
+    staging = Staging(found, data, place.arena, held, workers, plan.number)
+    return _Staged(place, staging, data, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +116,14 @@ class _Save:
     _ranks: Ranks
     _progress: Progress | None
     _options: Mapping[str, Any] = field(repr=False)
+    _to_do: list[None]
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
         """Copy, write, commit; what goes wrong is the handle's to tell."""
+        try:
+            self._to_do.pop()
+        except IndexError:  # the call was interrupted before this thread ran
+            return
         if not self._ranks.begin():  # the call was interrupted, and says so itself
             _abandon(self._handle, staged)
             return
@@ -117,6 +133,7 @@ class _Save:
         _let_go(staged)
         self._handle.mark_staged()
         _, ended = _attempt(lambda: self._end(written[0] if written else None, error))
+        _attempt(self._touch)
         self._handle.mark_finished(ended)
 
     def _write(self, staged: _Staged) -> ShardSummary | None:
@@ -132,6 +149,10 @@ class _Save:
         if elsewhere is None:
             return write_here(job, staged.data, place.arena, self._progress)
         return place.writer().write(job, self._progress)
+
+    def _touch(self) -> None:
+        """The next save meets no page faults, where this was the first and filled new memory."""
+        workplace().arena.touch(workers_for(self._plan.mesh.size))
 
     def _job(
         self,

@@ -21,10 +21,13 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 HEAD_BYTES = 1 << 12
 """Bytes before the data: a page, so that the data begins on one."""
+TOUCH_BYTES = 16 << 20
+"""What one thread touches at once."""
 REMEMBERED = 4
 """Saves whose needs count before memory is given back."""
 
@@ -38,7 +41,7 @@ class Arena:
         self._map: mmap.mmap | None = None
         self._needs: deque[int] = deque(maxlen=REMEMBERED)
         self.touched = 0
-        """Bytes of data whose memory there is already; what lies behind them is new."""
+        """Bytes of data whose memory there is, and mapped: a copy into them meets no page fault."""
 
     @property
     def size(self) -> int:
@@ -47,7 +50,6 @@ class Arena:
 
     def reserve(self, nbytes: int) -> memoryview:
         """The memory for `nbytes` of data, as the last save left it (rules 1 and 2)."""
-        self.touched = max(self.touched, *self._needs, 0)
         self._needs.append(nbytes)
         most = max(self._needs)
         if self._map is None or nbytes > self.size or self.size > 2 * most:
@@ -55,6 +57,42 @@ class Arena:
         assert self._map is not None
         set_progress(self._map, 0)
         return memoryview(self._map)[HEAD_BYTES : HEAD_BYTES + nbytes]
+
+    def fill(self, lo: int, address: int, nbytes: int) -> None:
+        """Copy memory to `lo` of the data, of which no page needs to have been touched.
+
+        Other threads can run meanwhile. Raises OSError where the system has no memory left.
+        """
+        at = 0
+        while at < nbytes:
+            done = _pwrite(self.descriptor, address + at, nbytes - at, HEAD_BYTES + lo + at)
+            if done < 0:
+                number = ctypes.get_errno()
+                raise OSError(
+                    number, f"{os.strerror(number)}, for {nbytes:,} bytes of shared memory"
+                )
+            at += done
+
+    def touch(self, workers: int) -> None:
+        """Have the system find the memory for all of it, by as many threads; what it holds stays.
+
+        May run while the data is copied or read, but not during `reserve`.
+        """
+        if self._map is None or self.touched >= self.size:
+            return
+        whole = memoryview(self._map)
+        address, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(whole)), len(whole)
+        with ThreadPoolExecutor(workers) as pool:
+            failed = list(
+                pool.map(
+                    lambda lo: _madvise(
+                        address + lo, min(TOUCH_BYTES, nbytes - lo), _MADV_POPULATE_WRITE
+                    ),
+                    range(0, nbytes, TOUCH_BYTES),
+                )
+            )
+        if not any(failed):
+            self.touched = nbytes - HEAD_BYTES
 
     def progress(self) -> int:
         """Bytes that the writer says it has written."""
@@ -93,18 +131,12 @@ def mapped(descriptor: int) -> mmap.mmap:
     return found
 
 
-def populate(address: int, nbytes: int) -> None:
-    """Let the system find the memory for a range at once, which it does sooner than page by page.
-
-    A hint; other threads can run meanwhile.
-    """
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    _madvise(start, address + nbytes - start, _MADV_POPULATE_WRITE)
-
-
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_pwrite = ctypes.CDLL(None, use_errno=True).pwrite
+_pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+_pwrite.restype = ctypes.c_ssize_t
 
 
 def set_progress(head: mmap.mmap, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies that a save puts off, and holds until a test lets them go."""
+"""Saves in the background that are held right after the call, until a test lets them go."""
 
 import threading
 from collections.abc import Iterator
@@ -11,23 +11,35 @@ SECONDS = 60
 
 @contextmanager
 def late_copies(main: BaseException | None = None) -> Iterator[threading.Event]:
-    """Inside, everything that can be put off is, and waits for the event.
+    """Inside, whatever a save does not do in the call waits for the event, or for a step's hook.
 
-    What the main thread then copies, to help, raises `main`.
+    With staging="overlapped" that is all copies that can be put off. What the main thread then
+    copies, to help, raises `main`.
     """
     staging: Any = import_module("ckpt.background.staging")
-    go, copy, small = threading.Event(), staging.Staging._copy, staging.SMALL_BYTES
+    wait = staging.Staging.wait
+    copies: Any = import_module("ckpt.background.copies").Copies
+    save: Any = import_module("ckpt.background.save")._Save
+    go, write, copy, small = threading.Event(), save._write, copies._copy, staging.SMALL_BYTES
 
-    def late(*arguments: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert go.wait(SECONDS)
-        elif main is not None:
+    def late(*arguments: Any) -> Any:
+        assert go.wait(SECONDS)
+        return write(*arguments)
+
+    def copying(*arguments: Any) -> None:
+        if main is not None and threading.current_thread() is threading.main_thread():
             raise main
         copy(*arguments)
 
-    staging.Staging._copy, staging.SMALL_BYTES = late, 0
+    def waiting(*arguments: Any) -> None:
+        go.set()
+        wait(*arguments)
+
+    staging.Staging.wait = waiting
+    save._write, copies._copy, staging.SMALL_BYTES = late, copying, 0
     try:
         yield go
     finally:
         go.set()
-        staging.Staging._copy, staging.SMALL_BYTES = copy, small
+        save._write, copies._copy, staging.SMALL_BYTES = write, copy, small
+        staging.Staging.wait = wait

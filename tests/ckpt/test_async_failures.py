@@ -431,7 +431,8 @@ model = torch.nn.Linear(300, 300)
 optim = torch.optim.SGD(model.parameters(), lr=1.0)
 before = model.weight.detach().clone()
 with late_copies() as go:
-    handle = ckpt.save(folder, {"model": model, "optim": optim}, blocking=False)
+    state = {"model": model, "optim": optim}
+    handle = ckpt.save(folder, state, blocking=False, staging="overlapped")
     child = os.fork()
     if not child:
         signal.alarm(30)

@@ -1,0 +1,119 @@
+"""Copies of host memory into the arena, by one thread or by several.
+
+Rules:
+
+1. One thread copies in pieces of `PIECE_BYTES` and keeps the interpreter's lock. A thread that lets
+   go of it waits up to 5 ms for another one that computes, after every piece. Larger pieces are
+   slower: the C library takes another way for more than the second-level cache holds.
+2. Several threads copy runs of `RUN_BYTES` and let go of the lock.
+3. Memory that was never touched is written by the system (`Arena.fill`), which spares a page fault
+   for every page.
+4. No thread copies any more when a call that waits for all of it has ended, however it did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from ckpt.background.slots import Slot
+from ckpt.writing.arena import Arena
+
+PIECE_BYTES = 512 << 10
+RUN_BYTES = 16 << 20
+WORTH_THREADS_BYTES = 64 << 20
+"""Less is copied by one thread in about the time that others need to start."""
+
+Run = tuple[Slot, int, int]
+"""Bytes `[lo, hi)` of a slot."""
+
+_locked_memmove = ctypes.PyDLL(None).memmove
+"""Keeps the interpreter's lock."""
+_locked_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_locked_memmove.restype = ctypes.c_void_p
+
+
+def runs(found: Sequence[Slot]) -> Iterator[Run]:
+    """The bytes of slots, in runs that can be copied one by one."""
+    for slot in found:
+        nbytes = slot.nbytes
+        for lo in range(0, nbytes, RUN_BYTES):
+            yield slot, lo, min(lo + RUN_BYTES, nbytes)
+
+
+class Copies:
+    """Runs that are copied once each. Any thread may help, and whoever waits does."""
+
+    def __init__(self, found: Sequence[Slot], data: memoryview, arena: Arena) -> None:
+        self._runs = list(runs(found))
+        self._data = data
+        """Keeps the memory mapped."""
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if self._runs else 0
+        self._arena = arena
+        self._todo = deque(range(len(self._runs)))
+        """Numbers of the runs that nobody has begun."""
+        self._copied: set[int] = set()
+        self._helping: list[threading.Lock] = []
+        """Each is held by a thread while it copies runs."""
+
+    def help(self) -> None:
+        """Copy what nobody has begun; any thread may. What fails here, `finish` tries again."""
+        mine = threading.Lock()
+        self._helping.append(mine)
+        with mine, suppress(IndexError):  # none is left
+            while True:
+                number = self._todo.popleft()
+                with suppress(Exception):
+                    self._copy(*self._runs[number])
+                    self._copied.add(number)
+
+    def finish(self) -> None:
+        """Everything is copied when this returns; to be called once."""
+        self.help()
+        self._wait_for_helpers()
+        for number, run in enumerate(self._runs):
+            if number not in self._copied:  # who had begun it failed, or was interrupted
+                self._copy(*run)
+
+    def drop(self) -> None:
+        """Forget what is left, and let go of everything."""
+        self._todo.clear()
+        self._runs = []
+
+    def copy_all(self, workers: int) -> None:
+        """Everything is copied when this returns, by this thread and `workers` - 1 others."""
+        if workers == 1 or sum(hi - lo for _, lo, hi in self._runs) < WORTH_THREADS_BYTES:
+            for run in self._runs:
+                self._copy_in_pieces(*run)
+            return
+        try:
+            for _ in range(workers - 1):
+                with suppress(RuntimeError):  # no thread can be started
+                    threading.Thread(target=self.help, name="ckpt-copy", daemon=True).start()
+            self.finish()
+        finally:
+            self.drop()
+            self._wait_for_helpers()
+
+    def _wait_for_helpers(self) -> None:
+        for helping in list(self._helping):
+            with helping:
+                pass
+
+    def _copy(self, slot: Slot, lo: int, hi: int) -> None:
+        source, target = slot.address() + lo, slot.lo + lo
+        if slot.lo + hi > self._arena.touched:
+            self._arena.fill(target, source, hi - lo)
+        else:
+            ctypes.memmove(self._base + target, source, hi - lo)
+
+    def _copy_in_pieces(self, slot: Slot, lo: int, hi: int) -> None:
+        if slot.lo + hi > self._arena.touched:
+            self._copy(slot, lo, hi)
+            return
+        source, target = slot.address(), self._base + slot.lo
+        for at in range(lo, hi, PIECE_BYTES):
+            _locked_memmove(target + at, source + at, min(PIECE_BYTES, hi - at))

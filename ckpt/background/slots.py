@@ -1,0 +1,70 @@
+"""What a rank writes, and where each part of it lies in the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckpt.errors import StateChangedError
+from ckpt.states.memory import is_plain
+from ckpt.writing.own_parts import OwnPart
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A part, and its bytes `[lo, hi)` of the arena's data."""
+
+    part: OwnPart
+    lo: int
+    hi: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.hi - self.lo
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether a stream of the device can copy it."""
+        return self.part.leaf.local.is_cuda
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes lie end to end in host memory."""
+        return is_plain(self.part.leaf.local)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The part's elements in one dimension; of a contiguous tensor its own memory."""
+        return self.part.leaf.local.reshape(-1)[self.part.lo : self.part.hi]
+
+    def address(self) -> int:
+        """Where the bytes of a plain part begin.
+
+        Raises StateChangedError where the tensor has given up its memory.
+        """
+        local = self.part.leaf.local
+        start = local.data_ptr() + self.part.lo * self.part.leaf.dtype.itemsize
+        memory = local.untyped_storage()
+        if start + self.nbytes > memory.data_ptr() + memory.nbytes():
+            raise StateChangedError(
+                f"{self.part.name} has no memory for its {self.nbytes:,} bytes, as where it was "
+                "resized or offloaded; save it when it is whole, or call wait_staged() of the "
+                "save's handle before it gives its memory up"
+            )
+        return start
+
+
+def slots(parts: Sequence[OwnPart]) -> list[Slot]:
+    """The parts end to end, in the order in which they lie in a shard file.
+
+    That is by falling size of their elements, so that each is aligned to it.
+    """
+    found, at = [], 0
+    for part in sorted(parts, key=lambda part: -part.leaf.dtype.itemsize):
+        end = at + part.nbytes
+        found.append(Slot(part, at, end))
+        at = end
+    return found

@@ -1,0 +1,60 @@
+"""Before the first save in the background: the memory and the process that it needs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from ckpt import in_flight
+from ckpt.background.workplace import workplace
+from ckpt.garbage import collected_later
+from ckpt.ranks import TIMEOUT_SECONDS, Ranks
+from ckpt.reading.transfer import workers_for
+from ckpt.saving import check_free
+from ckpt.states.flatten import FlatState, flatten
+from ckpt.states.together import together
+from ckpt.writing.own_parts import own_parts
+from ckpt.writing.save_plan import stored_layouts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def prepare(
+    state: object, *, group: ProcessGroup | None = None, timeout: float = TIMEOUT_SECONDS
+) -> None:
+    """The first save of `state` in the background will not have to wait for new memory.
+
+    Returns once the ranks know who will write what, which takes as long as a save needs to
+    describe the state. A thread then finds the memory for this rank's copy of its part, page by
+    page, and starts the process that writes. A save that comes before it is done waits for it.
+
+    To be called by all ranks of `group`, as `ckpt.save`, with a state of the same shapes; an
+    optimizer's state counts once it exists, which for most is after the first step. From now on
+    this process has the memory: as much as the rank writes. Without this call the first save takes
+    it, and several times as long as a later one.
+
+    Raises:
+        StateError: something cannot be stored; the key path is named.
+        BackgroundError: an earlier save in the background failed and nobody was told until now.
+        RankError: another rank failed; its number and error are named.
+
+    >>> import ckpt, torch
+    >>> ckpt.prepare({"w": torch.ones(2)})
+    """
+    ranks = Ranks(group, timeout)
+    with ranks.call("ckpt.prepare"), collected_later(), ExitStack() as stack:
+        in_flight.wait()
+        turn = object()
+        for _ in range(2):  # an interrupt may come while it is left
+            stack.callback(in_flight.leave_turn, turn)
+
+        def described() -> FlatState:
+            check_free("wait", turn, ranks.alone)
+            return flatten(state, ranks.mesh)
+
+        held = together(ranks, "describing the state", described)
+        parts = own_parts(held.flat, stored_layouts(held.whole.tensors), ranks.here)
+        for_cuda = any(part.leaf.local.is_cuda for part in parts)
+        nbytes = sum(part.nbytes for part in parts)
+        workplace().prepare(nbytes, workers_for(ranks.world_size), for_cuda)
