@@ -1,11 +1,21 @@
 """The memory that states are staged in."""
 
+import ctypes
 import os
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.writing.arena import HEAD_BYTES, REMEMBERED, Arena, get_progress, mapped, set_progress
+from ckpt.writing.arena import (
+    HEAD_BYTES,
+    REMEMBERED,
+    TOUCH_BYTES,
+    Arena,
+    get_progress,
+    mapped,
+    set_progress,
+)
 
 PAGE = 4096
 
@@ -27,6 +37,33 @@ def test_it_has_room_for_each_save_and_not_twice_what_the_last_ones_needed(
             assert os.fstat(arena.descriptor).st_size == HEAD_BYTES + arena.size
     finally:
         arena.close()
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_what_is_filled_is_there_whether_its_memory_was_or_not(is_touched: bool) -> None:
+    arena = Arena()
+    nbytes = TOUCH_BYTES + 3 * PAGE + 7
+    data = arena.reserve(nbytes)
+    assert arena.touched == 0
+    if is_touched:
+        arena.touch(2)
+    content = os.urandom(nbytes)
+    source = ctypes.create_string_buffer(content, nbytes)
+    for lo, hi in ((0, 5), (5, PAGE), (PAGE, nbytes)):
+        arena.fill(lo, ctypes.addressof(source) + lo, hi - lo)
+    arena.touch(3)
+    assert nbytes <= arena.touched <= arena.size
+    assert data == content
+    del data
+    arena.close()
+
+
+def test_memory_that_cannot_be_read_is_an_error_and_no_crash() -> None:
+    arena = Arena()
+    arena.reserve(PAGE)
+    with pytest.raises(OSError, match="for 8 bytes of shared memory"):
+        arena.fill(0, 1, 8)
+    arena.close()
 
 
 def test_what_one_maps_the_other_sees_and_keeps_while_it_grows() -> None:

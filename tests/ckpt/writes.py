@@ -16,8 +16,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-FILE_BYTES = 8 * 6 * 4
-
 
 class Subject:
     """A small model that trains, and loose things beside it."""
@@ -370,8 +368,7 @@ COLLECTIVE: dict[str, Callable[[Subject], object]] = {
 
 SWAPPED: dict[str, Callable[[Subject], object]] = {
     ".data = ": lambda s: setattr(s.p, "data", torch.ones(8, 6)),
-    "set_": lambda s: s.p.data.set_(torch.ones(8, 6)),
-    "resize to nothing": lambda s: s.p.untyped_storage().resize_(0),
+    "set_": lambda s: s.moment.set_(torch.ones(8, 6)),
     "swap_tensors": lambda s: torch.utils.swap_tensors(s.p, nn.Parameter(torch.ones(8, 6))),
     "another parameter": lambda s: setattr(s.model[0], "weight", nn.Parameter(torch.ones(8, 6))),
     "to another type": lambda s: s.model.double(),
