@@ -110,10 +110,10 @@ class Staging:
     def _copy_now(self, found: Sequence[Slot], arena: Arena, workers: int) -> None:
         plain: list[Slot] = []
         for slot in found:
-            if slot.is_on_cuda:
-                self._devices.start(slot.part, slot.lo)
-            elif slot.is_plain:
+            if slot.is_plain:
                 plain.append(slot)
+            elif slot.is_on_cuda:
+                self._devices.start(slot.part, slot.lo)
             else:
                 at = slot.lo
                 for block in slot.part.blocks():

@@ -257,6 +257,7 @@ class _Matcher:
 
         return install
 
+
 def _unfit(given: Spread) -> str | None:
     """Why nothing can be put into a tensor of the target; None if it can."""
     if isinstance(given, LocalPart):
@@ -267,7 +268,6 @@ def _unfit(given: Spread) -> str | None:
     if found is None and not is_sharded(given):
         found = memory_problem(getattr(given, "_local_tensor", given))
     return found
-
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:

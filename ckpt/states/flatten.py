@@ -32,7 +32,7 @@ from ckpt.states.stateful import (
     optimizer_entries,
     parameter_names,
 )
-from ckpt.states.tensor_kinds import awaited, check_mode, kind_problem, memory_problem
+from ckpt.states.tensor_kinds import ORDINARY, awaited, check_mode, kind_problem, memory_problem
 from ckpt.states.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
 from formats.catalog import TensorRef, Tree, TypedValue
 from formats.dtypes import DType, dtype_of_torch
@@ -42,6 +42,7 @@ from formats.native.shard import TABLE
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
 from sharding.describe.describing import Spread, describe, part_of
+from sharding.describe.dtensor import described_before
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh
 
@@ -95,6 +96,7 @@ def flatten(state: object, world: Mesh) -> FlatState:
 class _Flattener:
     def __init__(self, world: Mesh, names: ParameterNames) -> None:
         self._world = world
+        self._name_chars = current().name_chars
         self._parameters = names
         self._leaves: dict[str, Leaf] = {}
         self._aliases: dict[str, str] = {}
@@ -178,6 +180,12 @@ class _Flattener:
         name = found or ROOT
         self._claim(name, path)
         tensor = given
+        before = None if type(given) in ORDINARY else described_before(given)
+        if before is not None:
+            if (problem := memory_problem(before[0])) is not None:
+                raise StateError(f"{shown(path)}: {problem}")
+            dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
+            return self._known(Leaf(name, dtype, *before, given))
         if isinstance(given, torch.Tensor):
             if type(given) is not torch.Tensor:
                 given = awaited(given)
@@ -195,6 +203,15 @@ class _Flattener:
         self._leaves[name] = Leaf(name, dtype, local, layout, tensor)
         return TensorRef(name)
 
+    def _known(self, leaf: Leaf) -> TensorRef:
+        """A DTensor that was found storable before, and is as it was."""
+        first = self._seen.setdefault(id(leaf.given), leaf.name)
+        if first != leaf.name:
+            self._aliases[leaf.name] = first
+        else:
+            self._leaves[leaf.name] = leaf
+        return TensorRef(first)
+
     def _first_name(self, tensor: Spread, name: str) -> str:
         """The name under which this very tensor came first. Those seen are kept alive."""
         if has_address(tensor):
@@ -208,10 +225,10 @@ class _Flattener:
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
         if name in RESERVED or not (name.isascii() or _is_text(name)):
             raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
-        if len(name) > current().name_chars:
+        if len(name) > self._name_chars:
             raise StateError(
-                f"{shown(path[:8])}: a name of {len(name)} characters, {current().name_chars} can "
-                "be read back; use shorter keys"
+                f"{shown(path[:8])}: a name of {len(name)} characters, {self._name_chars} can be "
+                "read back; use shorter keys"
             )
         other = self._paths.setdefault(name, path)
         if other is not path and other != path:

@@ -19,16 +19,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+ORDINARY = (torch.Tensor, torch.nn.Parameter, type(None))
+"""Classes of which no tensor is made of others."""
 CLASS = "__tensor_subclass__"
 """The key under which the name of the class stands."""
 
 
 def is_composed(value: object) -> bool:
     """Whether it is a tensor that is made of others, by a class that is not torch.distributed's."""
+    kind = type(value)
+    if kind in ORDINARY or kind.__module__.startswith("torch.distributed"):
+        return False  # nearly always
     return (
         isinstance(value, torch.Tensor)
         and not value.is_nested
-        and not type(value).__module__.startswith("torch.distributed")
         and is_traceable_wrapper_subclass(value)
     )
 

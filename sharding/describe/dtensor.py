@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 MAX_KNOWN = 1 << 14
 """How many layouts are kept: models have many tensors and few shapes."""
 
+MAX_TENSORS = 1 << 16
+"""How many DTensors are remembered."""
+
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
 """By the identity of its mesh, which the layout keeps alive, the shape and the placements."""
@@ -63,6 +66,21 @@ class _Known:
     def fits(self, local: torch.Tensor) -> bool:
         """Whether a local tensor has the shape that it should have."""
         return local.shape == self.local_shape or (self.is_outside and local.numel() == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A DTensor that was described, kept by none of this."""
+
+    tensor: ReferenceType[torch.Tensor]
+    spec: ReferenceType[object]
+    local: ReferenceType[torch.Tensor]
+    shape: torch.Size
+    layout: Layout
+
+
+_before: dict[int, _Before] = {}
+"""By the id of the tensor, which another may get."""
 
 
 def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
@@ -96,7 +114,41 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
             f"of {known.layout.shape}; make it with distribute_tensor, or pass the right shape= to "
             "DTensor.from_local"
         )
+    if _is_ordinary(tensor, local):
+        if len(_before) >= MAX_TENSORS:
+            _before.clear()
+        _before[id(tensor)] = _Before(
+            ref(tensor), ref(tensor._spec), ref(local), local.shape, known.layout
+        )
     return local.detach(), known.layout
+
+
+def described_before(tensor: DTensor) -> tuple[torch.Tensor, Layout] | None:
+    """As `describe`, where that has described this very DTensor as it still is; None elsewhere.
+
+    Only for those of torch's own class with a dense local tensor.
+    """
+    before = _before.get(id(tensor))
+    if before is None or before.tensor() is not tensor:
+        return None
+    local = tensor._local_tensor
+    if (
+        before.spec() is not tensor._spec
+        or before.local() is not local
+        or local.shape != before.shape
+        or "_fsdp_flattened" in vars(tensor)  # torch's wrapper has made it a part of another
+    ):
+        return None
+    return local.detach(), before.layout
+
+
+def _is_ordinary(tensor: DTensor, local: torch.Tensor) -> bool:
+    return (
+        type(tensor).__module__.startswith("torch.distributed")
+        and type(local) is torch.Tensor
+        and local.layout is torch.strided
+        and not (local.is_meta or local.is_nested or local.is_quantized)
+    )
 
 
 def _of_spec(tensor: DTensor, name: str) -> _Known:
