@@ -3,13 +3,15 @@
 python benchmarks/async_save.py --world-size 1 2 --store DIR
 
 Two tables. The first is of workload A: the time until training may go on, over that of a copy of
-the same bytes into memory that is warm. The second is of a model that trains, under FSDP2: the
+the same bytes into memory that is warm: of a first save, of a first one after `ckpt.prepare` (in
+processes of their own), and of later ones. The second is of a model that trains, under FSDP2: the
 steps while a save is in the background over those before it, in the same round, and all that the
 save has cost the training until it was over, in seconds.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import time
@@ -41,8 +43,9 @@ TRAINED_GIB = 0.5
 MOST = 60
 """Steps that are timed during one save."""
 SECONDS = 300
+PREPARED_SECONDS = 10
 
-ALL_COPIED, PUT_OFF = "ckpt, all copied", "ckpt, copies put off"
+COPIED, OVERLAPPED = "ckpt, copied", "ckpt, overlapped"
 
 Finish = Callable[[], object]
 """Returns when a save is over."""
@@ -64,12 +67,12 @@ class Rival:
 # The first table: until training may go on.
 
 
-def _stalls(store: str, gib: float, rounds: int) -> measure.Samples:
+def _stalls(store: str, gib: float, rounds: int, is_prepared: bool) -> measure.Samples:
     torch.ones(int(gib * 2**29))  # so that nobody pays for what the machine never handed out
     training, rival = workload.build(gib), Rival()
     state_dicts = training.state_dicts()
     locals_ = [tensor for tensor in training.locals() if tensor.numel()]
-    warm = [tensor.clone() for tensor in locals_]
+    warm = torch.ones(sum(tensor.nbytes for tensor in locals_), dtype=torch.uint8)
     ours, theirs = f"{store}/ours", f"{store}/dcp"
     running: list[Finish] = []
 
@@ -83,24 +86,29 @@ def _stalls(store: str, gib: float, rounds: int) -> measure.Samples:
             report.remove(theirs)
 
     def floor() -> None:
-        for target, source in zip(warm, locals_, strict=True):
-            target.copy_(source)
+        target = warm.data_ptr()
+        for source in locals_:
+            ctypes.memmove(target, source.data_ptr(), source.nbytes)
+            target += source.nbytes
 
-    def overlapping() -> ckpt.SaveHandle:
-        handle = ckpt.save(ours, training.state, blocking=False)
+    def saved(staging: Any) -> None:
+        handle = ckpt.save(ours, training.state, blocking=False, staging=staging)
         running.append(lambda: handle.wait(SECONDS))
-        return handle
 
     def dcp(kind: AsyncCheckpointerType) -> None:
         running.append(rival.save(theirs, state_dicts, kind).result)
 
     contestants = {
         report.FLOOR: measure.Contestant(floor, fresh),
-        ALL_COPIED: measure.Contestant(lambda: overlapping().wait_staged(), fresh),
-        PUT_OFF: measure.Contestant(overlapping, fresh),
+        COPIED: measure.Contestant(lambda: saved("copied"), fresh),
+        OVERLAPPED: measure.Contestant(lambda: saved("overlapped"), fresh),
         "torch DCP, thread": measure.Contestant(lambda: dcp(AsyncCheckpointerType.THREAD), fresh),
         "torch DCP, process": measure.Contestant(lambda: dcp(AsyncCheckpointerType.PROCESS), fresh),
     }
+    if is_prepared:
+        ckpt.prepare(training.state)
+        time.sleep(PREPARED_SECONDS)  # as the first steps of a training would
+        del contestants[OVERLAPPED]
     found = measure.interleaved(contestants, rounds + 1)
     fresh()
     return found
@@ -146,9 +154,9 @@ def _costs(store: str, gib: float, rounds: int) -> dict[str, list[Cost]]:
     running, rival = Training(gib), Rival()
     ours, theirs = f"{store}/ours", f"{store}/dcp"
 
-    def save_ours() -> tuple[Callable[[], bool], Finish]:
+    def save_ours(staging: Any) -> tuple[Callable[[], bool], Finish]:
         state = {"model": running.model, "optimizer": running.optimizer}
-        handle = ckpt.save(ours, state, blocking=False)
+        handle = ckpt.save(ours, state, blocking=False, staging=staging)
         return handle.done, lambda: handle.wait(SECONDS)
 
     def save_theirs(kind: AsyncCheckpointerType) -> tuple[Callable[[], bool], Finish]:
@@ -157,7 +165,8 @@ def _costs(store: str, gib: float, rounds: int) -> dict[str, list[Cost]]:
         return future.done, future.result
 
     contestants = {
-        "ckpt": save_ours,
+        COPIED: lambda: save_ours("copied"),
+        OVERLAPPED: lambda: save_ours("overlapped"),
         "torch DCP, thread": lambda: save_theirs(AsyncCheckpointerType.THREAD),
         "torch DCP, process": lambda: save_theirs(AsyncCheckpointerType.PROCESS),
     }
@@ -232,12 +241,16 @@ def tables(options: report.Options) -> list[report.Table]:
     for world_size in options.world_sizes:
         label = str(world_size)
         with options.folder() as store:
-            found = measure.joined(
-                measure.on_ranks(world_size, _stalls, store, options.gib, options.rounds)
+            new, prepared = (
+                measure.joined(
+                    measure.on_ranks(world_size, _stalls, store, options.gib, *arguments)
+                )
+                for arguments in ((options.rounds, False), (0, True))
             )
-        first = {name: samples[:1] for name, samples in found.items() if name != PUT_OFF}
-        later = {name: samples[1:] for name, samples in found.items()}
-        for which, samples in (("first", first), ("later", later)):
+        first = {name: samples[:1] for name, samples in new.items() if name != OVERLAPPED}
+        later = {name: samples[1:] for name, samples in new.items()}
+        after = {name: prepared[name] for name in (report.FLOOR, COPIED)}
+        for which, samples in (("first", first), ("prepared", after), ("later", later)):
             stalls += report.rows(f"{label}, {which}", samples, report.write_calls)
         if world_size > (os.cpu_count() or 1):
             continue  # then it is the ranks that make one another wait
