@@ -103,7 +103,7 @@ def _stage(plan: Plan, state: object, when: When) -> _Staged:
     tensors = [(slot.part.name, slot.part.shape, slot.part.dtype.name) for slot in found]
     held = held_storages(state) if when == OVERLAPPED else set()
     workers = workers_for(plan.mesh.size)
-    staging = Staging(found, data, place.arena, held, workers, plan.number)
+    staging = Staging(found, data, place.arena, held, workers)
     return _Staged(place, staging, data, tensors)
 
 

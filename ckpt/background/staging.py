@@ -22,7 +22,7 @@ from ckpt.background.device_copies import DeviceCopies
 from ckpt.background.slots import Slot
 from ckpt.background.step_hooks import hold_steps, storage_of
 from ckpt.errors import StateChangedError
-from ckpt.states.samples import sample
+from ckpt.states.samples import sampled
 from ckpt.writing.arena import Arena
 from ckpt.writing.own_parts import OwnPart
 
@@ -47,17 +47,15 @@ class Staging:
         arena: Arena,
         held: set[int],
         workers: int,
-        salt: int = 0,
     ) -> None:
         """Copies all but what `held`, the addresses of storages, allows to copy later."""
         self._data = data
-        self._salt = salt
         self._devices = DeviceCopies(data)
         self._done = threading.Event()
         self._later = [slot for slot in found if held and _can_wait(slot, held)]
         later = set(map(id, self._later))
         self._copy_now([slot for slot in found if id(slot) not in later], arena, workers)
-        self._samples = [sample(slot.flat, salt) for slot in self._later]
+        self._samples = sampled([slot.flat for slot in self._later])
         self._versions = [_version(slot.part) for slot in self._later]
         for slot in self._later:
             if slot.is_on_cuda:
@@ -87,7 +85,7 @@ class Staging:
             changed = list(self._changed())
         finally:
             self._copies.drop()
-            self._later, self._samples, self._data = [], [], memoryview(b"")
+            self._later, self._data = [], memoryview(b"")
             self._devices = DeviceCopies(self._data)
             self._done.set()
         if changed:
@@ -124,16 +122,16 @@ class Staging:
 
     def _changed(self) -> list[str]:
         """The names of tensors of which something else was copied than they held at the call."""
+        copied = [
+            torch.frombuffer(self._data, dtype=torch.uint8, count=slot.nbytes, offset=slot.lo)
+            for slot in self._later
+        ]
+        differs = (sampled(copied) != self._samples).any(axis=1)
         return [
             slot.part.name
-            for slot, version, taken in zip(self._later, self._versions, self._samples, strict=True)
-            if _version(slot.part) != version or not self._holds(slot, taken)
+            for slot, version, is_other in zip(self._later, self._versions, differs, strict=True)
+            if is_other or _version(slot.part) != version
         ]
-
-    def _holds(self, slot: Slot, taken: torch.Tensor) -> bool:
-        """Whether the arena has the sample of a slot."""
-        copied = torch.frombuffer(self._data, dtype=torch.uint8, count=slot.nbytes, offset=slot.lo)
-        return sample(copied.view(taken.dtype), self._salt).equal(taken.cpu())
 
 
 def _can_wait(slot: Slot, held: set[int]) -> bool:

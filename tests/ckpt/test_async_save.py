@@ -15,7 +15,6 @@ import ckpt
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.ckpt.trainers import KINDS, Snapshot, snapshot, train, trainer
 
-
 LATER: Any = {"blocking": False, "staging": "overlapped"}
 
 
@@ -164,9 +163,7 @@ def test_a_handle_says_how_far_the_save_is(tmp_path: Path) -> None:
     told: list[int] = []
     total = 4 * (40 * 30 + 30)
     with late_copies() as go:
-        handle = ckpt.save(
-            tmp_path, {"m": model, "o": optimizer}, progress=told.append, **LATER
-        )
+        handle = ckpt.save(tmp_path, {"m": model, "o": optimizer}, progress=told.append, **LATER)
         assert handle.progress() == (0, total)
         assert not handle.done()
         with pytest.raises(TimeoutError, match="not copied after"):

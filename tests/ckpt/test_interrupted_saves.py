@@ -31,9 +31,7 @@ def test_steps_and_saves_go_on_wherever_a_save_in_the_background_was_interrupted
     def interrupted(at: int) -> Interrupt:
         with Interrupt(at, "agreed_plan") as interrupt:
             try:
-                handle = ckpt.save(
-                    tmp_path / f"new-{at}", state, blocking=False, staging=staging
-                )
+                handle = ckpt.save(tmp_path / f"new-{at}", state, blocking=False, staging=staging)
                 optimizer.step()
                 handle.wait(SECONDS)
             except KeyboardInterrupt:

@@ -317,8 +317,8 @@ PAST: dict[str, Callable[[Subject], object]] = {
     "numpy view": lambda s: s.p.detach().numpy().reshape(-1)[::-1].fill(2),
     "numpy of the moment": lambda s: s.moment.numpy().fill(2),
     "np.asarray": lambda s: np.multiply(np.asarray(s.p.detach()), 3, out=s.p.detach().numpy()),
-    "memoryview": lambda s: memoryview(s.p.detach().numpy()).cast("B").__setitem__(
-        slice(0, 192), b"\1" * 192
+    "memoryview": lambda s: (
+        memoryview(s.p.detach().numpy()).cast("B").__setitem__(slice(0, 192), b"\1" * 192)
     ),
     "torch.from_dlpack": lambda s: torch.from_dlpack(s.p.detach()).mul_(2),
     "np.from_dlpack": lambda s: torch.from_dlpack(
