@@ -21,10 +21,12 @@ Names and signatures are those of `torch.distributed.algorithms._comm_hooks.defa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+
+from sharding.group_references import referred
 
 __all__ = [
     "DefaultState",
@@ -39,40 +41,51 @@ __all__ = [
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(slots=True, eq=False)
 class DefaultState:
     """The ranks that average with each other, and how the division is split in two.
 
     Dividing before the sum keeps it from overflowing, dividing after it keeps the summands from
-    underflowing; each takes about the square root of the number of ranks.
+    underflowing; each takes about the square root of the number of ranks. Does not keep the group.
 
     Raises: ValueError without a process group.
     """
 
-    process_group: dist.ProcessGroup
-    """Its ranks hold the summands."""
-    world_size: int = field(init=False)
-    gradient_predivide_factor: float = field(init=False)
-    """Divides each summand; see `predivide_factor`."""
-    gradient_postdivide_factor: float = field(init=False)
-    """Divides the sum; the product of the two factors is `world_size`."""
+    __slots__ = (
+        "_reference",
+        "gradient_postdivide_factor",
+        "gradient_predivide_factor",
+        "world_size",
+    )
 
-    def __post_init__(self) -> None:
-        if self.process_group is None:
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        if process_group is None:
             raise ValueError(
                 f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}."
             )
-        self.world_size = dist.get_world_size(self.process_group)
+        self._reference = ref(process_group)
+        self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor = predivide_factor(self.world_size)
+        """Divides each summand."""
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        """Divides the sum; the product of the two factors is `world_size`."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Its ranks hold the summands. Raises DestroyedGroupError."""
+        return referred(self._reference)
 
 
-@dataclass(slots=True, eq=False)
 class LowPrecisionState(DefaultState):
     """What a hook needs that sends gradients in another dtype than the parameters'."""
 
-    parameter_type: torch.dtype = torch.float32
-    """The dtype that gradients are given back in."""
+    __slots__ = ("parameter_type",)
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, parameter_type: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(process_group)
+        self.parameter_type = parameter_type
+        """The dtype that gradients are given back in."""
 
 
 def predivide_factor(world_size: int) -> float:

@@ -23,7 +23,7 @@ from sharding.front_door import (
 )
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
 from sharding.states.state_dicts import hook_state_dicts
-from sharding.strategies import Groups, chosen_groups, settled_strategy
+from sharding.strategies import Groups, chosen_groups, settled_strategy, sharing_of
 from sharding.wrap_plan import auto_wrap, planned
 
 __all__ = ["clip_grad_norm_", "fully_shard"]
@@ -86,9 +86,10 @@ def fully_shard(
             is_wrapped=lambda part: front_door_of(part) is not None,
         )
         auto_wrap(module, plan, fully_shard)
+    settled = settled_strategy(strategy, groups)
     settings = FlatSettings(
-        strategy=settled_strategy(strategy, groups),
-        groups=groups,
+        strategy=settled,
+        sharing=sharing_of(settled, groups),
         use_orig_params=True,
         offload=cpu_offload is not None and cpu_offload.offload_params,
         mixed_precision=mixed_precision or MixedPrecision(),

@@ -60,6 +60,12 @@ class NotAMemberError(ShardingError):
     kind = "member"
 
 
+class DestroyedGroupError(ShardingError):
+    """A process group is needed that has been destroyed: shard again in a new one."""
+
+    kind = "destroyed-group"
+
+
 class TransferError(RuntimeError):
     """Elements did not come from another rank, or could not be sent to it. The rank is named."""
 

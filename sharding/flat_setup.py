@@ -28,11 +28,12 @@ from sharding.engine.bucket import Bucket
 from sharding.engine.chunk_bucket import local_of
 from sharding.engine.flat_bucket import FlatBucket, FlatForm
 from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.peers import Sharing
 from sharding.engine.runtime import UNIT, units_of
 from sharding.engine.unit import Casts, Unit
 from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from sharding.strategies import KEEPS_AFTER_FORWARD, Groups, sharing_of
+from sharding.strategies import KEEPS_AFTER_FORWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class FlatSettings:
     """What a user chose for a unit with flat parameters."""
 
     strategy: ShardingStrategy
-    groups: Groups
+    sharing: Sharing
     use_orig_params: bool
     offload: bool = False
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -60,7 +61,7 @@ def make_flat_unit(module: nn.Module, owner: nn.Module, settings: FlatSettings) 
     `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
     groups call it.
     """
-    sharing = sharing_of(settings.strategy, settings.groups)
+    sharing = settings.sharing
     ignored_params, ignored_modules = settings.ignored_params, settings.ignored_modules
     given = device_given(settings.device_id, sharing.peers.rank)
     inner = {part for unit in units_of((module,)) for part in unit.modules}
@@ -101,7 +102,7 @@ def _buckets(
     found: Iterable[Found], module: nn.Module, settings: FlatSettings, compute: torch.device
 ) -> tuple[list[Bucket], list[Bucket]]:
     """The unit's buckets, and those of other units that it uses besides."""
-    sharing = sharing_of(settings.strategy, settings.groups)
+    sharing = settings.sharing
     own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     borrowed: dict[int, Bucket] = {}
     for each in found:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import overload
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from sharding.group_references import referred
 
 __all__ = ["ShardedGradScaler"]
 
@@ -55,7 +58,12 @@ class ShardedGradScaler(GradScaler):
             growth_interval=growth_interval,
             enabled=enabled,
         )
-        self.process_group = process_group
+        self._process_group = None if process_group is None else ref(process_group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that step together; None is all there are. Raises DestroyedGroupError."""
+        return None if self._process_group is None else referred(self._process_group)
 
     @overload
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...

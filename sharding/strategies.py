@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.engine.peers import Peers, Sharing
+from sharding.group_references import release_with_groups
 from sharding.policies import ShardingStrategy
 
 HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
@@ -35,6 +36,7 @@ def chosen_groups(
         raise ValueError("Cannot pass both process_group and device_mesh at the same time.")
     hybrid = strategy in HYBRID
     if mesh is not None:
+        release_with_groups(mesh)
         if mesh.ndim != 1 + hybrid:
             raise ValueError(
                 f"{strategy} takes a device_mesh of {1 + hybrid} dimensions, not of {mesh.ndim}"

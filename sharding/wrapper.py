@@ -36,7 +36,7 @@ from sharding.policies import (
 )
 from sharding.states.optim_methods import OptimStateDicts
 from sharding.states.state_dicts import hook_state_dicts, settings_of, with_settings
-from sharding.strategies import HYBRID, Groups, chosen_groups, settled_strategy
+from sharding.strategies import HYBRID, Groups, chosen_groups, settled_strategy, sharing_of
 from sharding.summon import summoned
 from sharding.wrap_plan import auto_wrap, planned
 
@@ -145,9 +145,10 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 f"{module}",
                 stacklevel=2,
             )
+        settled = settled_strategy(sharding_strategy, groups)
         settings = FlatSettings(
-            strategy=settled_strategy(sharding_strategy, groups),
-            groups=groups,
+            strategy=settled,
+            sharing=sharing_of(settled, groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),

@@ -8,11 +8,13 @@ store.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch.distributed as dist
 
 from sharding.agreement.channel import Call, Channel, Join
 from sharding.agreement.links import Failure, Message
+from sharding.group_references import referred
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,7 +27,7 @@ class Gathering(Channel):
 
     def __init__(self, group: ProcessGroup | None, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
-        self._group = group
+        self._group = None if group is None else ref(group)
 
     def _open(self, call: Call) -> Failure | None:
         return None
@@ -35,6 +37,7 @@ class Gathering(Channel):
 
     def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure:
         everyone: list[tuple[Failure | None, bytes]] = [(None, b"")] * self.world_size
-        dist.all_gather_object(everyone, (mine.failure, mine.data), group=self._group)
+        group = None if self._group is None else referred(self._group)
+        dist.all_gather_object(everyone, (mine.failure, mine.data), group=group)
         failures = [failure for failure, _ in everyone if failure is not None]
         return failures[0] if failures else join([data for _, data in everyone])

@@ -313,6 +313,7 @@ def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
 def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
     """How this rank reaches the others of a group; one for each group and purpose."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed import distributed_c10d
 
     over = distributed_c10d._get_default_group() if group is None else group
@@ -327,11 +328,16 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
             from sharding.agreement.gathering import Gathering
 
             found[purpose] = Gathering(group, rank, world_size)
-        elif rank == 0:
-            found[purpose] = Leader(Meeting(store, f"ckpt/{purpose}"), world_size)
         else:
-            found[purpose] = Follower(Meeting(store, f"ckpt/{purpose}"), rank, world_size)
+            found[purpose] = _linked(PrefixStore("ckpt", store), rank, world_size, purpose)
     return found[purpose]
+
+
+def _linked(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
+    """The end of connections that this rank has. The store object is not the group's own, which is
+    to go when the group is destroyed (`sharding.group_references`)."""
+    meeting = Meeting(store, purpose)
+    return Leader(meeting, world_size) if rank == 0 else Follower(meeting, rank, world_size)
 
 
 def message_device(group: ProcessGroup | None) -> torch.device:

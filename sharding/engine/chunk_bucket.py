@@ -24,6 +24,7 @@ from sharding.engine.bucket import Bucket
 from sharding.engine.packing import ChunkPacking, pack
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Peers, Sharing
+from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
 
 ALIGN_BYTES = 64
@@ -39,6 +40,7 @@ class MeshSharing:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshSharing:
         """Sharded over a mesh of one dimension; of two, replicated over the first."""
+        release_with_groups(mesh)
         if mesh.ndim == 1:
             return cls(mesh, Sharing(Peers.of(mesh.get_group()), Peers.alone()))
         if mesh.ndim == 2:

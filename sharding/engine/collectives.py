@@ -94,7 +94,7 @@ class Collectives:
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self._group = _group_of(peers)
+        _group_of(peers)
 
     def gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
@@ -110,7 +110,7 @@ class Collectives:
             return Gathering(None, packed, places, size)
         self._note(composition)
         padded = packed[self.peers.rank * numel :][:numel].clone()
-        work = _all_gather(packed, padded, group=self._group, async_op=True)
+        work = _all_gather(packed, padded, group=_group_of(self.peers), async_op=True)
         return Gathering(work, packed, places, size)
 
     def reduce(self, parts: Sequence[Tensors], composition: Composition) -> Summing:
@@ -126,21 +126,22 @@ class Collectives:
         marks = self._note(composition)
         packed.view(size, numel)[:, -MARKS:] = torch.tensor(marks, device=packed.device)
         result = packed.new_empty(numel)
-        work = _reduce_scatter(result, packed, group=self._group, async_op=True)
+        work = _reduce_scatter(result, packed, group=_group_of(self.peers), async_op=True)
         return Summing(work, result, _sizes(mine), unlike, marks)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks', on all of them the same. Waits."""
         if self.peers.size > 1:
             self._note(composition)
-            dist.all_reduce(flat, group=self._group)
+            dist.all_reduce(flat, group=_group_of(self.peers))
 
     def _note(self, composition: Composition) -> list[int]:
         """One more collective of this rank; the marks of all of them."""
-        assert self._group is not None
-        told = _histories.get(self._group, b"") + composition.digest
+        group = _group_of(self.peers)
+        assert group is not None
+        told = _histories.get(group, b"") + composition.digest
         history = blake2b(told, digest_size=8).digest()
-        _histories[self._group] = history
+        _histories[group] = history
         number = int.from_bytes(history, "little")
         bits = [number >> bit & 1 for bit in range(BITS)]
         return [*bits, *(1 - bit for bit in bits)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
+import torch.distributed.fsdp  # noqa: F401 - see [Note: defaults of torch's functions]
 from torch.distributed import ProcessGroup
+
+from sharding.group_references import GroupReference, referred
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +24,8 @@ _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 class Peers:
     """The ranks of a group, or some of them, and which of them this process is."""
 
-    group: ProcessGroup | None
-    """None: this process alone."""
+    reference: GroupReference | None
+    """To the group; None: this process alone."""
     members: tuple[int, ...]
     """Ranks in the group."""
     rank: int
@@ -31,12 +34,17 @@ class Peers:
     @classmethod
     def of(cls, group: ProcessGroup) -> Peers:
         """All ranks of a group."""
-        return cls(group, tuple(range(dist.get_world_size(group))), dist.get_rank(group))
+        return cls(ref(group), tuple(range(dist.get_world_size(group))), dist.get_rank(group))
 
     @classmethod
     def alone(cls) -> Peers:
         """This process and no other: nothing is divided."""
         return cls(None, (0,), 0)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group; None: this process alone. Raises DestroyedGroupError."""
+        return None if self.reference is None else referred(self.reference)
 
     @property
     def size(self) -> int:
@@ -51,7 +59,7 @@ class Peers:
     def part(self, size: int) -> Peers:
         """Those of the same run of `size` as this process: all are divided into such runs."""
         first = self.rank // size * size
-        return Peers(self.group, self.members[first : first + size], self.rank - first)
+        return Peers(self.reference, self.members[first : first + size], self.rank - first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,16 @@ from sharding.describe.describing import describe
 from sharding.describe.local_part import check_holds
 from sharding.engine.chunk_bucket import as_dtensor
 from sharding.engine.flat_bucket import FlatBucket
+from sharding.group_references import release_with_groups
 from sharding.layout import FlatShard, Layout, Mesh, Placement, row_major
 from sharding.layout import Replicate as Everywhere
 from sharding.layout import Shard as Rows
 from sharding.states.kinds import mesh_over
 from sharding.states.redistribute import Move, redistribute
 
-_grids: WeakKeyDictionary[ProcessGroup, dict[ProcessGroup, DeviceMesh]] = WeakKeyDictionary()
+_grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMesh]] = (
+    WeakKeyDictionary()
+)
 """By the ranks that share and those that replicate; one each, so that they are equal."""
 
 
@@ -190,7 +193,7 @@ def _mesh(bucket: FlatBucket, before: DTensorSpec | None) -> DeviceMesh:
                 return root[name]
     if replicas.group is None or peers.group is None:
         return mesh_over(peers.group, bucket.device.type)
-    found = _grids.setdefault(peers.group, {})
+    found = _grids.setdefault(peers.group, WeakKeyDictionary())
     if replicas.group not in found:
         found[replicas.group] = _from_groups(
             [replicas.group, peers.group], bucket.device.type, ("replicate", "shard")
@@ -216,4 +219,6 @@ def _from_groups(
     for group in groups:
         steps = torch.tensor(dist.get_process_group_ranks(group), device="cpu") - me
         ranks = ranks[..., None] + steps
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    release_with_groups(mesh)
+    return mesh

@@ -34,6 +34,7 @@ from sharding.describe.describing import Spread, describe
 from sharding.describe.dtensor import mesh_of
 from sharding.describe.local_part import LocalPart
 from sharding.errors import ShardingError
+from sharding.group_references import release_with_groups
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, row_major
 from sharding.layout.exchange import exchange
@@ -131,6 +132,7 @@ def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
     over = group or dist.distributed_c10d._get_default_group()
     if over not in _meshes:
         _meshes[over] = DeviceMesh.from_group(over, device_type)
+        release_with_groups(_meshes[over])
     return _meshes[over]
 
 

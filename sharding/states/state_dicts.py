@@ -46,7 +46,6 @@ from sharding.states.local_state_dicts import check_loadable, record_of
 from sharding.states.state_dict_keys import OwnKeys, in_order, key_prefix, own_keys, state_key
 from sharding.states.state_dict_loading import RowLoading, whole_as_used
 from sharding.states.torch_state_dict import connect
-from sharding.strategies import sharing_of
 from sharding.whole_parameters import WholeParameters
 
 
@@ -125,7 +124,7 @@ class _Hooks:
         config, settings = self._door.state_dict_settings.state_dict_config, self._door.settings
         if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
             return True
-        sharing = sharing_of(settings.strategy, settings.groups)
+        sharing = settings.sharing
         return sharing.peers.rank == 0 and sharing.replicas.rank == 0
 
     # Making one.

@@ -68,7 +68,7 @@ def miss_one() -> None:
         exchange.wait()
     del exchange
     _, places = buffer_of(2)
-    Messages(Peers(peers.group, (0, 2), rank // 2)).gather(mine, places, carried(2)).wait()
+    Messages(Peers(peers.reference, (0, 2), rank // 2)).gather(mine, places, carried(2)).wait()
     assert [place.unique().tolist() for [place] in places] == [[0.0], [2.0]]
     gather_with_nobody(model)
 

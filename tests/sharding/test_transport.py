@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_a_way_that_does_not_exist_is_refused(clusters: Callable) -> None:
 def outsider() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 1:
-        peers = Peers(dist.group.WORLD, (0, 1), 1)
+        peers = Peers(ref(dist.group.WORLD), (0, 1), 1)
         assert peers.others == [0]
     else:
         assert Peers.of(group).size == 1
