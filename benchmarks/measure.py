@@ -86,6 +86,7 @@ def _as_rank(
 ) -> T:
     import torch
     import torch.distributed as dist
+    import torch.distributed.fsdp  # before there is a group: docs/sharding.md, How a process ends
 
     torch.set_num_threads(1)
     dist.init_process_group(

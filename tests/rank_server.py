@@ -13,6 +13,7 @@ import gc
 import importlib
 import os
 import random
+import resource
 import signal
 import traceback
 from contextlib import suppress
@@ -42,6 +43,7 @@ IMPORTED = (
 
 def main() -> None:
     """Fork ranks until the connection ends, then wait for all of them to end."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that crashes leaves a stack, no file
     torch.set_num_threads(1)
     for name in IMPORTED:
         importlib.import_module(name)
