@@ -1,4 +1,4 @@
-"""References to process groups that do not keep them: a group ends with `destroy_process_group`.
+"""Process groups referred to without being kept: a group ends with `destroy_process_group`.
 
 A group's threads end when the last reference to it goes. Those of gloo that still run when the
 interpreter ends abort the process (docs/sharding.md, "How a process ends"): so a model that lives
@@ -6,7 +6,7 @@ until then must not keep the group.
 
 Rules:
 
-1. Nothing in this package keeps a ProcessGroup after the call that it was used in. Objects that last
+1. Nothing in this package keeps a ProcessGroup after the call that used it. Objects that last
    keep a weak reference: torch's own tables have the group until it is destroyed.
 2. A dictionary by group is a WeakKeyDictionary, and no value of it keeps its own key.
 3. A DeviceMesh of later versions of torch keeps its groups for torch.compile, and DTensors keep the

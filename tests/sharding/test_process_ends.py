@@ -1,4 +1,4 @@
-"""A process group ends with `destroy_process_group`, whatever still lives; a process ends with 0."""
+"""A group ends with `destroy_process_group`, whatever still lives; a process ends with code 0."""
 
 import os
 import subprocess
