@@ -334,8 +334,10 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
 
 
 def _linked(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
-    """The end of connections that this rank has. The store object is not the group's own, which is
-    to go when the group is destroyed (`sharding.group_references`).
+    """The end of connections that this rank has.
+
+    The store object is not the group's own, which goes when the group is destroyed
+    (`sharding.group_references`).
     """
     meeting = Meeting(store, purpose)
     return Leader(meeting, world_size) if rank == 0 else Follower(meeting, rank, world_size)
