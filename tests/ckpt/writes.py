@@ -368,7 +368,7 @@ COLLECTIVE: dict[str, Callable[[Subject], object]] = {
 
 SWAPPED: dict[str, Callable[[Subject], object]] = {
     ".data = ": lambda s: setattr(s.p, "data", torch.ones(8, 6)),
-    "set_": lambda s: s.moment.set_(torch.ones(8, 6)),
+    "set_": lambda s: s.moment.set_(torch.full((8, 6), 3.0)),
     "swap_tensors": lambda s: torch.utils.swap_tensors(s.p, nn.Parameter(torch.ones(8, 6))),
     "another parameter": lambda s: setattr(s.model[0], "weight", nn.Parameter(torch.ones(8, 6))),
     "to another type": lambda s: s.model.double(),
