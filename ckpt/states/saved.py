@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from ckpt.errors import StateError
-from formats.catalog import Catalog, Key, TensorRef, Tree, str_of
+from formats.catalog import Catalog, Key, TensorRef, Tree
 from formats.native.tree import ROOT
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -70,7 +70,7 @@ def kind_of(tree: Tree) -> str:
         return f"a dict of {len(tree)}" + (" with tensors" if holds_tensor(tree) else "")
     if isinstance(tree, list | tuple):
         return f"a {type(tree).__name__} of {len(tree)}"
-    return str_of(tree)[:80]
+    return repr(tree)[:80]
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str]:
