@@ -55,7 +55,8 @@ def release_with_groups(mesh: DeviceMesh) -> None:
     """From now on a mesh, and the one it is a slice of, let go of groups that are destroyed."""
     from torch.distributed import distributed_c10d
 
-    for each in (mesh, getattr(mesh, "_root_mesh", None)):
+    root: DeviceMesh | None = getattr(mesh, "_root_mesh", None)
+    for each in (mesh,) if root is None else (mesh, root):
         for group in tuple((getattr(each, "_pg_registry", None) or {}).values()):
             store = cast("Store | None", distributed_c10d._get_process_group_store(group))
             if store is not None:  # None for MPI

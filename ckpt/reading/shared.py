@@ -23,6 +23,7 @@ from ckpt.errors import Difference
 from ckpt.matching.ledger import Want
 from ckpt.matching.overlaps import Placed, conflict, differing, group_bytes, is_same_view
 from ckpt.reading.bites import requests_for
+from ckpt.reading.record_sums import Verify
 from ckpt.reading.transfer import transfer
 from ckpt.states.memory import empty_for, memory_of
 from formats.catalog import StoredPiece, TensorRecord
@@ -45,7 +46,7 @@ class Comparing:
     here: int
     budget: int
     """Bytes of host memory that may be taken."""
-    verify: bool
+    verify: Verify
 
     def differences(self, groups: Sequence[tuple[Want, ...]]) -> Iterator[Difference]:
         """The groups whose memory cannot hold what was saved, each by two names."""

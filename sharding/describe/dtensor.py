@@ -72,7 +72,7 @@ class _Known:
 class _Before:
     """A DTensor that was described, kept by none of this."""
 
-    tensor: ReferenceType[torch.Tensor]
+    tensor: ReferenceType[DTensor]
     spec: ReferenceType[object]
     local: ReferenceType[torch.Tensor]
     shape: torch.Size
@@ -123,20 +123,21 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     return local.detach(), known.layout
 
 
-def described_before(tensor: DTensor) -> tuple[torch.Tensor, Layout] | None:
+def described_before(tensor: object) -> tuple[torch.Tensor, Layout] | None:
     """As `describe`, where that has described this very DTensor as it still is; None elsewhere.
 
     Only for those of torch's own class with a dense local tensor.
     """
     before = _before.get(id(tensor))
-    if before is None or before.tensor() is not tensor:
+    known = None if before is None else before.tensor()
+    if before is None or known is None or known is not tensor:
         return None
-    local = tensor._local_tensor
+    local = known._local_tensor
     if (
-        before.spec() is not tensor._spec
+        before.spec() is not known._spec
         or before.local() is not local
         or local.shape != before.shape
-        or "_fsdp_flattened" in vars(tensor)  # torch's wrapper has made it a part of another
+        or "_fsdp_flattened" in vars(known)  # torch's wrapper has made it a part of another
     ):
         return None
     return local.detach(), before.layout
