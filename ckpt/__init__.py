@@ -20,6 +20,9 @@ from ckpt._neighbours import check_neighbours
 from ckpt.version import __version__
 
 check_neighbours()
+from sharding.supported import check_versions  # noqa: E402 - a `sharding` that is not ours is named first
+
+check_versions()
 
 if TYPE_CHECKING:
     from ckpt import state_dict

@@ -10,6 +10,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sharding.supported import check_versions
+
+check_versions()
+
 if TYPE_CHECKING:
     from sharding.describe.local_part import LocalPart
     from sharding.engine.flat_bucket import FlatParameter

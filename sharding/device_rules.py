@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from sharding.torch_versions import current_accelerator
+
 CPU = torch.device("cpu")
 
 
@@ -22,7 +24,7 @@ def device_given(device_id: int | torch.device | None, rank: int) -> torch.devic
     """
     if device_id is None:
         return None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if not isinstance(device_id, torch.device):
         if accelerator is None:
             raise RuntimeError(
@@ -68,7 +70,7 @@ def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | Non
         return given
     if found is not None:
         return found
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     if accelerator is None:
         return CPU
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

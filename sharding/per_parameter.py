@@ -23,6 +23,7 @@ from sharding.engine.runtime import UNIT, Runtime
 from sharding.engine.unit import Casts, Unit
 from sharding.fsdp_module import FSDPModule, become_unit, reshard_setting
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from sharding.torch_versions import current_accelerator
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 PlacementFunction = Callable[[nn.Parameter], "Shard | None"]
@@ -185,5 +186,5 @@ def _check(modules: tuple[nn.Module, ...]) -> None:
 
 
 def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     return "cpu" if accelerator is None else accelerator.type

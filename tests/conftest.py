@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import tests.old_torch  # noqa: F401
 from tests.stores.fixtures import azurite_server, gcs_server, moto, racers, radosgw_server, servers
 
 __all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "servers"]
@@ -148,7 +149,9 @@ class Cluster:
         if dead:
             raise RankDied(dead, errors)
         if errors:
-            if len(errors) < self.world_size:  # the others' messages to those have broken the group
+            lost = any("gloo" in e[1] or "pair closure" in e[1] for e in errors.values())
+            # The others' messages to those that failed have broken the group, or time-outs have.
+            if len(errors) < self.world_size or lost:
                 self.close()
             raise RankFailed(errors)
         return [results[rank] for rank in range(self.world_size)]

@@ -14,7 +14,8 @@ import ckpt
 
 PRODUCT = ("ckpt", "formats", "sharding")
 ROOT = Path(ckpt.__file__).parents[1]
-RESUME = opmap["RESUME"]
+RESUME = opmap.get("RESUME")
+"""Where a function begins or goes on; not there in Python 3.10."""
 
 
 class Interrupt:
@@ -47,6 +48,8 @@ class Interrupt:
 
 def begins(frame: FrameType) -> bool:
     """Whether a function begins or goes on, and no exception is thrown into it."""
+    if RESUME is None:
+        return frame.f_lasti == -1
     return frame.f_code.co_code[frame.f_lasti] == RESUME
 
 

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+import tests.old_torch  # noqa: F401
+
 _modules: dict[str, ModuleType] = {}
 
 

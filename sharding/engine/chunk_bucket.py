@@ -26,6 +26,7 @@ from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Peers, Sharing
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
+from sharding.torch_versions import side_by_side
 
 ALIGN_BYTES = 64
 
@@ -71,7 +72,14 @@ class MeshSharing:
         mesh = self.mesh
         behind: tuple[Placement, ...] = ()
         if isinstance(whole, DTensor):
-            mesh = DeviceMesh._concatenate([self.mesh, whole.device_mesh])
+            joined = side_by_side(self.mesh, whole.device_mesh)
+            if joined is None:
+                raise ValueError(
+                    f"a parameter over {whole.device_mesh} cannot be sharded over {self.mesh}: "
+                    "give fully_shard a slice of the mesh that the parameter's is a slice of, with "
+                    "named dimensions, and those of fully_shard first"
+                )
+            mesh = joined
             behind = tuple(whole.placements)
             cuts = 1
             for axis, other in enumerate(behind):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import reduce
 from itertools import islice
 
@@ -244,7 +245,9 @@ class _Extension:
             return self._whole
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
-        with _unsafe_preserve_version_counter((self._whole, *self._inner)):
+        with ExitStack() as kept:
+            for tensor in (self._whole, *self._inner):
+                kept.enter_context(_unsafe_preserve_version_counter(tensor))
             hook(outputs, metadata, dtype, out=self._whole)
         return self._whole
 

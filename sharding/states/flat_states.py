@@ -37,6 +37,7 @@ from sharding.layout import Replicate as Everywhere
 from sharding.layout import Shard as Rows
 from sharding.states.kinds import mesh_over
 from sharding.states.redistribute import Move, redistribute
+from sharding.torch_versions import root_mesh, side_by_side
 
 _grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMesh]] = (
     WeakKeyDictionary()
@@ -187,7 +188,7 @@ def _mesh(bucket: FlatBucket, before: DTensorSpec | None) -> DeviceMesh:
     """
     peers, replicas = bucket.sharing.peers, bucket.sharing.replicas
     if before is not None and replicas.group is None:
-        root = before.mesh._get_root_mesh()
+        root = root_mesh(before.mesh)
         for axis, name in enumerate(root.mesh_dim_names or ()):
             if root.get_group(axis) == peers.group:
                 return root[name]
@@ -203,8 +204,9 @@ def _mesh(bucket: FlatBucket, before: DTensorSpec | None) -> DeviceMesh:
 
 def _joined(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
     """A mesh with the dimensions of both."""
-    if mesh._get_root_mesh() == behind._get_root_mesh():
-        return DeviceMesh._concatenate([mesh, behind])
+    found = side_by_side(mesh, behind) if root_mesh(mesh) == root_mesh(behind) else None
+    if found is not None:
+        return found
     groups = [*mesh.get_all_groups(), *behind.get_all_groups()]
     names = tuple(f"dim_{axis}" for axis in range(len(groups)))
     return _from_groups(groups, mesh.device_type, names)

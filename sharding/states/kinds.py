@@ -39,6 +39,7 @@ from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, row_major
 from sharding.layout.exchange import exchange
 from sharding.states.redistribute import BUDGET_BYTES, Move, redistribute
+from sharding.torch_versions import root_mesh
 
 _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
@@ -191,7 +192,7 @@ def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
     Each rank is in another slice of the mesh that this one was taken from; all of them together are
     what everybody sees.
     """
-    root = mesh._get_root_mesh()
+    root = root_mesh(mesh)
     names = root.mesh_dim_names or ()
     if mesh.mesh_dim_names and root.ndim > mesh.ndim and set(mesh.mesh_dim_names) <= set(names):
         return mesh_of(root), names.index(mesh.mesh_dim_names[-1])

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
@@ -32,6 +32,7 @@ from sharding.errors import ShardingError
 from sharding.states.flat_states import FlatPart, Held, fill_parts, held_among_peers, whole_shape
 from sharding.states.redistribute import Move, redistribute
 from sharding.states.state_dict_keys import OwnKeys, state_key
+from sharding.torch_versions import cut
 
 
 @dataclass(slots=True)
@@ -184,4 +185,4 @@ def whole_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     spec = parameter.distributed
     if spec is None:
         return value
-    return distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
+    return cut(value, spec.mesh, spec.placements)

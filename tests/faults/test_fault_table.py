@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -23,11 +22,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+from tests import dcp_alone
 from tests.conftest import RankDied
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, Schedule, dead_between, no_faults
@@ -108,9 +107,7 @@ def foreign(folder: Path, name: str) -> Path:
     """The state in another format, written by the library whose format it is, or converted."""
     target = folder / name
     if name == "dcp":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
-            dcp.save(state(), checkpoint_id=target, no_dist=True)
+        dcp_alone.save(state(), target)
     elif name.endswith(".pt"):
         torch.save(state(), target)
     else:

@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as torch_load
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
@@ -36,6 +34,8 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
 from sharding.layout import Box
+from tests.dcp_alone import load as torch_load
+from tests.dcp_alone import save as torch_save
 from tests.formats.counting import Counting
 
 METADATA = ".metadata"
@@ -134,7 +134,7 @@ def outgoing(nest: Any) -> Outgoing:
 
 
 def saved(folder: Path, state: dict[str, Any]) -> Catalog:
-    torch_save(state, checkpoint_id=folder, no_dist=True)
+    torch_save(state, checkpoint_id=folder)
     return read(open_store(folder))
 
 
@@ -419,7 +419,11 @@ def test_bytes_behind_the_last_item_are_an_error(tmp_path: Path) -> None:
         (_StorageInfo(ITEMS, 0, 1 << 40), CorruptError, "truncated"),
         (_StorageInfo(ITEMS, -5, 10), CorruptError, "bytes -5:5"),
         (_StorageInfo(ITEMS, 0, 1.5), FormatError, "no file, offset and length"),  # type: ignore[arg-type]
-        (_StorageInfo(ITEMS, 0, 10, ["stream.zstd"]), UnsupportedError, "stream transform"),
+        *(
+            [(_StorageInfo(ITEMS, 0, 10, ["stream.zstd"]), UnsupportedError, "stream transform")]
+            if hasattr(_StorageInfo, "transform_descriptors")  # torch 2.8 and later
+            else []
+        ),
     ],
 )
 def test_an_item_outside_of_the_files_is_an_error(
@@ -544,7 +548,7 @@ def test_any_state_that_torch_saves_is_read_equal(tmp_path: Path, state: dict[st
 def test_any_state_that_is_written_is_loaded_equal(tmp_path: Path, state: dict[str, Any]) -> None:
     write(open_store(tmp_path), outgoing(state))
     target = target_like(state)
-    torch_load(target, checkpoint_id=tmp_path, no_dist=True)
+    torch_load(target, checkpoint_id=tmp_path)
     assert expected(target) == expected(state)
     catalog = read(open_store(tmp_path))
     assert filled(catalog.tree, catalog, open_store(tmp_path)) == expected(state)
@@ -572,7 +576,7 @@ def test_tied_names_are_both_there_and_share_an_item(tmp_path: Path) -> None:
     write(open_store(tmp_path), Outgoing(alone.tensors, tied))
     assert (tmp_path / ITEMS).stat().st_size < 2 * 1200
     target = {"in": torch.zeros(300), "out": {"w": torch.zeros(300)}}
-    torch_load(target, checkpoint_id=tmp_path, no_dist=True)
+    torch_load(target, checkpoint_id=tmp_path)
     assert torch.equal(target["out"]["w"], torch.arange(300.0))  # type: ignore[index]
     catalog = read(open_store(tmp_path))
     assert catalog.aliases == {"out.w": "in"}

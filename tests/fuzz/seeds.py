@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckpt
+from tests import dcp_alone
 from tests.faults.readers import KINDS, tiny_chunks, written
 from tests.fuzz.folders import Files
 
@@ -97,9 +97,7 @@ def _by_others() -> list[Seed]:
             name = f"protocol-{protocol}.pt"
             torch.save(all_of_it, folder / name, pickle_protocol=protocol)
             found.append(Seed("torch", files_of(folder), name))
-        dcp_save(
-            {"module": module.state_dict(), **state()}, checkpoint_id=folder / "dcp", no_dist=True
-        )
+        dcp_alone.save({"module": module.state_dict(), **state()}, folder / "dcp")
         found.append(Seed("dcp", files_of(folder / "dcp")))
     return found
 

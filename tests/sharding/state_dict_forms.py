@@ -38,4 +38,6 @@ def in_form(form: str, model: Any, **arguments: Any) -> Any:
 
 def whole(value: Any) -> Any:
     """A value that every rank has: a DTensor whole, anything else as it is."""
+    if isinstance(value, DTensor) and not value.numel():  # torch 2.6 fails to gather nothing
+        return value.to_local().new_empty(value.shape)
     return value.full_tensor() if isinstance(value, DTensor) else value

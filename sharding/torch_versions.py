@@ -1,0 +1,65 @@
+"""Where the versions of torch differ: one function for each difference, which says the version.
+
+Everything else is the same from the first version of the range to the newest one tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+
+def current_accelerator() -> torch.device | None:
+    """The accelerator that this machine has, without an index; None where it has none.
+
+    Without one, torch's own function raises in 2.6, and in 2.7 and later names the accelerator that
+    torch was built for: "cuda" on a machine that has no GPU.
+    """
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one is a slice of, or the mesh itself.
+
+    In torch 2.10 a mesh knows it, in 2.8 a table beside the meshes does.
+    """
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    table: Any = device_mesh._mesh_resources
+    root: DeviceMesh = table.get_root_mesh(mesh)
+    return root
+
+
+def side_by_side(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
+    """A mesh with the dimensions of both; None where they are not named slices of one mesh.
+
+    torch 2.8 and earlier join slices in the order of their mesh only, and give None otherwise.
+    """
+    try:
+        if hasattr(DeviceMesh, "_concatenate"):
+            return DeviceMesh._concatenate([first, second])
+        root = root_mesh(first)
+        if root != root_mesh(second):
+            return None
+        names = (*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ()))
+        return root[names]
+    except (KeyError, RuntimeError, TypeError):  # torch's, of slices that do not fit
+        return None
+
+
+def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of a tensor that all ranks have, without communication.
+
+    torch 2.6's `distribute_tensor` always sends rank 0's.
+    """
+    if "src_data_rank" in signature(distribute_tensor).parameters:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, placements)
