@@ -1,14 +1,18 @@
-"""What tests use of torch and an old torch has not; imported before any test.
+"""What tests use of torch and torch 2.6 has not; imported before any test.
 
-torch 2.6: `distribute_tensor(..., src_data_rank=None)`, which takes no rank's word for the others'.
+`distribute_tensor(..., src_data_rank=None)` takes no rank's word for the others'; 2.6 gets it here.
 """
 
 from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed.tensor as tensors
 
 from sharding.torch_versions import cut
+
+TORCH_TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""Whether torch's FSDP2 does, to compare with: that of torch 2.6 does not."""
 
 _distribute = tensors.distribute_tensor
 

@@ -9,9 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-TORCH_TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-"""Whether torch's FSDP2 does, to compare with: that of torch 2.6 does not."""
-
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 

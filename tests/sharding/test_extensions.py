@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.old_torch import TORCH_TRAINS_ON_CPU
+
 Clusters = Callable[[int], Any]
 
 
@@ -126,7 +128,7 @@ def libraries() -> dict[str, ModuleType]:
 
     ours.MixedPrecisionPolicy = sharding.policies.MixedPrecisionPolicy
     found = {"torch": oracle, "ours": ours}
-    if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6's does not train on a CPU
+    if not TORCH_TRAINS_ON_CPU:
         del found["torch"]
     return found
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know this file alone
 
 from replica import (
-    TORCH_TRAINS_ON_CPU,
     Block,
     assert_equal,
     average_gradients,
@@ -40,6 +39,7 @@ from replica import (
 )
 
 import sharding
+from tests.old_torch import TORCH_TRAINS_ON_CPU
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]

@@ -27,11 +27,12 @@ from torch.distributed.tensor.parallel import (
 
 sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know this file alone
 
-from replica import TORCH_TRAINS_ON_CPU, average_gradients, batch, pair, train
+from replica import average_gradients, batch, pair, train
 
 import sharding
 from sharding.describe.dtensor import describe
 from sharding.layout import Mesh
+from tests.old_torch import TORCH_TRAINS_ON_CPU
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
