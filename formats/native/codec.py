@@ -6,6 +6,7 @@ with it 1.46 and faster, because the exponents, which repeat, stand side by side
 A chunk that shrinks by less than 1/32 is stored as it is; whoever reads sees from the stored size
 which it was. `Effort` spares the chunks of a tensor that does not shrink most of the trying.
 
+zstandard is imported by the first chunk that needs it: states that are not compressed do without.
 Contexts and scratch memory are kept for each thread: made anew for every chunk, they and the page
 faults of fresh memory took a third of the time.
 """
@@ -13,11 +14,15 @@ faults of fresh memory took a third of the time.
 from __future__ import annotations
 
 import threading
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import zstandard
 
 from formats.errors import CorruptError
+
+if TYPE_CHECKING:
+    from zstandard import ZstdCompressor, ZstdDecompressor
 
 LEVEL = 1
 """Higher levels are slower and, after the shuffle, no smaller."""
@@ -30,18 +35,26 @@ SAMPLE_EVERY = 16
 BLOCK_ELEMENTS = 1 << 15
 """Elements that are put together at once when a chunk is unshuffled: they stay in the cache."""
 
-_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
-    LEVEL, window_log=17, min_match=7, hash_log=6, chain_log=6, write_content_size=True
-)
-
-
 class _Thread(threading.local):
     """What a thread keeps from chunk to chunk."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-        self.decompressor = zstandard.ZstdDecompressor()
         self._scratch = np.empty(0, dtype=np.uint8)
+
+    @cached_property
+    def compressor(self) -> ZstdCompressor:
+        from zstandard import ZstdCompressionParameters, ZstdCompressor
+
+        parameters = ZstdCompressionParameters.from_level(
+            LEVEL, window_log=17, min_match=7, hash_log=6, chain_log=6, write_content_size=True
+        )
+        return ZstdCompressor(compression_params=parameters)
+
+    @cached_property
+    def decompressor(self) -> ZstdDecompressor:
+        from zstandard import ZstdDecompressor
+
+        return ZstdDecompressor()
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """Memory that the next call on this thread is given again."""
@@ -83,6 +96,8 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
 
     A frame that claims another size is refused before anything is decoded.
     """
+    import zstandard
+
     try:
         claimed = zstandard.frame_content_size(frame)
         if claimed != len(target):
