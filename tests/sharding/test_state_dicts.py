@@ -179,7 +179,7 @@ def drawn_shapes(seeds: range) -> None:
             value, inner = state[name], 0
             first, last = 0, part.layout.numel
             if isinstance(value, DTensor):
-                inner = value[0].numel() if value.shape[0] else 0
+                inner = value.shape[1:].numel() if value.shape[0] else 0
                 step = -(-value.shape[0] // dist.get_world_size())
                 first = min(value.shape[0], step * dist.get_rank()) * inner
                 last = first + value.to_local().numel()
