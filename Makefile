@@ -2,12 +2,17 @@
 # command typed on a fresh clone; the first one takes a minute to install, later ones start at once.
 #
 #   make PYTHON=python3.12 test        another Python (the environment is built once: `make clean`)
+#   make PYTHON=python3 test-gpu       the Python and torch that are there, no environment: so does
+#                                      bench-gpu. PYTHON=.venv/bin/python takes the environment's
+#   make PAIRS='3.12:2.9' test-versions
+#                                      other pairs of Python and torch than those of tests/versions.py
 #   make PIP_ARGS='--extra-index-url URL' test
 #                                      another package index as well: torch's own has CPU builds
 
 PYTHON ?= python3
 PIP_ARGS ?=
 MINUTES ?= 60
+PAIRS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Exists only where the whole installation went well, and is as old as what it was made from.
@@ -19,7 +24,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-stores soak lint style types contracts check format bench clean
+.PHONY: help demo test test-slow test-stores test-versions test-gpu soak lint style types contracts
+.PHONY: check format bench bench-gpu clean
 
 help:
 	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert'
@@ -29,8 +35,11 @@ help:
 	@echo 'make format     put imports, layout and fixable findings right'
 	@echo 'make test-slow  the tests that make test leaves out'
 	@echo 'make test-stores  the tests of stores on Ceph, Azurite and others, which it installs'
+	@echo 'make test-versions  the tests on other versions of Python and torch, which it installs'
+	@echo 'make test-gpu   the tests that need a GPU, with the torch of PYTHON=python3; no downloads'
 	@echo 'make soak       random commands, kills and faults, MINUTES=60 on disk and over S3 each'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
+	@echo 'make bench-gpu  saves, stalls and loads of tensors on a GPU, beside DCP'
 	@echo 'make clean      remove the environment and every cache'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -51,6 +60,14 @@ test-slow: $(STAMP)
 test-stores: $(STAMP)
 	tests/stores/install.sh $(BIN)/python
 	CKPT_STORES_REQUIRED=1 $(BIN)/python -m pytest -m '' tests/stores
+
+test-versions:
+	$(PYTHON) tests/versions.py $(PAIRS)
+
+# No module of torch may start CUDA in the process that ranks are forked from.
+test-gpu:
+	CKPT_GPU_REQUIRED=1 PYTHONPATH=$(CURDIR) PYTORCH_NVML_BASED_CUDA_CHECK=1 \
+		$(PYTHON) -m pytest -m gpu -W default tests/gpu
 
 soak: $(STAMP)
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --store disk
@@ -77,6 +94,9 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py --short
 
+bench-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

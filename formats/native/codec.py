@@ -35,6 +35,7 @@ SAMPLE_EVERY = 16
 BLOCK_ELEMENTS = 1 << 15
 """Elements that are put together at once when a chunk is unshuffled: they stay in the cache."""
 
+
 class _Thread(threading.local):
     """What a thread keeps from chunk to chunk."""
 

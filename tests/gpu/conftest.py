@@ -2,12 +2,12 @@
 
 Rules:
 
-1. A test that takes `device` runs twice: on "cpu" with all other tests, so that its own logic is
-   tried on every machine, and on "cuda" with the mark `gpu`. What the CPU does not have has the
-   mark alone.
-2. `make test-gpu` sets `CKPT_GPU_REQUIRED`: then a machine without a GPU ends the run with an error.
-   Otherwise the tests are skipped.
-3. NCCL refuses two ranks on one GPU: with it there is one rank. Several ranks share the GPU by gloo.
+1. A test that takes `device` runs twice: on "cpu" with all other tests (or with the slow ones, where
+   the module says so), so that its own logic is tried on every machine, and on "cuda" with the mark
+   `gpu`. A test of what the CPU does not have has the mark alone.
+2. Without a GPU the tests are skipped. `make test-gpu` sets `CKPT_GPU_REQUIRED`: then the run ends
+   with an error that says so.
+3. NCCL refuses two ranks on one GPU, so with it there is one rank. Several ranks use gloo.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def lacking() -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Rule 1."""
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+        marks = [pytest.mark.slow] if getattr(metafunc.module, "SLOW_ON_CPU", False) else []
+        cpu = pytest.param("cpu", marks=marks)
+        metafunc.parametrize("device", [cpu, pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -34,19 +34,19 @@ def copies(leaves: Leaves) -> Leaves:
 
 
 def leaves(device: str, seed: int = 0) -> Leaves:
-    """A tensor of every dtype that torch and checkpoints have, and of awkward shapes and strides."""
+    """A tensor of every dtype of torch and of checkpoints, and of awkward shapes and strides."""
     generator = torch.Generator().manual_seed(seed)
     found: Leaves = {}
-    for name in DTYPES:
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or "float4" in name:
+    for stored in DTYPES:
+        dtype = getattr(torch, stored.torch_name, None)
+        if dtype is None or "float4" in stored.torch_name:  # which torch can hold and not copy
             continue
         if dtype == torch.bool:
             whole = torch.randint(2, (30,), generator=generator).bool()
         else:
             raw = torch.randint(256, (30 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
             whole = raw.view(dtype)
-        found[name] = whole.reshape(5, 6).to(device)
+        found[stored.torch_name] = whole.reshape(5, 6).to(device)
     numbers = torch.randn(7, 9, generator=generator).to(device)
     waves = torch.randn(4, 3, dtype=torch.complex64, generator=generator).to(device)
     return found | {
@@ -62,11 +62,12 @@ def leaves(device: str, seed: int = 0) -> Leaves:
 
 
 def like(wanted: Leaves, device: str) -> Leaves:
-    """Tensors of the same shapes and dtypes with other values, on a device."""
-    return {
-        name: torch.full(tensor.shape, 1, dtype=torch.uint8).to(tensor.dtype).to(device)
-        for name, tensor in wanted.items()
-    }
+    """Contiguous tensors of the same shapes and dtypes on a device, all bytes of which are zero."""
+    found = {}
+    for name, tensor in wanted.items():
+        raw = torch.zeros(tensor.numel() * tensor.itemsize, dtype=torch.uint8, device=device)
+        found[name] = raw.view(tensor.dtype).view(tensor.shape)
+    return found
 
 
 class Network(nn.Module):

@@ -23,12 +23,6 @@ from tests.sharding import models
 CPU = torch.device("cpu")
 FSDP = sharding.FullyShardedDataParallel
 GPUS = torch.cuda.device_count()
-needs_a_gpu = pytest.mark.skipif(
-    GPUS < 1, reason="there is no CUDA device to move modules and inputs to"
-)
-needs_two_gpus = pytest.mark.skipif(
-    GPUS < 2, reason="there are no two CUDA devices for a module to be torn between"
-)
 without_an_accelerator = pytest.mark.skipif(
     torch.accelerator.is_available(),
     reason="the behaviour is that of machines without an accelerator, and this one has one",
@@ -268,60 +262,3 @@ def test_m_17_a_cpu_module_without_device_id_stays_on_the_cpu_and_trains_there(
     clusters: Callable,
 ) -> None:
     clusters(2).run(stays_on_the_cpu)
-
-
-# With GPUs only.
-
-
-def moved_to_the_gpu() -> None:
-    gpu = torch.device("cuda", 0)
-    torch.cuda.set_device(gpu)
-    for device_id in (0, gpu):
-        for device in (CPU, gpu):
-            model = FSDP(models.network().to(device), device_id=device_id, use_orig_params=True)
-            assert {p.device for p in model.parameters()} == {gpu}
-            assert model.compute_device == gpu
-    with pytest.warns(UserWarning, match="does not have an explicit index"):
-        FSDP(models.linears(1).to(gpu), device_id=torch.device("cuda"))
-
-
-@needs_a_gpu
-def test_m_01_device_id_moves_a_module_to_the_gpu_and_warns_without_an_index(
-    clusters: Callable,
-) -> None:
-    clusters(1).run(moved_to_the_gpu)
-
-
-def inputs_follow_the_module() -> None:
-    torch.cuda.set_device(0)
-    with pytest.warns(UserWarning, match="passed-in `module` is on CPU"):
-        model = FSDP(models.linears(2))
-    assert {p.device for p in model.parameters()} == {CPU}
-    with pytest.raises(RuntimeError, match=r"has parameters on cpu\. Make sure to move .* cuda:0"):
-        model(models.batch(0))
-    model = FSDP(models.linears(2)).cuda()
-    loss = model(models.batch(0)).sum()
-    assert loss.device.type == "cuda"
-    loss.backward()
-
-
-@needs_a_gpu
-def test_m_17_a_cpu_module_warns_where_a_gpu_will_be_used_and_inputs_are_moved(
-    clusters: Callable,
-) -> None:
-    clusters(1).run(inputs_follow_the_module)
-
-
-def wrong_gpu() -> None:
-    torch.cuda.set_device(1)
-    for module in (nn.ReLU(), nn.Linear(3, 3).cuda(1)):
-        with pytest.raises(ValueError, match=r"Inconsistent.*cuda:1 vs cuda:0"):
-            FSDP(module, device_id=0)
-    module = nn.Sequential(nn.Linear(3, 3).cuda(0), nn.Linear(3, 3).cuda(1))
-    with pytest.raises(RuntimeError, match="FSDP only supports single device modules"):
-        FSDP(module)
-
-
-@needs_two_gpus
-def test_m_04_m_05_m_06_another_gpu_than_device_id_says_is_an_error(clusters: Callable) -> None:
-    clusters(1).run(wrong_gpu)

@@ -80,24 +80,6 @@ def test_m_19_sync_module_states_needs_no_device_id_where_the_cpu_is_the_device(
     clusters(2).run(synchronized, {})
 
 
-def out_of_reach() -> None:
-    with pytest.raises(
-        ValueError, match="The module has CPU parameters or buffers when `sync_module_states=True`"
-    ):
-        FSDP(
-            models.linears(1), sync_module_states=True, process_group=dist.new_group(backend="nccl")
-        )
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="there is no CUDA device for an NCCL group"
-)
-def test_m_19_sync_module_states_of_a_cpu_module_is_refused_where_only_gpus_communicate(
-    clusters: Callable,
-) -> None:
-    clusters(1).run(out_of_reach)
-
-
 def equal_models() -> None:
     model = by_policy(unlike_others(), device_id=CPU, sync_module_states=True)
     rank_zero = of_rank_zero(unlike_others())
