@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A test that takes `device` runs twice: on "cpu" with all other tests (or with the slow ones, where
-   the module says so), so that its own logic is tried on every machine, and on "cuda" with the mark
-   `gpu`. A test of what the CPU does not have has the mark alone.
+1. A test that takes `device` runs twice: on "cpu" with all other tests, or with the slow ones where
+   the module says so; and on "cuda" with the mark `gpu`. The first tries the test's own logic on
+   every machine. A test of what the CPU does not have has the mark alone.
 2. Without a GPU the tests are skipped. `make test-gpu` sets `CKPT_GPU_REQUIRED`: then the run ends
    with an error that says so.
 3. NCCL refuses two ranks on one GPU, so with it there is one rank. Several ranks use gloo.
