@@ -73,7 +73,7 @@ def test_what_was_not_committed_is_passed_over_without_a_word(tmp_path: Path) ->
 def damaged(folder: Path, how: str) -> Path:
     if how == "manifest":
         path = folder / "manifest.json"
-        path.write_bytes(path.read_bytes().replace(b"cpu", b"gpu"))
+        path.write_bytes(path.read_bytes().replace(b'"writer"', b'"Writer"'))
     elif how == "missing":
         shard(folder).unlink()
     elif how == "cut":

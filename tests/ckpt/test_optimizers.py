@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import ckpt
+from tests.old_torch import TORCH_TRAINS_ON_CPU
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
@@ -340,6 +341,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.skipif(not TORCH_TRAINS_ON_CPU, reason="torch's FSDP2 does not train on a CPU")
 @pytest.mark.parametrize(
     ("how", "saving", "kind", "loads"), WAYS, ids=[f"{way[0]} {way[1]} {way[2]}" for way in WAYS]
 )
