@@ -152,11 +152,12 @@ def outcome(wanted: Pair, arguments: Sequence[str]) -> Outcome:
 
 def main() -> int:
     """Build, run and print."""
-    before, _, after = " ".join(map(shlex.quote, sys.argv[1:])).partition(" -- ")
+    given = sys.argv[1:]
+    end = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pairs", nargs="*", type=pair, metavar="PYTHON:TORCH")
     parser.add_argument("--build", action="store_true", help="build the environments only")
-    options = parser.parse_args(shlex.split(before))
+    options = parser.parse_args(given[:end])
     status, rows = 0, []
     for wanted in options.pairs or [pair(text) for text in PAIRS]:
         try:
@@ -167,7 +168,7 @@ def main() -> int:
             continue
         if options.build:
             continue
-        found = outcome(wanted, shlex.split(after))
+        found = outcome(wanted, given[end + 1 :])
         rows.append((wanted, found))
         print(line(wanted, found), flush=True)
         status = status or int(bool(found.trouble))

@@ -52,7 +52,7 @@ KINDS = ("full", "sharded", "local")
 LARGE = (97, 701)
 """Of float32, as many bytes as replicas divide among themselves and no number of ranks evenly."""
 SHAPES = ((), (0,), (1,), (7,), (5, 3), (0, 4), (3, 0, 2), (2, 1, 9), (1, 13), (11, 2, 3))
-DTYPE_NAMES = tuple(dtype.torch_name for dtype in DTYPES)
+DTYPE_NAMES = tuple(d.torch_name for d in DTYPES if hasattr(torch, d.torch_name))
 
 
 def filled(torch_name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -23,10 +23,13 @@ from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from tests.ckpt.wrappings import flat_dict, other, state_of, train, wrapped
 from tests.conftest import RankFailed
+from tests.old_torch import TORCH_TRAINS_ON_CPU
 from tests.traffic import received_while
 
 KINDS = [kind.value for kind in Kind]
 WAYS = ["ddp", "fsdp2", "fully_shard", "flat", "original", "composable"]
+if not TORCH_TRAINS_ON_CPU:
+    WAYS.remove("fsdp2")
 
 
 def trained(how: str, seed: int = 0) -> dict[str, Any]:
