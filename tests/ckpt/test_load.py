@@ -282,7 +282,7 @@ def test_a_compiled_module_has_the_names_of_its_module(tmp_path: Path) -> None:
     assert torch.equal(target.weight, model.weight)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of torch 2.6's sequence
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # torch's own
 @pytest.mark.parametrize("kind", ["step", "cosine", "lambda", "plateau", "sequence"])
 def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     schedulers = torch.optim.lr_scheduler

@@ -54,7 +54,7 @@ def leaves(device: str, seed: int = 0) -> Leaves:
         "every other": numbers[::2, 1::3],
         "expanded": numbers[:1].expand(5, 9),
         "conjugate": waves.conj(),
-        "negative": waves.imag,
+        "negative": waves.conj().imag,
         "single": numbers[0, 0].clone(),
         "empty": numbers[:0].clone(),
         "large": torch.randn(3 << 20, generator=generator).to(device),
