@@ -13,8 +13,10 @@ from sharding import supported
 from sharding.torch_versions import cut
 
 TORCH_TRAINS_ON_CPU = not supported.is_below(torch.__version__, (2, 10))
-"""Whether torch's FSDP2 trains right there, to compare with: 2.6 fails, and 2.8 sums
-gradients over gloo where it has to average them."""
+"""Whether torch's FSDP2 trains right there, to compare with.
+
+That of torch 2.6 fails, and that of 2.8 sums gradients over gloo where it has to average them.
+"""
 
 _distribute = tensors.distribute_tensor
 
