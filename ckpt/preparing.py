@@ -17,19 +17,17 @@ from ckpt.writing.own_parts import own_parts
 from ckpt.writing.save_plan import stored_layouts
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from sharding.agreement.ranks import Group
 
 
-def prepare(
-    state: object, *, group: ProcessGroup | None = None, timeout: float = TIMEOUT_SECONDS
-) -> None:
+def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECONDS) -> None:
     """The first save of `state` in the background will not have to wait for new memory.
 
     Returns once the ranks know who will write what, which takes as long as a save needs to
     describe the state. A thread then finds the memory for this rank's copy of its part, page by
     page, and starts the process that writes. A save that comes before it is done waits for it.
 
-    To be called by all ranks of `group`, as `ckpt.save`, with a state of the same shapes; an
+    To be called as `ckpt.save`, by all ranks of `group`, with a state of the same shapes; an
     optimizer's state counts once it exists, which for most is after the first step. From now on
     this process has the memory: as much as the rank writes. Without this call the first save takes
     it, and several times as long as a later one.
