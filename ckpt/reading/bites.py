@@ -23,15 +23,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, prod
 from operator import itemgetter
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from formats.catalog import Extent, TensorRecord
 from formats.errors import FormatError
 from sharding.layout import Box, HoleError, Layout, Piece, Shape
 
-Array = np.ndarray
+if TYPE_CHECKING:
+    import numpy as np
+
+Array: TypeAlias = "np.ndarray"
 """One-dimensional, of an unsigned integer type as wide as the tensor's elements."""
 
 
@@ -142,7 +143,7 @@ def requests_for(
     Raises HoleError when an element is stored nowhere, or by two pieces at once.
     """
     fits = Fits() if fits is None else fits
-    memory = array if isinstance(array, memoryview) else memoryview(array.view(np.uint8).data)
+    memory = array if isinstance(array, memoryview) else memoryview(array.view("u1").data)
     name, itemsize = record.name, record.dtype.itemsize
     requests: list[Request] = []
     for wanted in pieces:

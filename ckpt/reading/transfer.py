@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-
-import numpy as np
+from mmap import mmap
 
 from ckpt.budget import memory_budget
-from ckpt.reading.bites import Array, Bite, Limits, Request, bites_of, groups_of
+from ckpt.reading.bites import Bite, Limits, Request, bites_of, groups_of
 from ckpt.reading.record_sums import Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
@@ -241,13 +240,13 @@ class Transfer:
 
     def _buffer(self, nbytes: int, use: str = "stored") -> memoryview:
         """This thread's scratch memory, aligned to any element; kept, for fresh memory is slow."""
-        held: Array | None = getattr(self._scratch, use, None)
-        if held is None or held.nbytes < nbytes:
+        held: mmap | None = getattr(self._scratch, use, None)
+        if held is None or len(held) < nbytes:
             held = None  # let go before there are two
             setattr(self._scratch, use, held)
-            held = np.empty(-(-max(nbytes, SCRATCH_BYTES) // 16) * 2, dtype=np.uint64)
+            held = mmap(-1, max(nbytes, SCRATCH_BYTES))
             setattr(self._scratch, use, held)
-        return memoryview(held.view(np.uint8).data)[:nbytes]
+        return memoryview(held)[:nbytes]
 
 
 class _Shared:
@@ -298,7 +297,9 @@ def _place(bite: Bite, data: memoryview) -> None:
         nbytes = prod(shape) * itemsize
         memory[at : at + nbytes] = data[start : start + nbytes]
         return
-    dtype = _ELEMENTS[itemsize]
+    import numpy as np  # who looks into a checkpoint, and places nothing, starts without
+
+    dtype = _CARRIERS[itemsize]
     steps = tuple([stride * itemsize for stride in source.strides])
     here = np.ndarray(shape, dtype, buffer=data, offset=start, strides=steps)
     steps = tuple([stride * itemsize for stride in target.strides])
@@ -306,5 +307,5 @@ def _place(bite: Bite, data: memoryview) -> None:
     there[...] = here
 
 
-_ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """By their bytes: what carries elements that are not looked at."""

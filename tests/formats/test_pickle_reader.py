@@ -204,9 +204,9 @@ def test_an_extension_code_is_refused_even_when_python_has_cached_it(tmp_path: P
 
 @pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
 def test_a_state_sets_only_the_fields_of_the_record_it_is_given(name: str) -> None:
-    state = pickle.dumps(
-        {"__class__": 1, "__init__": 2, "__setstate__": 3, "__dict__": {}, "fqn": "w"}, 2
-    )[2:-1]
+    needed = {"state_dict_metadata": {}, "planner_data": {}, "storage_data": {}}
+    foreign = {"__class__": 1, "__init__": 2, "__setstate__": 3, "__dict__": {}}
+    state = pickle.dumps({**foreign, **needed, "fqn": "w"}, 2)[2:-1]
     before = dict(vars(RECORDS[f"{DCP}.{name}"]))
     record = load(pickled(f"c{DCP}\n{name}\n)\x81".encode("latin-1"), state, b"b"), "file")
     assert type(record) is RECORDS[f"{DCP}.{name}"]
