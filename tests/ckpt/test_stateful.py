@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,7 +25,11 @@ from torch.distributed.tensor import DTensor
 
 import ckpt
 import sharding
+from tests import dcp_alone
 from tests.ckpt.wrappings import state_of, train
+from tests.old_torch import runs_fsdp2
+
+FSDP2 = pytest.param("fsdp2", marks=runs_fsdp2)
 
 WIDTH = 48
 
@@ -132,7 +135,7 @@ def here(parameter: torch.Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).data_ptr()
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "fully_shard"])
+@pytest.mark.parametrize("how", [FSDP2, "fully_shard"])
 def test_each_rank_reads_its_own_part_of_a_stateful_s_tensors(
     clusters: Callable, tmp_path: Path, how: str
 ) -> None:
@@ -158,7 +161,7 @@ def save_and_load_in_another_wrapping(folder: str, how: str) -> bool:
     return train(fresh, 2, 2) == train(state, 2, 2)
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "fully_shard", "flat", "ddp"])
+@pytest.mark.parametrize("how", [FSDP2, "fully_shard", "flat", "ddp"])
 def test_training_goes_on_to_the_bit_after_an_app_state_is_loaded(
     clusters: Callable, tmp_path: Path, how: str
 ) -> None:
@@ -292,8 +295,7 @@ def test_a_renamed_object_gets_its_state_in_its_nest(tmp_path: Path) -> None:
 
 
 def test_an_object_gets_its_own_keys_from_a_checkpoint_of_dcp(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="assuming the intent is to save in a single process"):
-        dcp.save({"object": {0: {"w": one(1)}, "n": 2}}, checkpoint_id=tmp_path, no_dist=True)
+    dcp_alone.save({"object": {0: {"w": one(1)}, "n": 2}}, tmp_path)
     target = Held({0: {"w": one(0)}, "n": 0})
     ckpt.load(tmp_path, {"object": target})
     assert repr(target.state) == repr({0: {"w": one(1)}, "n": 2})

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ckpt
+from tests.old_torch import reset_default_device
 
 ROWS = 300_000
 """Of 8 bytes: more than what is read for one cast at a time."""
@@ -46,7 +47,7 @@ def _defaults(request: pytest.FixtureRequest) -> Iterator[None]:
     if isinstance(request.param, str):
         torch.set_default_device(request.param)
         yield
-        torch.set_default_device(None)
+        reset_default_device()
     else:
         torch.set_default_dtype(request.param)
         yield

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import StateDictType
 
 import ckpt
 from tests.ckpt.wrappings import CPU, WORDS, Counting, state_of, train, wrapped
+from tests.old_torch import needs
 
 KEEPING = ["torch-flat", "torch-original", "torch-flat SHARD_GRAD_OP"]
 KEEPING += ["torch-original SHARD_GRAD_OP", "torch-original NO_SHARD"]
@@ -213,6 +214,7 @@ def counting(original: bool, folder: str) -> tuple[int, str, list[float], bool]:
     return inner.seen, str(inner.scale.dtype), inner.scale.tolist(), same
 
 
+@needs((2, 8), "torch 2.6 does not cast the buffers of an inner module")
 @pytest.mark.parametrize("original", [False, True])
 def test_extra_state_and_buffers_of_mixed_precision_are_loaded_by_the_module_itself(
     clusters: Callable[[int], Any], tmp_path: Path, original: bool

@@ -14,8 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
+from tests.old_torch import runs_fsdp2
 
-WORLDS = [(1, 3), (2, 1), (3, 2), (4, 3), (2, 4)]
+WORLDS = [
+    (1, 3),
+    *(pytest.param(*sizes, marks=runs_fsdp2) for sizes in [(2, 1), (3, 2), (4, 3), (2, 4)]),
+]
 
 
 def build(seed: int, rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt
+from tests.old_torch import runs_fsdp2
 
 TOKENS = torch.arange(24).reshape(2, 12) % 96
 
@@ -84,6 +85,7 @@ def load_sharded(folder: str, tied: bool) -> np.ndarray:
     return logits(model).numpy()
 
 
+@runs_fsdp2
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_hugging_face_folder_loads_straight_into_a_sharded_model(
     clusters: Callable, tmp_path: Path, tied: bool

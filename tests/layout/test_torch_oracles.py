@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -33,6 +33,7 @@ from sharding.layout import (
     Shard,
     StridedShard,
 )
+from tests.old_torch import torch_cuts
 
 AsRank = Callable[[int, int], AbstractContextManager[None]]
 
@@ -76,6 +77,7 @@ def test_dimensions_are_cut_as_torch_cuts_them(
     data: st.DataObject, shape: Shape, sizes: Shape
 ) -> None:
     pairs = [data.draw(torch_placements(len(shape))) for _ in sizes]
+    assume(torch_cuts([theirs for _, theirs in pairs], shape, sizes))
     mesh = Mesh.grid(tuple(f"axis{axis}" for axis in range(len(sizes))), sizes)
     layout = Layout(shape, mesh, tuple(ours for ours, _ in pairs))
     numbers = torch.arange(prod(shape)).reshape(shape)
