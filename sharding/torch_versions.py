@@ -63,3 +63,12 @@ def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(mesh, placements)
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes where torch cannot copy its dtype: 2.8 has no copy of packed float4.
+
+    The bytes have the tensor's shape and strides.
+    """
+    packed = getattr(torch, "float4_e2m1fn_x2", None)
+    return tensor.view(torch.uint8) if packed is not None and tensor.dtype is packed else tensor

@@ -115,6 +115,8 @@ def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[mem
         for start in range(lo, hi, step):
             yield _bytes_of(flat[start : min(start + step, hi)].cpu())
         return
+    from sharding.torch_versions import movable  # imports torch's DTensor
+
     # Rows are the unit here: a strided view cannot be flattened without copying all of it.
     rows = local.shape[0] if local.ndim else 1
     inner = local.numel() // rows
@@ -122,6 +124,6 @@ def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[mem
     for first in range(lo // inner, -(-hi // inner), step):
         last = min(first + step, rows)
         block = local[first:last] if local.ndim else local
-        whole = block.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        whole = movable(block).resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         start, stop = max(lo - first * inner, 0), min(hi - first * inner, whole.numel())
         yield _bytes_of(whole[start:stop])

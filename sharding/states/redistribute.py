@@ -30,6 +30,7 @@ from sharding.errors import TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
 from sharding.layout.exchange import Exchange, exchange, windows
+from sharding.torch_versions import movable
 
 BUDGET_BYTES = 64 << 20
 """Bytes of tensors that travel together."""
@@ -129,7 +130,7 @@ class _Batch:
             if copy.source_rank == self._here:
                 own = _view(source, copy.source)
                 if own.data_ptr() != place.data_ptr():
-                    place.copy_(own)
+                    movable(place).copy_(movable(own))
             else:
                 self._in.setdefault(copy.source_rank, _Message()).parts.append(place)
         for copy in plan.sends:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt
+from sharding.torch_versions import movable
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -28,7 +29,7 @@ DTYPES = [
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The packed bytes of a tensor: what bit-exact means, NaNs and all."""
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    whole = movable(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
     return whole.view(torch.uint8).numpy().tobytes() if whole.numel() else b""
 
 

@@ -27,9 +27,12 @@ import ckpt
 import sharding
 from tests import dcp_alone
 from tests.ckpt.wrappings import state_of, train
-from tests.old_torch import runs_fsdp2
+from tests.old_torch import needs, runs_fsdp2
 
 FSDP2 = pytest.param("fsdp2", marks=runs_fsdp2)
+FSDP2_STAYS = pytest.param(
+    "fsdp2", marks=needs((2, 10), "load_state_dict of torch 2.8's FSDP2 moves uneven parameters")
+)
 
 WIDTH = 48
 
@@ -135,7 +138,7 @@ def here(parameter: torch.Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).data_ptr()
 
 
-@pytest.mark.parametrize("how", [FSDP2, "fully_shard"])
+@pytest.mark.parametrize("how", [FSDP2_STAYS, "fully_shard"])
 def test_each_rank_reads_its_own_part_of_a_stateful_s_tensors(
     clusters: Callable, tmp_path: Path, how: str
 ) -> None:
