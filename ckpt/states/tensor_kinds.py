@@ -91,7 +91,7 @@ def memory_problem(local: torch.Tensor) -> str | None:
     try:
         is_there = local.data_ptr() != 0 and not local._is_zerotensor()
         held_bytes = local.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # torch's, for a tensor without a storage
         return (
             "a tensor inside a function transform (vmap, grad, jvp) has no memory of its own: "
             "return it from the function, or save and load outside of it"

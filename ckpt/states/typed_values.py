@@ -89,7 +89,7 @@ def _path(kind: type[pathlib.PurePath], pure: type[pathlib.PurePath]) -> Callabl
     def made(text: str) -> object:
         try:
             return kind(text)
-        except NotImplementedError:  # a path of another system
+        except NotImplementedError:  # pathlib's, for a path of another system
             return pure(text)
 
     return made
