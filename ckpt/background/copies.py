@@ -39,7 +39,7 @@ _locked_memmove.restype = ctypes.c_void_p
 def runs(found: Sequence[Slot]) -> Iterator[Run]:
     """The bytes of slots, in runs that can be copied one by one."""
     for slot in found:
-        nbytes = slot.nbytes
+        nbytes = slot.hi - slot.lo
         for lo in range(0, nbytes, RUN_BYTES):
             yield slot, lo, min(lo + RUN_BYTES, nbytes)
 
@@ -86,8 +86,7 @@ class Copies:
     def copy_all(self, workers: int) -> None:
         """Everything is copied when this returns, by this thread and `workers` - 1 others."""
         if workers == 1 or sum(hi - lo for _, lo, hi in self._runs) < WORTH_THREADS_BYTES:
-            for run in self._runs:
-                self._copy_in_pieces(*run)
+            self._copy_in_pieces()
             return
         try:
             for _ in range(workers - 1):
@@ -110,10 +109,12 @@ class Copies:
         else:
             ctypes.memmove(self._base + target, source, hi - lo)
 
-    def _copy_in_pieces(self, slot: Slot, lo: int, hi: int) -> None:
-        if slot.lo + hi > self._arena.touched:
-            self._copy(slot, lo, hi)
-            return
-        source, target = slot.address(), self._base + slot.lo
-        for at in range(lo, hi, PIECE_BYTES):
-            _locked_memmove(target + at, source + at, min(PIECE_BYTES, hi - at))
+    def _copy_in_pieces(self) -> None:
+        base, touched, copy = self._base, self._arena.touched, _locked_memmove
+        for slot, lo, hi in self._runs:
+            if slot.lo + hi > touched:
+                self._copy(slot, lo, hi)
+                continue
+            source, target = slot.address(), base + slot.lo
+            for at in range(lo, hi, PIECE_BYTES):
+                copy(target + at, source + at, min(PIECE_BYTES, hi - at))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,7 @@ from ckpt.states.memory import is_plain
 from ckpt.writing.own_parts import OwnPart
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A part, and its bytes `[lo, hi)` of the arena's data."""
 
     part: OwnPart
@@ -45,10 +45,11 @@ class Slot:
 
         Raises StateChangedError where the tensor has given up its memory.
         """
-        local = self.part.leaf.local
-        start = local.data_ptr() + self.part.lo * self.part.leaf.dtype.itemsize
+        part, lo, hi = self
+        local = part.leaf.local
+        start: int = local.data_ptr() + part.lo * part.leaf.dtype.itemsize
         memory = local.untyped_storage()
-        if start + self.nbytes > memory.data_ptr() + memory.nbytes():
+        if start + hi - lo > memory.data_ptr() + memory.nbytes():
             raise StateChangedError(
                 f"{self.part.name} has no memory for its {self.nbytes:,} bytes, as where it was "
                 "resized or offloaded; save it when it is whole, or call wait_staged() of the "
@@ -63,8 +64,10 @@ def slots(parts: Sequence[OwnPart]) -> list[Slot]:
     That is by falling size of their elements, so that each is aligned to it.
     """
     found, at = [], 0
-    for part in sorted(parts, key=lambda part: -part.leaf.dtype.itemsize):
-        end = at + part.nbytes
+    by_size = [(part.leaf.dtype.itemsize, part) for part in parts]
+    by_size.sort(key=itemgetter(0), reverse=True)
+    for itemsize, part in by_size:
+        end = at + (part.hi - part.lo) * itemsize
         found.append(Slot(part, at, end))
         at = end
     return found

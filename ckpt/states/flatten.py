@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,15 +55,13 @@ KEYS = (str, bool, float, NoneType)
 """Types of keys that stand for themselves; a subclass may have another text."""
 DICTS = (dict, OrderedDict, defaultdict, Counter)
 """What is stored as a dict; a Counter is what a MultiStepLR keeps its milestones in."""
-NESTS = (dict, list, tuple)
 SPREAD = (torch.Tensor, LocalPart)
 _DTYPES: dict[torch.dtype, DType] = {}
 RESERVED = (TABLE, METADATA_KEY)
 """Names that shard files use themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One tensor of a state on this rank."""
 
     name: str
@@ -104,11 +103,14 @@ class _Flattener:
         self._seen: dict[object, str] = {}
         self._at: dict[int, str] = {}
         self._keep: list[object] = []
+        self._names: list[str] = []
+        """Of all leaves, as `ckpt.states.saved.leaves` has them."""
+        self._tensors = 0
+        """How many of the leaves are tensors."""
 
     def run(self, state: object) -> FlatState:
         tree = self._walk(state, (), "")
-        names: list[str] = []
-        _collect_names(tree, "", names)
+        names = self._names
         if len(set(names)) != len(names):
             [(twice, _)] = Counter(names).most_common(1)
             raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
@@ -117,39 +119,36 @@ class _Flattener:
     def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
         kind = type(node)
         if kind in PLAIN:
+            self._names.append(name)
             return node  # type: ignore[return-value]
+        if isinstance(node, SPREAD):
+            return self._tensor(node, path, name or ROOT)
         if len(path) > MAX_DEPTH:
             raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
-        if isinstance(node, SPREAD):
-            return self._tensor(node, path, name)
         if kind is int:
+            self._names.append(name)
             return _integer(node, path)  # type: ignore[arg-type]
         if kind in DICTS and isinstance(node, Mapping):
-            return {
-                (key if type(key) is str and key else self._key(key, path)): self._walk(
-                    item, (*path, key), f"{name}.{key}" if name else str(key)
-                )
-                for key, item in by_parameters(node).items()
-            }
+            return self._dict(node, path, name)
         if kind is list or kind is tuple or kind is torch.Size:
             return self._items(node, path, name)  # type: ignore[arg-type]
         if isinstance(node, nn.Module):
             with call_of("state_dict", shown(path)):
                 entries = module_entries(node)
-            return self._walk(entries, path, name)
+            return self._dict(entries, path, name)
         if isinstance(node, Optimizer):
             entries = optimizer_entries(node, self._parameters.of(node), shown(path))
-            return self._walk(entries, path, name)
+            return self._dict(entries, path, name)
         if isinstance(node, np.ndarray):
-            return self._tensor(self._from_numpy(node, path), path, name)
+            return self._tensor(self._from_numpy(node, path), path, name or ROOT)
         if is_number(node):
             return self._walk(node.item(), path, name)
-        if isinstance(node, np.str_ | np.bytes_):
-            return node[:]  # `item()` drops what it takes for padding
-        if isinstance(node, torch.dtype):
-            return _dtype_of(node, path)
         if kind in OF_TYPE:
             return self._typed(OF_TYPE[kind], node, path, name)
+        if isinstance(node, np.str_ | np.bytes_ | torch.dtype):
+            self._names.append(name)
+            # `item()` of numpy's text drops what it takes for padding
+            return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
         if isinstance(node, Stateful) and not isinstance(node, type):
             with call_of("state_dict", shown(path)):
                 entries = node.state_dict()
@@ -160,9 +159,23 @@ class _Flattener:
             f"{instead_of(node)}"
         )
 
+    def _dict(self, node: Mapping[Any, object], path: tuple[object, ...], name: str) -> Tree:
+        if not node:
+            self._names.append(name)
+        prefix = f"{name}." if name else ""
+        walk, entries = self._walk, by_parameters(node)
+        return {
+            (key if type(key) is str and key else self._key(key, path)): walk(
+                item, (*path, key), f"{prefix}{key}"
+            )
+            for key, item in entries.items()
+        }
+
     def _typed(self, kind: Kind, node: object, path: tuple[object, ...], name: str) -> TypedValue:
         given = enumerate(kind.parts(node))
+        before = len(self._names)
         parts = [self._walk(part, (*path, at), name) for at, part in given]
+        self._names[before:] = [name]
         if any(map(holds_tensor, parts)):
             raise StateError(
                 f"{shown(path)}: a {kind.name} with tensors in it cannot be stored; store list() "
@@ -171,46 +184,47 @@ class _Flattener:
         return typed(kind, parts)
 
     def _items(self, node: Sequence[object], path: tuple[object, ...], name: str) -> Tree:
+        names, tensors = len(self._names), self._tensors
         items = [
             self._walk(item, (*path, index), join(name, index)) for index, item in enumerate(node)
         ]
+        if self._tensors == tensors:  # a list without tensors is one leaf
+            self._names[names:] = [name]
         return items if type(node) is list else tuple(items)
 
-    def _tensor(self, given: Spread, path: tuple[object, ...], found: str) -> TensorRef:
-        name = found or ROOT
+    def _tensor(self, given: Spread, path: tuple[object, ...], name: str) -> TensorRef:
         self._claim(name, path)
-        tensor = given
         before = None if type(given) in ORDINARY else described_before(given)
         if before is not None:
-            if (problem := memory_problem(before[0])) is not None:
+            local, layout = before
+            if (problem := memory_problem(local)) is not None:
                 raise StateError(f"{shown(path)}: {problem}")
-            dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
-            return self._known(Leaf(name, dtype, *before, given))
+            first = self._seen.setdefault(id(given), name)
+        else:
+            local, layout, given = self._described(given, path, name)
+            first = self._first_name(given, name)
+        dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
+        if first is name:
+            self._leaves[name] = Leaf(name, dtype, local, layout, given)
+        else:
+            self._aliases[name] = first
+        return TensorRef(first)
+
+    def _described(
+        self, given: Spread, path: tuple[object, ...], name: str
+    ) -> tuple[torch.Tensor, Layout, Spread]:
+        """The local part of a tensor and its layout, and the tensor that was described."""
+        tensor = given
         if isinstance(given, torch.Tensor):
             if type(given) is not torch.Tensor:
                 given = awaited(given)
                 tensor = part_of(given) or given
             if (problem := kind_problem(given)) is not None:
                 raise StateError(f"{shown(path)}: {problem}")
-        dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
         local, layout = describe(tensor, name, self._world)
         if (problem := memory_problem(local)) is not None:
             raise StateError(f"{shown(path)}: {problem}")
-        first = self._first_name(tensor, name)
-        if first != name:
-            self._aliases[name] = first
-            return TensorRef(first)
-        self._leaves[name] = Leaf(name, dtype, local, layout, tensor)
-        return TensorRef(name)
-
-    def _known(self, leaf: Leaf) -> TensorRef:
-        """A DTensor that was found storable before, and is as it was."""
-        first = self._seen.setdefault(id(leaf.given), leaf.name)
-        if first != leaf.name:
-            self._aliases[leaf.name] = first
-        else:
-            self._leaves[leaf.name] = leaf
-        return TensorRef(first)
+        return local, layout, tensor
 
     def _first_name(self, tensor: Spread, name: str) -> str:
         """The name under which this very tensor came first. Those seen are kept alive."""
@@ -223,6 +237,8 @@ class _Flattener:
         return self._seen.setdefault(identity(tensor), name)
 
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
+        self._names.append(name)
+        self._tensors += 1
         if name in RESERVED or not (name.isascii() or _is_text(name)):
             raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
         if len(name) > self._name_chars:
@@ -269,22 +285,6 @@ def _dtype_of(dtype: torch.dtype, path: tuple[object, ...]) -> DType:
         raise StateError(f"{error}; a tensor may be stored as view(torch.uint8)") from error
     _DTYPES[dtype] = found
     return found
-
-
-def _collect_names(tree: Tree, path: str, names: list[str]) -> None:
-    """The names of all leaves, as `ckpt.states.saved.leaves` has them."""
-    if isinstance(tree, dict) and tree:
-        for key, item in tree.items():
-            name = f"{path}.{key}" if path else str(key)
-            if type(item) in NESTS:
-                _collect_names(item, name, names)
-            else:
-                names.append(name)
-    elif isinstance(tree, list | tuple) and holds_tensor(tree):
-        for index, item in enumerate(tree):
-            _collect_names(item, join(path, index), names)
-    else:
-        names.append(path or (ROOT if isinstance(tree, TensorRef) else ""))
 
 
 def _integer(value: int, path: tuple[object, ...]) -> int:

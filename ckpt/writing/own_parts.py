@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ NUMPY_TYPES = frozenset(
 """Types whose memory Python sees as bytes without a view by torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPart:
+class OwnPart(NamedTuple):
     """What this rank writes of one tensor: elements `[lo, hi)` of its local array, row-major."""
 
     leaf: Leaf

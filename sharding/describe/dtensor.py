@@ -129,13 +129,12 @@ def described_before(tensor: object) -> tuple[torch.Tensor, Layout] | None:
     Only for those of torch's own class with a dense local tensor.
     """
     before = _before.get(id(tensor))
-    known = None if before is None else before.tensor()
-    if before is None or known is None or known is not tensor:
+    if before is None or (known := before.tensor()) is not tensor or known is None:
         return None
     local = known._local_tensor
     if (
-        before.spec() is not known._spec
-        or before.local() is not local
+        before.local() is not local
+        or before.spec() is not known._spec
         or local.shape != before.shape
         or "_fsdp_flattened" in vars(known)  # torch's wrapper has made it a part of another
     ):
