@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckpt.states.described import Described
+from ckpt.state.described import Described
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor

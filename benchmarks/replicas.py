@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-from ckpt.states.flatten import FlatState, Leaf, flatten
-from ckpt.states.sections import marks
-from ckpt.states.together import described_by
+from ckpt.state.flatten import FlatState, Leaf, flatten
+from ckpt.state.sections import marks
+from ckpt.state.together import described_by
 from ckpt.writing.replicas import ReplicaHashes, Replicas
 from formats.dtypes import BY_NAME
 from sharding.layout import Layout, Mesh, Shard

@@ -29,9 +29,9 @@ import xxhash
 
 from ckpt.garbage import collected_later
 from ckpt.reading.bites import Fits, Request, requests_for
-from ckpt.states.described import Described, merged
-from ckpt.states.flatten import FlatState, Leaf
-from ckpt.states.sections import marks, summary
+from ckpt.state.described import Described, merged
+from ckpt.state.flatten import FlatState, Leaf
+from ckpt.state.sections import marks, summary
 from ckpt.writing.own_parts import OwnPart, own_parts
 from ckpt.writing.save_plan import stored_layouts
 from formats.catalog import Catalog, TensorRef

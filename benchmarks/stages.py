@@ -33,7 +33,7 @@ TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
     "describing the state": ("ckpt.writing.save_steps:flatten",),
-    "hashing its structure": ("ckpt.states.together:marks",),
+    "hashing its structure": ("ckpt.state.together:marks",),
     "sampling its replicas": ("ckpt.writing.replicas:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (

@@ -20,7 +20,7 @@ from enum import Enum
 
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
-from ckpt.matching.selection import Selection
+from ckpt.match.selection import Selection
 from ckpt.outgoing import Streams, outgoing
 from ckpt.placing import file_writer, folder_writer
 from ckpt.reading.sources import open_source

@@ -11,7 +11,7 @@ Rules:
    formats can hold any. DCP makes texts of all keys: beside another format its keys are no matter.
 5. Every checksum of what is compared is compared too, also where a tensor is a part of a record
    that has one. What is wrong is an error and no difference.
-6. A pattern matches a name of one of the two (`ckpt.matching.selection`): a mistyped one would
+6. A pattern matches a name of one of the two (`ckpt.match.selection`): a mistyped one would
    find no difference.
 """
 
@@ -24,11 +24,11 @@ from math import prod
 from typing import TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
-from ckpt.matching.selection import Selection
+from ckpt.match.selection import Selection
 from ckpt.reading.record_sums import RecordSums
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import Transfer
-from ckpt.states.saved import by_name, join
+from ckpt.state.saved import by_name, join
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
 from formats.catalog import TensorRecord, TensorRef, Tree, str_of

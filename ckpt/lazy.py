@@ -12,16 +12,16 @@ from warnings import warn
 import torch
 
 from ckpt.errors import CkptError, UnverifiedWarning
-from ckpt.matching.selection import Selection
+from ckpt.match.selection import Selection
 from ckpt.outgoing import selected
 from ckpt.reading.bites import Fits, Request, requests_for
 from ckpt.reading.record_sums import Verify, checked_verify
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import transfer
 from ckpt.reading.watched import unless_replaced
-from ckpt.states.memory import empty_for, memory_of, torch_dtype
-from ckpt.states.saved import join
-from ckpt.states.typed_values import opened
+from ckpt.state.memory import empty_for, memory_of, torch_dtype
+from ckpt.state.saved import join
+from ckpt.state.typed_values import opened
 from ckpt.stores.store import Options
 from ckpt.structure import names_of
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree

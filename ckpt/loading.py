@@ -26,11 +26,11 @@ from ckpt.errors import (
 )
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
-from ckpt.matching.casting import Casting, casting_of
-from ckpt.matching.fitting import check_fits, check_numbers, differences, marks
-from ckpt.matching.ledger import Match
-from ckpt.matching.match import match
-from ckpt.matching.selection import Selection
+from ckpt.match.casting import Casting, casting_of
+from ckpt.match.fitting import check_fits, check_numbers, differences, marks
+from ckpt.match.ledger import Match
+from ckpt.match.match import match
+from ckpt.match.selection import Selection
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.reading.bites import Fits
 from ckpt.reading.fills import Fill, Planning, read_fills
@@ -40,8 +40,8 @@ from ckpt.reading.replicas import REPLICAS, Shares, bytes_of_lots, exchanged
 from ckpt.reading.shared import Comparing
 from ckpt.reading.sources import Source, open_source
 from ckpt.reading.transfer import Reading
-from ckpt.states.memory import will_change
-from ckpt.states.saved import Rename, Saved
+from ckpt.state.memory import will_change
+from ckpt.state.saved import Rename, Saved
 from ckpt.stores.store import Options
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES

@@ -26,11 +26,11 @@ from typing import Protocol
 import numpy as np
 
 from ckpt.errors import Difference, MismatchError
-from ckpt.matching.selection import Selection
+from ckpt.match.selection import Selection
 from ckpt.reading.bites import Array, Request, requests_for
 from ckpt.reading.record_sums import RecordSums
 from ckpt.reading.transfer import Transfer
-from ckpt.states.saved import Missing, Saved, join
+from ckpt.state.saved import Missing, Saved, join
 from ckpt.structure import names_of
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
@@ -363,7 +363,7 @@ class _Cast:
     def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
         import torch
 
-        from ckpt.states.memory import memory_of, torch_dtype
+        from ckpt.state.memory import memory_of, torch_dtype
 
         here = torch_dtype(self._record.dtype.torch_name)
         there = torch_dtype(self._target.torch_name)

@@ -11,8 +11,8 @@ from ckpt.garbage import collected_later
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks
 from ckpt.reading.transfer import workers_for
 from ckpt.saving import check_free
-from ckpt.states.flatten import FlatState, flatten
-from ckpt.states.together import together
+from ckpt.state.flatten import FlatState, flatten
+from ckpt.state.together import together
 from ckpt.writing.own_parts import own_parts
 from ckpt.writing.save_plan import stored_layouts
 

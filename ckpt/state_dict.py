@@ -4,7 +4,7 @@
     ckpt.state_dict.load(full, {"model": other_model, "optim": other_optim})
 
 `convert` describes what the ranks have as `ckpt.save` does, and `load` matches it with a target as
-`ckpt.load` does; what lies between the two is no file, but `sharding.states.redistribute`. A user
+`ckpt.load` does; what lies between the two is no file, but `sharding.reshard.redistribute`. A user
 gives modules, optimizers, or state dicts of any kind and of any runtime.
 """
 
@@ -22,25 +22,25 @@ from torch.distributed.tensor import DTensor
 from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
-from ckpt.matching.casting import Casting, casting_of
-from ckpt.matching.filling import Filling, held_locally
-from ckpt.matching.fitting import check_fits, check_numbers, differences, marks
-from ckpt.matching.ledger import Match
-from ckpt.matching.match import match
-from ckpt.matching.selection import Selection
+from ckpt.match.casting import Casting, casting_of
+from ckpt.match.filling import Filling, held_locally
+from ckpt.match.fitting import check_fits, check_numbers, differences, marks
+from ckpt.match.ledger import Match
+from ckpt.match.match import match
+from ckpt.match.selection import Selection
 from ckpt.ranks import HASH_BITS, TIMEOUT_SECONDS, Ranks
-from ckpt.states.described import Described, check_members
-from ckpt.states.flatten import FlatState, flatten
-from ckpt.states.local_states import with_names
-from ckpt.states.saved import Rename, Saved
-from ckpt.states.together import Together, described_by, overruled_message, together
-from ckpt.states.typed_values import opened
+from ckpt.state.described import Described, check_members
+from ckpt.state.flatten import FlatState, flatten
+from ckpt.state.local_states import with_names
+from ckpt.state.saved import Rename, Saved
+from ckpt.state.together import Together, described_by, overruled_message, together
+from ckpt.state.typed_values import opened
 from ckpt.writing.replicas import ReplicaHashes, named
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
 from sharding.describe.describing import Spread
 from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
-from sharding.states.kinds import converted, dtensor_like
+from sharding.reshard.kinds import converted, dtensor_like
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,8 +17,9 @@ check_versions()
 if TYPE_CHECKING:
     from sharding.describe.local_part import LocalPart
     from sharding.engine.flat_bucket import FlatParameter
-    from sharding.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
-    from sharding.per_parameter import fully_shard
+    from sharding.fsdp1.wrapper import FullyShardedDataParallel
+    from sharding.fsdp2.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from sharding.fsdp2.fully_shard import fully_shard
     from sharding.policies import (
         BackwardPrefetch,
         CPUOffload,
@@ -39,16 +40,15 @@ if TYPE_CHECKING:
         StateDictSettings,
         StateDictType,
     )
-    from sharding.wrapper import FullyShardedDataParallel
 
 _FROM = {
     "FlatParameter": "engine.flat_bucket",
-    "FullyShardedDataParallel": "wrapper",
-    "FSDPModule": "fsdp_module",
+    "FullyShardedDataParallel": "fsdp1.wrapper",
+    "FSDPModule": "fsdp2.fsdp_module",
     "LocalPart": "describe.local_part",
-    "UnshardHandle": "fsdp_module",
-    "fully_shard": "per_parameter",
-    "register_fsdp_forward_method": "fsdp_module",
+    "UnshardHandle": "fsdp2.fsdp_module",
+    "fully_shard": "fsdp2.fully_shard",
+    "register_fsdp_forward_method": "fsdp2.fsdp_module",
 }
 
 __all__ = [

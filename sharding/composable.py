@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from sharding.clipping import clip_grad_norm
-from sharding.flat_setup import FlatSettings
-from sharding.front_door import (
+from sharding.fsdp1.entry_point import (
     DOOR,
     FrontDoor,
     check_not_sharded,
     front_door_of,
     ignored_of,
 )
+from sharding.fsdp1.setup import FlatSettings
+from sharding.fsdp1.state_dicts import hook_state_dicts
+from sharding.fsdp1.strategies import Groups, chosen_groups, settled_strategy, sharing_of
+from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
-from sharding.states.state_dicts import hook_state_dicts
-from sharding.strategies import Groups, chosen_groups, settled_strategy, sharing_of
-from sharding.wrap_plan import auto_wrap, planned
 
 __all__ = ["clip_grad_norm_", "fully_shard"]
 

@@ -10,7 +10,7 @@ A policy has one of two forms, and every function here that takes a policy takes
   of them, on the way up those which no wrapped submodule has.
 
 Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. What a policy makes of a
-module tree is worked out in `sharding.wrap_plan`. Nothing here knows the runtime.
+module tree is worked out in `sharding.fsdp1.wrap_plan`. Nothing here knows the runtime.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from sharding.states import redistribute
+from sharding.reshard import redistribute
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.matching.selection import check_names_some, matches
-from ckpt.states.saved import by_name, join
+from ckpt.match.selection import check_names_some, matches
+from ckpt.state.saved import by_name, join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, str_of
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping

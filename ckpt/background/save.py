@@ -21,7 +21,7 @@ from ckpt.background.workplace import Workplace, workplace
 from ckpt.errors import CkptError
 from ckpt.ranks import Ranks, attempt
 from ckpt.reading.transfer import workers_for
-from ckpt.states.sections import summary
+from ckpt.state.sections import summary
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.writing.save_steps import Plan, finish
 from ckpt.writing.write_job import WriteJob

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt.errors import StateChangedError
-from ckpt.states.memory import is_plain
+from ckpt.state.memory import is_plain
 from ckpt.writing.own_parts import OwnPart
 
 

@@ -22,7 +22,7 @@ from ckpt.background.device_copies import DeviceCopies
 from ckpt.background.slots import Slot
 from ckpt.background.step_hooks import hold_steps, storage_of
 from ckpt.errors import StateChangedError
-from ckpt.states.samples import sampled
+from ckpt.state.samples import sampled
 from ckpt.writing.arena import Arena
 from ckpt.writing.own_parts import OwnPart
 

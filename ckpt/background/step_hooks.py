@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer, lr_scheduler, optimizer
 
-from ckpt.states.stateful import MAX_DEPTH
+from ckpt.state.stateful import MAX_DEPTH
 
 
 class Copying(Protocol):

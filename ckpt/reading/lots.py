@@ -27,10 +27,10 @@ import torch
 
 from ckpt.reading.bites import Fits, Request, requests_for
 from ckpt.reading.held import elements_held, positions
-from ckpt.states.memory import memory_of
+from ckpt.state.memory import memory_of
 from formats.catalog import TensorRecord
 from sharding.layout import Layout, Mesh
-from sharding.states.redistribute import Move
+from sharding.reshard.redistribute import Move
 
 Wanted = tuple[str, list[Request], torch.Tensor]
 """The name of a tensor, what is to be read of it, and what that fills."""

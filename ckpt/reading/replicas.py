@@ -25,7 +25,7 @@ from ckpt.reading.lots import Lots, Read
 from formats.catalog import TensorRecord
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, Reader
 from sharding.layout import Layout, Mesh, Only, Piece, Placement, Replicate, Split
-from sharding.states.redistribute import Move, redistribute
+from sharding.reshard.redistribute import Move, redistribute
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from ckpt.errors import Difference
-from ckpt.matching.ledger import Want
-from ckpt.matching.overlaps import Placed, conflict, differing, group_bytes, is_same_view
+from ckpt.match.ledger import Want
+from ckpt.match.overlaps import Placed, conflict, differing, group_bytes, is_same_view
 from ckpt.reading.bites import requests_for
 from ckpt.reading.record_sums import Verify
 from ckpt.reading.transfer import transfer
-from ckpt.states.memory import empty_for, memory_of
+from ckpt.state.memory import empty_for, memory_of
 from formats.catalog import StoredPiece, TensorRecord
 from formats.storage import Reader
 from sharding.describe.describing import describe

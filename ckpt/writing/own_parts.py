@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.states.flatten import FlatState, Leaf
-from ckpt.states.memory import is_lazy
+from ckpt.state.flatten import FlatState, Leaf
+from ckpt.state.memory import is_lazy
 from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from formats.outgoing import OutgoingTensor

@@ -25,8 +25,8 @@ import numpy as np
 import xxhash
 
 from ckpt.ranks import Ranks
-from ckpt.states.flatten import FlatState, Leaf
-from ckpt.states.samples import Bytes, sampled
+from ckpt.state.flatten import FlatState, Leaf
+from ckpt.state.samples import Bytes, sampled
 from ckpt.writing.own_parts import OwnPart
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ckpt.states.described import with_layout
+from ckpt.state.described import with_layout
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Only, Placement, Split
 

@@ -20,9 +20,9 @@ import torch
 
 from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
 from ckpt.ranks import HASH_BITS, Ranks, attempt
-from ckpt.states.described import Described, check_members
-from ckpt.states.flatten import FlatState, flatten
-from ckpt.states.together import (
+from ckpt.state.described import Described, check_members
+from ckpt.state.flatten import FlatState, flatten
+from ckpt.state.together import (
     Together,
     described_by,
     other_than_first,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def is_in_use() -> bool:
     """False where no module can have a flat parameter; the runtime takes a second to import."""
-    return "sharding.front_door" in sys.modules
+    return "sharding.fsdp1.entry_point" in sys.modules
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
@@ -116,10 +116,10 @@ def local_state_dicts(module: nn.Module) -> Iterator[None]:
     if not is_in_use():
         yield
         return
-    from sharding.front_door import front_doors
+    from sharding.fsdp1.entry_point import front_doors
+    from sharding.fsdp2.state_dicts import as_they_lie
     from sharding.policies import StateDictType
     from sharding.state_dict_settings import checked_settings
-    from sharding.states.dtensor_state_dicts import as_they_lie
 
     before = [(door, door.state_dict_settings) for door in front_doors(module)]
     for door, _ in before:

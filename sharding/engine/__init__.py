@@ -1,4 +1,4 @@
 """What runs while a sharded module trains: gathered, computed with, reduced, let go of.
 
-The front doors beside this package (`per_parameter`, `wrapper`, `composable`) put it together.
+`sharding.fsdp1`, `sharding.fsdp2` and `sharding.composable` build it from a user's module.
 """

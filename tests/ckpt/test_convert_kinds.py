@@ -43,7 +43,7 @@ from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
 from sharding.layout import Layout, Mesh, Piece
 from sharding.layout import Shard as Rows
-from sharding.states.kinds import converted
+from sharding.reshard.kinds import converted
 from tools.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ckpt
-from ckpt.states.flatten import FlatState, Leaf
-from ckpt.states.samples import SAMPLE_BYTES, _gathered, sampled
+from ckpt.state.flatten import FlatState, Leaf
+from ckpt.state.samples import SAMPLE_BYTES, _gathered, sampled
 from ckpt.writing.replicas import ReplicaHashes
 from ckpt.writing.save_plan import SPLIT_BYTES, stored_layouts
 from formats.dtypes import BY_NAME

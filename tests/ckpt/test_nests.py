@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.states.nests import merged_trees, outline, overruled
+from ckpt.state.nests import merged_trees, outline, overruled
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 

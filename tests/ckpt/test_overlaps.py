@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt.matching.overlaps import Extent, overlapping, overlaps_itself
+from ckpt.match.overlaps import Extent, overlapping, overlaps_itself
 
 
 def refused(folder: Path, target: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.states.described import Described, check_members, merged
+from ckpt.state.described import Described, check_members, merged
 from ckpt.writing.save_plan import SPLIT_BYTES, stored_layouts
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME

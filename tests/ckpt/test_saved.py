@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.states.saved import MISSING, Missing, Saved, holds_tensor, join, leaves, renamer
+from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, join, leaves, renamer
 from formats.catalog import Catalog, TensorRef, Tree
 from formats.native.tree import ROOT
 

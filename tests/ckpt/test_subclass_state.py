@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 import ckpt
-from ckpt.states.subclass_state import CLASS, put_together, taken_apart
+from ckpt.state.subclass_state import CLASS, put_together, taken_apart
 
 
 class Quantized(torch.Tensor):

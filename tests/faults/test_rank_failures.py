@@ -42,19 +42,19 @@ STEPS = {
     ),
     "load": ("ckpt.loading:match", "ckpt.loading:read_fills", INSTALL),
     "load, exchanging": ("ckpt.loading:Shares", "ckpt.loading:read_fills"),
-    "convert": ("ckpt.state_dict:flatten", "sharding.states.kinds:_mark"),
+    "convert": ("ckpt.state_dict:flatten", "sharding.reshard.kinds:_mark"),
     "load a state dict": (
         "ckpt.state_dict:flatten",
         "ckpt.state_dict:match",
-        "ckpt.matching.filling:Filling._fill",
+        "ckpt.match.filling:Filling._fill",
         INSTALL,
     ),
 }
 """What each call does, in order, until tensors travel."""
 TRAVEL = {
     "load, exchanging": "ckpt.reading.replicas:redistribute",
-    "convert": "sharding.states.kinds:redistribute",
-    "load a state dict": "ckpt.matching.filling:redistribute",
+    "convert": "sharding.reshard.kinds:redistribute",
+    "load a state dict": "ckpt.match.filling:redistribute",
 }
 """The steps in which tensors travel: who does not take part breaks the process group itself."""
 ERRORS = {

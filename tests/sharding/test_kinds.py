@@ -16,8 +16,8 @@ from sharding.errors import ShardingError
 from sharding.kind import Kind
 from sharding.layout import FlatShard, Layout, Mesh
 from sharding.layout.copies import copies_to
-from sharding.states import kinds
-from sharding.states.kinds import converted
+from sharding.reshard import kinds
+from sharding.reshard.kinds import converted
 from tests.conftest import RankFailed
 from tests.traffic import received_while
 

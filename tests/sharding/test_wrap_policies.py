@@ -21,6 +21,7 @@ from torch import nn
 
 from sharding import policies
 from sharding import wrap as our_wrap
+from sharding.fsdp1.wrap_plan import WrapPlan, auto_wrap, planned
 from sharding.policies import MixedPrecision
 from sharding.wrap import (
     CustomPolicy,
@@ -33,7 +34,6 @@ from sharding.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from sharding.wrap_plan import WrapPlan, auto_wrap, planned
 
 
 class Wrapper(nn.Module):

@@ -1,0 +1,107 @@
+"""Whether a target and what is to fill it fit together, as all ranks see it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from warnings import warn
+
+import xxhash
+
+from ckpt.errors import Difference, MismatchError
+from ckpt.match.ledger import Match
+from ckpt.match.overlaps import Placed, conflict
+from ckpt.match.selection import Claim
+from ckpt.ranks import HASH_BITS, Ranks
+from formats.url_secrets import without_secrets
+
+
+class Marks(NamedTuple):
+    """Hashes of what a rank found: ranks where they are equal need not tell one another more."""
+
+    unexpected: int
+    """Of the names that this rank's target lacks."""
+    idle: int
+    """Of what of the selection chooses nothing here."""
+
+
+def marks(matched: Match) -> Marks:
+    """The hashes of what this rank found."""
+    return Marks(_hash("\n".join(matched.unexpected).encode()), _hash(_dump(matched.idle)))
+
+
+def differences(
+    ranks: Ranks, matched: Match, same_unexpected: bool, same_idle: bool
+) -> list[Difference]:
+    """What does not fit here, the names that no rank's target has, and idle patterns.
+
+    Called by all ranks; each flag says that the ranks agree in the one of `Marks`.
+    """
+    names = matched.unexpected
+    if not same_unexpected:
+        here = set(names)
+        common = ranks.common(bytes(name in here for name in matched.saved_names))
+        names = [name for name, flag in zip(matched.saved_names, common, strict=True) if flag]
+    known = [*dict.fromkeys((*matched.saved_names, *matched.own_names))]
+    idle = matched.idle if same_idle else _idle_everywhere(ranks, matched.idle, known)
+    return [
+        *(Difference(claim.role, "pattern", claim.advice(known)) for claim in idle),
+        *matched.differences,
+        *(
+            Difference(name, "unexpected", "is in the checkpoint and not in the target")
+            for name in names
+        ),
+    ]
+
+
+def _idle_everywhere(ranks: Ranks, idle: Sequence[Claim], known: Sequence[str]) -> list[Claim]:
+    """Of the claims that are idle on some rank, those that no rank's names meet.
+
+    Called by all ranks. A pattern may name a part of the model that another rank alone has.
+    """
+
+    def join(records: Sequence[bytes]) -> bytes:
+        return _dump([*dict.fromkeys(claim for record in records for claim in _load(record))])
+
+    every = _load(ranks.joined("comparing selections", _dump(idle), join))
+    flags = ranks.common(bytes(claim.is_idle(known) for claim in every))
+    return [claim for claim, flag in zip(every, flags, strict=True) if flag]
+
+
+def _dump(idle: Sequence[Claim]) -> bytes:
+    return json.dumps([(claim.include, claim.exclude) for claim in idle]).encode()
+
+
+def _load(data: bytes) -> list[Claim]:
+    return [Claim(tuple(include), tuple(exclude)) for include, exclude in json.loads(data)]
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> (64 - HASH_BITS)
+
+
+def check_fits(
+    url: str, found: list[Difference], strict: bool, warns: bool, stacklevel: int = 7
+) -> None:
+    """Raise MismatchError with all differences; those that `strict=False` skips are warned of."""
+    if not strict:
+        skipped = [d for d in found if d.problem in ("missing", "unexpected", "shape")]
+        found = [d for d in found if d not in skipped]
+        if skipped and warns:
+            shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")
+            where = without_secrets(url)
+            warn(f"{where}: strict=False skips {len(skipped)}: {shown}", stacklevel=stacklevel)
+    if found:
+        raise MismatchError(url, found)
+
+
+def check_numbers(url: str, matched: Match, placed: Iterable[Sequence[Placed]] = ()) -> None:
+    """Raise MismatchError where numbers that must agree do not, once they are read.
+
+    So it is for values that are to be `placed` in memory that targets share.
+    """
+    checked = (*(check() for check in matched.checks), *map(conflict, placed))
+    found = [difference for difference in checked if difference is not None]
+    if found:
+        raise MismatchError(url, found)

@@ -1,0 +1,265 @@
+"""An optimizer as the target: its groups get the saved options, its parameters the saved state.
+
+Rules:
+
+1. Parameters are found by name, whatever group and position they were saved in. A group's options
+   are those of the saved group that had its parameters; if they were in several, that is a
+   difference.
+2. A fresh optimizer gets its state before its first step: in the placement of the parameter where
+   the shape is the parameter's, else whole. State it has already is filled in place. Of a parameter
+   that is a part of one, or of several, `match_slices` has the rules.
+3. A parameter whose saved state lacks an entry that others like it have is a difference;
+   `match_entries` says which are alike.
+4. State comes back in the dtype it was saved in, also where torch's `load_state_dict` would cast it
+   to the parameter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.match.ledger import Ledger, Step, Want, whole_tensor
+from ckpt.match.match_entries import SavedState, lacking_entries
+from ckpt.match.match_slices import match_slices
+from ckpt.state.memory import torch_dtype
+from ckpt.state.saved import Missing, join
+from ckpt.state.stateful import STEP, call_of, optimizer_entries
+from ckpt.state.subclass_state import put_together, unknown_classes
+from formats.catalog import TensorRecord, TensorRef, Tree
+from sharding.describe.dtensor import zeros_placed_like
+from sharding.describe.members import NamedParameter
+
+
+def match_optimizer(
+    ledger: Ledger, optimizer: Optimizer, named: list[NamedParameter], path: str
+) -> Step:
+    """Match an optimizer, whose parameters have these names, with what was saved at a path."""
+    for each in named:
+        state = [join(join(path, "state"), name) for name in each.names]
+        held = optimizer.state.get(each.parameter, {})
+        ledger.owns(*state, *(join(name, key) for name in state for key in held))
+    if not ledger.selects(path):
+        return lambda: optimizer
+    return _OptimizerMatch(ledger, optimizer, named, path).run()
+
+
+@dataclass(frozen=True)
+class _OptimizerMatch:
+    ledger: Ledger
+    optimizer: Optimizer
+    named: list[NamedParameter]
+    path: str
+
+    def run(self) -> Step:
+        groups = self._groups()
+        self._find_lacking()
+        self.ledger.used.add(join(self.path, "state"))  # a leaf where no parameter has any
+        held = optimizer_entries(self.optimizer, self.named, self.path)["state"]
+        parameters = [named.parameter for named in self.named]
+        states = {
+            index: self._parameter_state(named, held) for index, named in enumerate(self.named)
+        }
+        others = {
+            key: self.ledger.anything(None, join(self.path, key)) for key in self._other_keys()
+        }
+
+        def install() -> object:
+            state = {index: put_together(step()) for index, step in states.items()}
+            state = {index: entries for index, entries in state.items() if entries}
+            rest = {key: step() for key, step in others.items()}
+            with call_of("load_state_dict", self.path):
+                self.optimizer.load_state_dict({"state": state, "param_groups": groups, **rest})
+            _undo_casts(self.optimizer, parameters, state)
+            return self.optimizer
+
+        return install
+
+    def _other_keys(self) -> list[str]:
+        """What an optimizer saved beside its state and groups."""
+        saved = self.ledger.saved.node(self.path)
+        if not isinstance(saved, dict):
+            return []
+        return [
+            str(key) for key in saved if str(key).partition(".")[0] not in ("state", "param_groups")
+        ]
+
+    # Groups.
+
+    def _groups(self) -> list[dict[str, object]]:
+        """The target's groups with the options that were saved for their parameters (rule 1)."""
+        where = join(self.path, "param_groups")
+        self.ledger.used.update(self.ledger.saved.under(where))
+        saved = _saved_groups(self.ledger.saved.node(where))
+        group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
+        first = 0
+        groups: list[dict[str, object]] = []
+        for position, group in enumerate(self.optimizer.param_groups):
+            last = first + len(group["params"])
+            members = [name for named in self.named[first:last] for name in named.names]
+            options = {key: value for key, value in group.items() if key != "params"}
+            at = self._group_of(members, group_of, f"{where}.{position}")
+            if at is not None:
+                for key, value in saved[at].options.items():
+                    entry = join(join(where, at), key)
+                    options[str(key)] = self._option(value, entry, options.get(str(key)))
+            groups.append({**options, "params": list(range(first, last))})
+            first = last
+        return groups
+
+    def _group_of(self, members: list[str], group_of: Mapping[str, int], where: str) -> int | None:
+        """The saved group that these parameters were in; None, and a difference, if no one was."""
+        lacking = [name for name in members if name not in group_of]
+        found = sorted({group_of[name] for name in members if name in group_of})
+        if lacking:
+            self.ledger.differ(
+                where,
+                "missing",
+                f"{len(lacking)} of its {len(members)} parameters are in no group of the "
+                f"checkpoint, the first is {lacking[0]}",
+            )
+        elif len(found) > 1:
+            self.ledger.differ(
+                where,
+                "structure",
+                f"its parameters are in the groups {found} of the checkpoint; give the optimizer "
+                "the same groups",
+            )
+        elif found:
+            return found[0]
+        return None
+
+    def _option(self, value: Tree, path: str, own: object) -> object:
+        """A group's option; a tensor one is filled into a tensor of its own."""
+        if not isinstance(value, TensorRef):
+            return self.ledger.whole(value, path, is_one=True)()
+        record = self.ledger.saved.catalog.tensors[value.name]
+        tensor = whole_tensor(record)
+        if isinstance(own, torch.Tensor):
+            tensor = tensor.to(own.device)
+        self.ledger.wants.append(Want(path, record, tensor))
+        return tensor
+
+    def _renamed(self, name: str) -> str:
+        """A parameter's name in the target, by the rename of its state."""
+        prefix = join(self.path, "state") + "."
+        return self.ledger.saved.rename(prefix + name).removeprefix(prefix)
+
+    # State.
+
+    def _find_lacking(self) -> None:
+        """Write down the entries that the saved states lack (rule 3)."""
+        named = iter(self.named)
+        for group in self.optimizer.param_groups:
+            members = [next(named) for _ in group["params"]]
+            states = [state for each in members for state in self._saved_states(each)]
+            for lacking in lacking_entries(states):
+                where = join(join(join(self.path, "state"), lacking.name), lacking.entry)
+                if where in self.ledger.selection:
+                    self.ledger.differ(
+                        where,
+                        "missing",
+                        f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}; "
+                        "pass strict=False to go on without it",
+                    )
+
+    def _saved_states(self, named: NamedParameter) -> Iterator[SavedState]:
+        """What was saved for each name of a parameter."""
+        tensors = self.ledger.saved.catalog.tensors
+        shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
+        for name, shape in zip(named.names, shapes, strict=True):
+            saved = self.ledger.saved.node(join(join(self.path, "state"), name))
+            if not isinstance(saved, dict):
+                continue
+            placed = [
+                key
+                for key, value in saved.items()
+                if isinstance(value, TensorRef) and tensors[value.name].shape == shape
+            ]
+            yield SavedState(name, len(shape), frozenset(saved), frozenset(placed) - {STEP})
+
+    def _parameter_state(self, named: NamedParameter, held: object) -> Step:
+        """What was saved for one parameter (rule 2)."""
+        parameter, state = named.parameter, join(self.path, "state")
+        if named.slices:
+            held_now = self.optimizer.state.get(parameter, {})
+            step = match_slices(self.ledger, named, held_now, state)
+            return dict if named.is_idle else step  # all ranks read, and find the same differences
+        name = named.names[0]
+        where = join(state, name)
+        mine = held.get(name, {}) if isinstance(held, dict) else {}
+        below = self.ledger.saved.under(where)
+        if below and not any(entry in self.ledger.selection for entry in below):
+            return lambda: mine
+        saved = self.ledger.saved.node(where)
+        if isinstance(saved, Missing):
+            return dict
+        self.ledger.used.update(below)
+        for unknown in unknown_classes(saved):
+            self.ledger.differ(
+                where,
+                "structure",
+                f"has tensors of the class {unknown} in the checkpoint, which this program has not "
+                "imported; import it before loading",
+            )
+
+        def like(entry: str, record: TensorRecord) -> torch.Tensor:
+            key = entry[len(where) + 1 :]
+            existing = mine.get(key) if isinstance(mine, dict) else None
+            if (
+                isinstance(existing, torch.Tensor)
+                and tuple(existing.shape) == record.shape
+                and str(existing.dtype) == f"torch.{record.dtype.torch_name}"
+            ):
+                return existing
+            if record.shape == tuple(parameter.shape) and key != STEP:
+                return zeros_placed_like(parameter, torch_dtype(record.dtype.torch_name))
+            return whole_tensor(record)
+
+        step = self.ledger.whole(saved, where, like)
+        if not isinstance(mine, dict) or not isinstance(saved, dict):
+            return step
+
+        def with_own() -> object:
+            loaded = step()
+            kept = {key: value for key, value in mine.items() if key in saved}
+            return kept | loaded if isinstance(loaded, dict) else loaded
+
+        return with_own
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedGroup:
+    """A parameter group of the checkpoint."""
+
+    names: list[str]
+    options: dict[object, Tree]
+
+
+def _saved_groups(saved: Tree | Missing) -> dict[int, _SavedGroup]:
+    """The checkpoint's groups by position; those without names of parameters are left out."""
+    groups = {}
+    for position, entry in enumerate(saved if isinstance(saved, list) else []):
+        names = entry.get("params") if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and isinstance(names, list | tuple):
+            options: dict[object, Tree] = {k: v for k, v in entry.items() if k != "params"}
+            groups[position] = _SavedGroup([str(name) for name in names], options)
+    return groups
+
+
+def _undo_casts(
+    optimizer: Optimizer, parameters: list[torch.Tensor], state: Mapping[int, object]
+) -> None:
+    """Put back what torch cast to the parameter's dtype (rule 4)."""
+    for index, entries in state.items():
+        if not isinstance(entries, dict):
+            continue
+        now = optimizer.state[parameters[index]]
+        for key, value in entries.items():
+            held = now.get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)
+            if both and held.dtype != value.dtype:
+                now[key] = value.to(held.device)

@@ -1,0 +1,203 @@
+"""What ranks hold, without its bytes: one rank's description, or those of all in one.
+
+Rules:
+
+1. Ranks that describe alike need nothing of one another; each different description is merged once.
+2. Pure, and the same on every rank. The work grows with the descriptions, and not with the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import StateError
+from ckpt.state.nests import merged_trees
+from ckpt.state.saved import by_name, leaves
+from formats.catalog import Tree
+from formats.native.manifest import StoredTensor
+from sharding.layout import Layout, Mesh, Replicate
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state without its bytes: what one rank, or all ranks together, hold."""
+
+    tensors: Mapping[str, StoredTensor]
+    aliases: Mapping[str, str]
+    tree: Tree
+
+
+def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
+    """The same tensor, laid out otherwise."""
+    return StoredTensor(tensor.shape, tensor.dtype, layout)
+
+
+def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) -> Described:
+    """The whole state of ranks that hold different parts of it, as pipeline stages do.
+
+    `summaries` has, for each different description, the ranks that gave it, in the order of the
+    lowest of these. A plain tensor is a replica on every rank that has its name. DTensors of one
+    name on meshes of their own, which is what tensor parallelism under data parallelism makes, are
+    replicas of one another. A rank that would hold nothing of a tensor may lack it: optimizers keep
+    no state for an empty shard. `ckpt.state.nests` says what becomes of the values. Raises
+    StateError naming the ranks whose descriptions contradict each other.
+    """
+    held: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
+    aliases: dict[str, str] = {}
+    for ranks, described in summaries:
+        for name, tensor in described.tensors.items():
+            held.setdefault(name, []).append((ranks, tensor))
+        for name, target in described.aliases.items():
+            if aliases.setdefault(name, target) != target:
+                raise StateError(
+                    f"{name}: tied to {aliases[name]} on one rank, to {target} on rank {ranks[0]}"
+                )
+    for name in aliases:
+        if name in held:
+            raise StateError(f"{name}: tied to {aliases[name]} on some ranks only")
+    tree = _merged_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
+    uniting = _Uniting(world)
+    tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
+    return Described(tensors, aliases, tree)
+
+
+def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:
+    """One nest of those that the ranks with these numbers have."""
+    lowest, whole = trees[0]
+    for at, (rank, tree) in enumerate(trees[1:], 1):
+        try:
+            whole = merged_trees(whole, tree, (lowest, rank))
+        except StateError:
+            for other, earlier in trees[:at]:  # the first that contradicts it is named
+                merged_trees(earlier, tree, (other, rank))
+            raise
+    by_name(leaves(whole), "the ranks' states, seen as one,")
+    return whole
+
+
+class _Uniting:
+    """Makes one tensor of what each of its holders has; goes through lists of ranks once for all.
+
+    Many tensors are held by the same ranks over the same meshes: what follows from those alone is
+    kept, so that a tensor costs what its descriptions do, and not what its ranks do.
+    """
+
+    def __init__(self, world: Mesh) -> None:
+        self._world = world
+        self._others: dict[tuple[Mesh, tuple[int, ...]], list[int]] = {}
+        self._replicas: dict[tuple[int, ...], Mesh] = {}
+        self._stacked: dict[tuple[Mesh, ...], Mesh] = {}
+
+    def united(
+        self, name: str, entries: Sequence[tuple[Sequence[int], StoredTensor]]
+    ) -> StoredTensor:
+        """One tensor as all of its holders have it; `entries` are the ranks of each description."""
+        first_ranks, first = entries[0]
+        by_layout: dict[Layout, list[Sequence[int]]] = {}
+        for ranks, tensor in entries:
+            layout, other = tensor.layout, first.layout
+            alike = (layout.mesh.names, layout.mesh.sizes, layout.placements) == (
+                other.mesh.names,
+                other.mesh.sizes,
+                other.placements,
+            )
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype) or not alike:
+                raise StateError(
+                    f"{name}: rank {first_ranks[0]} has {_shown(first)}, rank {ranks[0]} has "
+                    f"{_shown(tensor)}; give what differs between ranks a name of its own"
+                )
+            by_layout.setdefault(layout, []).append(ranks)
+        # A DTensor's mesh may have all ranks and that name as well: then its placements tell.
+        if first.layout.mesh == self._world and first.layout.replicas == self._world.size:
+            mesh = self._of_replicas([ranks for ranks, _ in entries])
+            return with_layout(first, Layout(first.shape, mesh, first.layout.placements))
+        for layout, groups in by_layout.items():
+            others = self._others_than(layout.mesh, groups)
+            absent = [rank for rank in others if _holds_some(layout, rank)]
+            if absent:
+                raise StateError(
+                    f"{name}: rank {groups[0][0]} has it sharded over the ranks "
+                    f"{_shown_ranks(layout)}, of which {sorted(absent)[:8]} do not have it in "
+                    "their state"
+                )
+        if len(by_layout) == 1:
+            return first
+        layouts = sorted(
+            by_layout, key=lambda layout: layout.mesh.rank((0,) * len(layout.mesh.sizes))
+        )
+        try:
+            mesh = self._stack(tuple(layout.mesh for layout in layouts))
+        except ValueError as error:
+            raise StateError(
+                f"{name}: sharded over the ranks {_shown_ranks(layouts[0])} and over "
+                f"{_shown_ranks(layouts[1])}, which overlap; give it one mesh or two names"
+            ) from error
+        placements = (Replicate(), *first.layout.placements)
+        return with_layout(first, Layout(first.shape, mesh, placements))
+
+    def _of_replicas(self, groups: Sequence[Sequence[int]]) -> Mesh:
+        """The ranks of these groups, each of which has the whole tensor."""
+        key = tuple(map(id, groups))
+        if key not in self._replicas:
+            ranks = sorted(rank for group in groups for rank in group)
+            self._replicas[key] = Mesh.of_ranks(self._world.names, (len(ranks),), ranks)
+        return self._replicas[key]
+
+    def _others_than(self, mesh: Mesh, groups: Sequence[Sequence[int]]) -> list[int]:
+        """The ranks of a mesh that are in none of these groups."""
+        key = (mesh, tuple(map(id, groups)))
+        if key not in self._others:
+            self._others[key] = list(set(mesh.ranks()).difference(*groups))
+        return self._others[key]
+
+    def _stack(self, meshes: tuple[Mesh, ...]) -> Mesh:
+        """Meshes that are replicas of one another as one, with an axis more."""
+        if meshes not in self._stacked:
+            ranks = [rank for mesh in meshes for rank in mesh.ranks()]
+            names, sizes = ("replica", *meshes[0].names), (len(meshes), *meshes[0].sizes)
+            self._stacked[meshes] = Mesh.of_ranks(names, sizes, ranks)
+        return self._stacked[meshes]
+
+
+def _holds_some(layout: Layout, rank: int) -> bool:
+    lo, hi = layout.span(rank)
+    return lo < hi
+
+
+def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
+    """Raise StateError for a tensor sharded over ranks that take no part in this save."""
+    checked: set[int] = set()
+    for name, tensor in tensors.items():
+        mesh = tensor.layout.mesh
+        if id(mesh) not in checked:
+            checked.add(id(mesh))
+            if _is_within(mesh, world):
+                continue
+            absent = [r for r in mesh.ranks() if world.coordinate(r) is None]
+            if absent:
+                raise StateError(
+                    f"{name}: sharded over the ranks {_shown_ranks(tensor.layout)}, of which "
+                    f"{absent[:8]} are not in the process group that saves"
+                )
+
+
+def _is_within(mesh: Mesh, world: Mesh) -> bool:
+    """Whether two meshes, without a table each, show by their corners that one has the other."""
+    if mesh == world:
+        return True
+    if mesh.table or world.table or set(world.strides) - {0, 1}:
+        return False
+    steps = [(size - 1) * step for size, step in zip(mesh.sizes, mesh.strides, strict=True)]
+    lowest = mesh.offset + sum(step for step in steps if step < 0)
+    highest = mesh.offset + sum(step for step in steps if step > 0)
+    return world.offset <= lowest and highest < world.offset + world.size
+
+
+def _shown_ranks(layout: Layout) -> str:
+    ranks = list(layout.mesh.ranks())
+    return f"{ranks[:8]}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _shown(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} ({tensor.layout})"

@@ -1,0 +1,305 @@
+"""A state as names: every tensor with its layout, and the plain values in their nest.
+
+Communicates nothing. What cannot be stored is an error that names its key path, before anything
+else happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.errors import StateError
+from ckpt.state.local_states import by_parameters
+from ckpt.state.memory import torch_can_share
+from ckpt.state.refusals import instead_of, instead_of_array, instead_of_key, shown
+from ckpt.state.saved import holds_tensor, join
+from ckpt.state.stateful import (
+    MAX_DEPTH,
+    ParameterNames,
+    Stateful,
+    call_of,
+    has_address,
+    identity,
+    module_entries,
+    optimizer_entries,
+    parameter_names,
+)
+from ckpt.state.tensor_kinds import ORDINARY, awaited, check_mode, kind_problem, memory_problem
+from ckpt.state.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
+from formats.catalog import TensorRef, Tree, TypedValue
+from formats.dtypes import DType, dtype_of_torch
+from formats.errors import UnsupportedError
+from formats.limits import current
+from formats.native.shard import TABLE
+from formats.native.tree import ROOT
+from formats.safetensors_header import METADATA_KEY
+from sharding.describe.describing import Spread, describe, part_of
+from sharding.describe.dtensor import described_before
+from sharding.describe.local_part import LocalPart
+from sharding.layout import Layout, Mesh
+
+MAX_INTEGER_BITS = 8192
+"""Larger integers have more digits than Python reads back from text."""
+PLAIN = (NoneType, bool, float, str, bytes, complex)
+"""Types whose values stand for themselves."""
+KEYS = (str, bool, float, NoneType)
+"""Types of keys that stand for themselves; a subclass may have another text."""
+DICTS = (dict, OrderedDict, defaultdict, Counter)
+"""What is stored as a dict; a Counter is what a MultiStepLR keeps its milestones in."""
+SPREAD = (torch.Tensor, LocalPart)
+_DTYPES: dict[torch.dtype, DType] = {}
+RESERVED = (TABLE, METADATA_KEY)
+"""Names that shard files use themselves."""
+
+
+class Leaf(NamedTuple):
+    """One tensor of a state on this rank."""
+
+    name: str
+    dtype: DType
+    local: torch.Tensor
+    layout: Layout
+    given: Spread
+    """The tensor that is described, as the state has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """A whole state on this rank."""
+
+    leaves: dict[str, Leaf]
+    """By name, in the state's order; tied tensors once, under their first name."""
+    aliases: dict[str, str]
+    tree: Tree
+
+
+def flatten(state: object, world: Mesh) -> FlatState:
+    """The names, tensors, layouts and values of a state.
+
+    Raises StateError naming the key path of what cannot be stored, and of two entries whose names
+    are the same.
+    """
+    check_mode()
+    return _Flattener(world, parameter_names(state)).run(state)
+
+
+class _Flattener:
+    def __init__(self, world: Mesh, names: ParameterNames) -> None:
+        self._world = world
+        self._name_chars = current().name_chars
+        self._parameters = names
+        self._leaves: dict[str, Leaf] = {}
+        self._aliases: dict[str, str] = {}
+        self._paths: dict[str, tuple[object, ...]] = {}
+        self._seen: dict[object, str] = {}
+        self._at: dict[int, str] = {}
+        self._keep: list[object] = []
+        self._names: list[str] = []
+        """Of all leaves, as `ckpt.state.saved.leaves` has them."""
+        self._tensors = 0
+        """How many of the leaves are tensors."""
+
+    def run(self, state: object) -> FlatState:
+        tree = self._walk(state, (), "")
+        names = self._names
+        if len(set(names)) != len(names):
+            [(twice, _)] = Counter(names).most_common(1)
+            raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
+        return FlatState(self._leaves, self._aliases, tree)
+
+    def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
+        kind = type(node)
+        if kind in PLAIN:
+            self._names.append(name)
+            return node  # type: ignore[return-value]
+        if isinstance(node, SPREAD):
+            return self._tensor(node, path, name or ROOT)
+        if len(path) > MAX_DEPTH:
+            raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
+        if kind is int:
+            self._names.append(name)
+            return _integer(node, path)  # type: ignore[arg-type]
+        if kind in DICTS and isinstance(node, Mapping):
+            return self._dict(node, path, name)
+        if kind is list or kind is tuple or kind is torch.Size:
+            return self._items(node, path, name)  # type: ignore[arg-type]
+        if isinstance(node, nn.Module):
+            with call_of("state_dict", shown(path)):
+                entries = module_entries(node)
+            return self._dict(entries, path, name)
+        if isinstance(node, Optimizer):
+            entries = optimizer_entries(node, self._parameters.of(node), shown(path))
+            return self._dict(entries, path, name)
+        if isinstance(node, np.ndarray):
+            return self._tensor(self._from_numpy(node, path), path, name or ROOT)
+        if is_number(node):
+            return self._walk(node.item(), path, name)
+        if kind in OF_TYPE:
+            return self._typed(OF_TYPE[kind], node, path, name)
+        if isinstance(node, np.str_ | np.bytes_ | torch.dtype):
+            self._names.append(name)
+            # `item()` of numpy's text drops what it takes for padding
+            return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
+        if isinstance(node, Stateful) and not isinstance(node, type):
+            with call_of("state_dict", shown(path)):
+                entries = node.state_dict()
+            self._keep.append(entries)  # its tensors' addresses are ours until the end
+            return self._walk(entries, path, name)
+        raise StateError(
+            f"{shown(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
+            f"{instead_of(node)}"
+        )
+
+    def _dict(self, node: Mapping[Any, object], path: tuple[object, ...], name: str) -> Tree:
+        if not node:
+            self._names.append(name)
+        prefix = f"{name}." if name else ""
+        walk, entries = self._walk, by_parameters(node)
+        return {
+            (key if type(key) is str and key else self._key(key, path)): walk(
+                item, (*path, key), f"{prefix}{key}"
+            )
+            for key, item in entries.items()
+        }
+
+    def _typed(self, kind: Kind, node: object, path: tuple[object, ...], name: str) -> TypedValue:
+        given = enumerate(kind.parts(node))
+        before = len(self._names)
+        parts = [self._walk(part, (*path, at), name) for at, part in given]
+        self._names[before:] = [name]
+        if any(map(holds_tensor, parts)):
+            raise StateError(
+                f"{shown(path)}: a {kind.name} with tensors in it cannot be stored; store list() "
+                "of it"
+            )
+        return typed(kind, parts)
+
+    def _items(self, node: Sequence[object], path: tuple[object, ...], name: str) -> Tree:
+        names, tensors = len(self._names), self._tensors
+        items = [
+            self._walk(item, (*path, index), join(name, index)) for index, item in enumerate(node)
+        ]
+        if self._tensors == tensors:  # a list without tensors is one leaf
+            self._names[names:] = [name]
+        return items if type(node) is list else tuple(items)
+
+    def _tensor(self, given: Spread, path: tuple[object, ...], name: str) -> TensorRef:
+        self._claim(name, path)
+        before = None if type(given) in ORDINARY else described_before(given)
+        if before is not None:
+            local, layout = before
+            if (problem := memory_problem(local)) is not None:
+                raise StateError(f"{shown(path)}: {problem}")
+            first = self._seen.setdefault(id(given), name)
+        else:
+            local, layout, given = self._described(given, path, name)
+            first = self._first_name(given, name)
+        dtype = _DTYPES.get(given.dtype) or _dtype_of(given.dtype, path)
+        if first is name:
+            self._leaves[name] = Leaf(name, dtype, local, layout, given)
+        else:
+            self._aliases[name] = first
+        return TensorRef(first)
+
+    def _described(
+        self, given: Spread, path: tuple[object, ...], name: str
+    ) -> tuple[torch.Tensor, Layout, Spread]:
+        """The local part of a tensor and its layout, and the tensor that was described."""
+        tensor = given
+        if isinstance(given, torch.Tensor):
+            if type(given) is not torch.Tensor:
+                given = awaited(given)
+                tensor = part_of(given) or given
+            if (problem := kind_problem(given)) is not None:
+                raise StateError(f"{shown(path)}: {problem}")
+        local, layout = describe(tensor, name, self._world)
+        if (problem := memory_problem(local)) is not None:
+            raise StateError(f"{shown(path)}: {problem}")
+        return local, layout, tensor
+
+    def _first_name(self, tensor: Spread, name: str) -> str:
+        """The name under which this very tensor came first. Those seen are kept alive."""
+        if has_address(tensor):
+            # Most are alone at their address, and nothing else of them needs to be compared.
+            other = self._at.setdefault(tensor.data_ptr(), name)
+            if other is name:
+                return name
+            self._seen.setdefault(identity(self._leaves[other].given), other)
+        return self._seen.setdefault(identity(tensor), name)
+
+    def _claim(self, name: str, path: tuple[object, ...]) -> None:
+        self._names.append(name)
+        self._tensors += 1
+        if name in RESERVED or not (name.isascii() or _is_text(name)):
+            raise StateError(f"{shown(path)}: no tensor can have the name {name!r}; rename a key")
+        if len(name) > self._name_chars:
+            raise StateError(
+                f"{shown(path[:8])}: a name of {len(name)} characters, {self._name_chars} can be "
+                "read back; use shorter keys"
+            )
+        other = self._paths.setdefault(name, path)
+        if other is not path and other != path:
+            raise StateError(
+                f"the entries at {shown(other)} and {shown(path)} both have the name {name!r}; "
+                "rename a key"
+            )
+
+    def _key(self, key: object, path: tuple[object, ...]) -> str | int | float | bool | None:
+        if type(key) is int:
+            return _integer(key, path)
+        if key == "" and not path:
+            raise StateError("state['']: the name of a top entry cannot be empty; rename the key")
+        if type(key) in KEYS:
+            return key  # type: ignore[return-value]
+        raise StateError(
+            f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot be "
+            f"stored; {instead_of_key(key)}"
+        )
+
+    def _from_numpy(self, array: np.ndarray, path: tuple[object, ...]) -> torch.Tensor:
+        if not is_plain_array(array):
+            raise StateError(
+                f"{shown(path)}: a numpy {type(array).__name__} of dtype {array.dtype} cannot be "
+                f"stored; {instead_of_array(array)}"
+            )
+        self._keep.append(array)
+        try:
+            return torch.from_numpy(array if torch_can_share(array) else array.copy())
+        except TypeError as error:  # a type of another package, with the name of one of torch's
+            raise StateError(f"{shown(path)}: {error}; store a tensor of it") from error
+
+
+def _dtype_of(dtype: torch.dtype, path: tuple[object, ...]) -> DType:
+    try:
+        found = dtype_of_torch(str(dtype), shown(path))
+    except UnsupportedError as error:
+        raise StateError(f"{error}; a tensor may be stored as view(torch.uint8)") from error
+    _DTYPES[dtype] = found
+    return found
+
+
+def _integer(value: int, path: tuple[object, ...]) -> int:
+    if value.bit_length() > MAX_INTEGER_BITS:
+        raise StateError(
+            f"{shown(path)}: an integer of {value.bit_length()} bits cannot be stored: "
+            f"{MAX_INTEGER_BITS} are the limit"
+        )
+    return value
+
+
+def _is_text(name: str) -> bool:
+    """False for half a surrogate pair, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

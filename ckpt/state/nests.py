@@ -1,0 +1,220 @@
+"""The nests of several ranks in one: keys are united, nothing that a rank has is left out unsaid.
+
+Rules:
+
+1. A *node* is a dict, a tensor, or a list or tuple with a node in it. Everything else is a plain
+   value: a number, and a list of numbers too.
+2. Dicts unite by key, lists and tuples by position if there is a node in one of them, parameter
+   groups by their parameters.
+3. Where plain values differ, the lowest rank's is stored, and `overruled` names the others'.
+4. None gives way to a node: one rank alone may keep an average of the weights. Every other pair
+   of a node with something else is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias, TypeGuard
+
+from ckpt.errors import StateError
+from ckpt.state.saved import holds_tensor, join, kind_of
+from formats.catalog import Key, TensorRef, Tree, TypedValue
+from formats.dtypes import DType
+
+
+def is_node(tree: Tree) -> bool:
+    """Whether there is a dict or a tensor in a tree (rule 1)."""
+    if isinstance(tree, list | tuple):
+        return any(is_node(item) for item in tree)
+    return isinstance(tree, dict | TensorRef)
+
+
+def outline(tree: Tree, values: list[object]) -> object:
+    """The nodes of a tree without its plain values, which are appended to `values` in order.
+
+    Two trees have equal outlines where each has a node wherever the other has one, with the same
+    keys in the same order.
+
+    >>> found = []
+    >>> outline({"w": TensorRef("w"), "step": 3, "ids": [1, 2]}, found), found
+    ({'w': Ellipsis, 'step': None, 'ids': None}, [3, [1, 2]])
+    """
+    if isinstance(tree, dict):
+        return {
+            key: ... if type(item) is TensorRef else outline(item, values)
+            for key, item in tree.items()
+        }
+    if isinstance(tree, TensorRef):
+        return ...
+    if isinstance(tree, list | tuple) and is_node(tree):
+        items = [outline(item, values) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    values.append(_marshalled(tree))
+    return None
+
+
+def _marshalled(value: Tree) -> object:
+    """A plain value as marshal takes it: a dtype or a typed value is no value of Python's."""
+    if isinstance(value, list):
+        return [_marshalled(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_marshalled(item) for item in value)
+    return (..., str(value)) if isinstance(value, DType | TypedValue) else value
+
+
+def without_tensors(tree: Tree) -> Tree:
+    """The tree with None in the place of every tensor."""
+    if isinstance(tree, dict):
+        return {key: without_tensors(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [without_tensors(item) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(without_tensors(item) for item in tree)
+    return None if isinstance(tree, TensorRef) else tree
+
+
+def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = "") -> Tree:
+    """Two nests as one (rules 2 to 4); the first is of the lower rank.
+
+    Raises StateError naming the key path and the `ranks` where a node cannot be united.
+    """
+    if isinstance(first, dict) and isinstance(second, dict):
+        united = dict(first)
+        _check_keys(first, second, ranks, path)
+        for key, item in second.items():
+            if key in united:
+                item = merged_trees(united[key], item, ranks, join(path, key))
+            united[key] = item
+        return united
+    if _are_groups(first) and _are_groups(second):
+        return _merged_groups(first, second, ranks, path)
+    are_tensors = isinstance(first, TensorRef) and isinstance(second, TensorRef)
+    if are_tensors or second is None or not (is_node(first) or is_node(second)):
+        return first
+    if first is None:
+        return second
+    if type(first) is type(second) and isinstance(first, list | tuple):
+        assert isinstance(second, list | tuple)
+        items = [
+            merged_trees(a, b, ranks, join(path, index))
+            for index, (a, b) in enumerate(zip(first, second, strict=False))
+        ]
+        items += [*first[len(items) :], *second[len(items) :]]
+        return items if isinstance(first, list) else tuple(items)
+    kinds = [kind_of(tree) if path else type(tree).__name__ for tree in (first, second)]
+    raise StateError(
+        f"{path or 'the state'}: {kinds[0]} on rank {ranks[0]}, {kinds[1]} on rank {ranks[1]}; "
+        "give what differs between ranks a name of its own"
+    )
+
+
+def _check_keys(
+    first: Mapping[Key, Tree], second: Mapping[Key, Tree], ranks: tuple[int, int], path: str
+) -> None:
+    """Raise StateError for keys with names of their own that Python takes for one: 1 and True."""
+    others = [key for key in second if type(key) is not str]
+    own = {key: key for key in first if type(key) is not str} if others else {}
+    for key in others:
+        if type(own.get(key, key)) is not type(key):
+            raise StateError(
+                f"{path or 'the state'}: the keys {own[key]!r} on rank {ranks[0]} and {key!r} on "
+                f"rank {ranks[1]} are the same to Python; rename one"
+            )
+
+
+_Groups: TypeAlias = list[dict[Key, Tree]]
+"""An optimizer's parameter groups, each of which names its parameters under `params`."""
+
+
+def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
+    """Whether these are parameter groups without tensors, whose names go by their places."""
+    if not isinstance(tree, list) or not all(isinstance(group, dict) for group in tree):
+        return False
+    members = [group.get("params") for group in tree if isinstance(group, dict)]
+    are_names = (
+        isinstance(each, list) and all(type(name) is str for name in each) for each in members
+    )
+    return bool(members) and all(are_names) and not holds_tensor(tree)
+
+
+def _merged_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path: str) -> Tree:
+    """Groups with the same options are one; a parameter stays where it first was.
+
+    A group has the options that any rank has for one of its parameters.
+    """
+    united = [_options(group) for group in first]
+    members = [[*_members(group)] for group in first]
+    place = {name: at for at, names in enumerate(members) for name in names}
+    given = [_options(group) for group in first]
+    for group in second:
+        options, names = _options(group), _members(group)
+        new = [name for name in names if name not in place]
+        for at in {place[name] for name in names if name in place}:
+            union = merged_trees(united[at], options, ranks, join(path, at))
+            assert isinstance(union, dict)
+            united[at] = union
+        if new:
+            if options not in given:
+                given.append(options)
+                united.append(options)
+                members.append([])
+            at = given.index(options)
+            members[at] += new
+            place.update(dict.fromkeys(new, at))
+    return [{**options, "params": [*names]} for options, names in zip(united, members, strict=True)]
+
+
+def _members(group: Mapping[Key, Tree]) -> list[str]:
+    members = group["params"]
+    assert isinstance(members, list)
+    return [str(name) for name in members]
+
+
+def _options(group: Mapping[Key, Tree]) -> dict[Key, Tree]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def overruled(mine: Tree, whole: Tree, path: str = "") -> Iterator[str]:
+    """The names of a rank's plain values in whose place others are in the whole nest (rule 3).
+
+    Also of its lists that have more entries there, unless tensors are among these.
+    """
+    if _are_groups(mine) and _are_groups(whole):
+        yield from _overruled_options(mine, whole, path)
+    elif isinstance(mine, dict) and isinstance(whole, dict):
+        for key, item in mine.items():
+            if type(item) is not TensorRef:
+                yield from overruled(item, whole[key], join(path, key))
+    elif isinstance(mine, list | tuple) and isinstance(whole, list | tuple) and is_node(whole):
+        for index, (item, other) in enumerate(zip(mine, whole, strict=False)):
+            yield from overruled(item, other, join(path, index))
+        if len(mine) < len(whole) and not holds_tensor(whole):
+            yield path
+    elif is_node(whole):
+        if mine is not None and not is_node(mine):
+            yield path
+    elif not _is_same(mine, whole):
+        yield path
+
+
+def _overruled_options(mine: _Groups, whole: _Groups, path: str) -> Iterator[str]:
+    place = {name: at for at, group in enumerate(whole) for name in _members(group)}
+    for index, group in enumerate(mine):
+        options = _options(group)
+        for at in dict.fromkeys(place[name] for name in _members(group)):
+            yield from overruled(options, _options(whole[at]), join(path, index))
+
+
+def _is_same(one: Tree, other: Tree) -> bool:
+    """Whether two plain values are the same, of the same types, and to the sign of a zero."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, complex) and isinstance(other, complex):
+        return _is_same(one.real, other.real) and _is_same(one.imag, other.imag)
+    if isinstance(one, float) and isinstance(other, float):
+        signs = math.copysign(1, one) == math.copysign(1, other)
+        return (one == other and signs) or (math.isnan(one) and math.isnan(other))
+    return str(one) == str(other) if isinstance(one, TypedValue) else one == other

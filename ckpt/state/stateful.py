@@ -1,0 +1,261 @@
+"""Modules, optimizers and other objects with a state dict, seen as nests of names and tensors.
+
+Rules:
+
+1. A module's entries have the names of its own `state_dict()`, without what wrappers add: DDP's
+   `module.`, torch.compile's `_orig_mod.`. Of a flat parameter, every parameter in it has an entry.
+2. An optimizer's entries are keyed by its parameters' names in the modules of the same state, never
+   by position, so that they fit any world size, grouping and wrapper:
+   `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. Parameters of several
+   modules have their module's key in front. Without the modules in the state, positions are all
+   there is.
+3. State that has the shape of a flat parameter is divided among the names as the parameter is; a
+   single number (`step`) belongs to each of them. Where a rank has nothing of a parameter and its
+   optimizer keeps nothing for it, there is no entry either.
+4. State that is a tensor made of other tensors is a dict of those (`ckpt.state.subclass_state`).
+5. Anything else with `state_dict()` and `load_state_dict()` is its state dict; how it is loaded is
+   told in `ckpt.match.match_stateful`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain
+from typing import Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.errors import StateError
+from ckpt.state.saved import join
+from ckpt.state.subclass_state import taken_apart
+from sharding.describe.describing import (
+    Spread,
+    clean_name,
+    describe_module,
+    flat_members,
+    is_divided,
+)
+from sharding.describe.local_part import LocalPart
+from sharding.describe.members import NamedParameter
+from sharding.describe.sharded_tensor import is_sharded
+
+STEP = "step"
+"""The one entry of an optimizer's state that is never placed like its parameter."""
+SINGLE = (torch.Tensor, nn.Parameter, str, int, float, bool, type(None))
+"""Types that hold no module."""
+MAX_DEPTH = 100
+"""How deep a state may nest; deeper is taken for one that holds itself."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved and loaded by its own two methods."""
+
+    def state_dict(self) -> dict[str, object]:
+        """The state, as a nest of what can be stored."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> object:
+        """Take over a state that `state_dict` gave."""
+        ...
+
+
+@contextmanager
+def call_of(method: str, entry: str) -> Iterator[None]:
+    """A call of a method that is not ours: its exception gets a note of the entry it belongs to."""
+    try:
+        yield
+    except Exception as error:
+        notes = vars(error).setdefault("__notes__", [])  # `add_note` of Python 3.11
+        notes.append(f"raised by {method}() of {entry or 'the target'}")
+        raise
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside DataParallel, DistributedDataParallel and torch.compile."""
+    while True:
+        data_parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+        inner = getattr(module, "module" if data_parallel else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def module_entries(module: nn.Module) -> dict[str, object]:
+    """The state under clean names; parameters themselves, or their parts, so that ties are seen."""
+    return {clean_name(k): v for k, v in describe_module(unwrapped(module)).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNames:
+    """The names of parameters, by identity, for the optimizers of one state."""
+
+    found: Mapping[int, tuple[str, NamedParameter]]
+    """id(parameter) -> (key path of its module, its names there)."""
+
+    def of(self, optimizer: Optimizer) -> list[NamedParameter]:
+        """Names for each of the optimizer's parameters, in the order of its groups (rule 2)."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found = [self.found.get(id(p)) for p in parameters]
+        known = [entry for entry in found if entry is not None]
+        if not known:
+            _check_undivided(parameters)
+            return [NamedParameter(p, (str(index),)) for index, p in enumerate(parameters)]
+        if len(known) < len(found):
+            at = found.index(None)
+            raise StateError(
+                f"the optimizer's parameter {at} of shape {tuple(parameters[at].shape)} belongs to "
+                "no module of the state, others do: put all of its modules into the state"
+            )
+        if len({module for module, _ in known}) > 1:
+            return [
+                replace(named, names=tuple(join(module, one) for one in named.names))
+                for module, named in known
+            ]
+        return [named for _, named in known]
+
+
+def parameter_names(state: object) -> ParameterNames:
+    """The names of all parameters of the modules in a state."""
+    found: dict[int, tuple[str, NamedParameter]] = {}
+    for path, module in modules(state):
+        inner = unwrapped(module)
+        for member in flat_members(inner):
+            found.setdefault(id(member.parameter), (path, NamedParameter.of(member)))
+        for name, parameter in inner.named_parameters(remove_duplicate=False):
+            named = NamedParameter(parameter, (clean_name(name),))
+            found.setdefault(id(parameter), (path, named))
+    return ParameterNames(found)
+
+
+def _check_undivided(parameters: list[torch.Tensor]) -> None:
+    """Raise StateError for an optimizer that sees parts: no position says of what they are."""
+    for index, parameter in enumerate(parameters):
+        if is_divided(parameter):
+            raise StateError(
+                f"the optimizer's parameter {index} of shape {tuple(parameter.shape)} is this "
+                "rank's part of others, and its module, which knows of which, is not in the state: "
+                "put the module into the state"
+            )
+
+
+def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a nest, down to `MAX_DEPTH`, with their names."""
+    if type(state) in SINGLE:
+        return
+    if isinstance(state, nn.Module):
+        yield reduce(join, path, ""), state
+    elif len(path) > MAX_DEPTH:
+        return
+    elif isinstance(state, Mapping):
+        for key, item in state.items():
+            if type(item) not in SINGLE:
+                yield from modules(item, (*path, key))
+    elif isinstance(state, list | tuple):
+        for index, item in enumerate(state):
+            yield from modules(item, (*path, index))
+
+
+def optimizer_entries(
+    optimizer: Optimizer, named: list[NamedParameter], path: str
+) -> dict[str, object]:
+    """The optimizer's state dict with names for its parameters (rules 2 and 3)."""
+    every = list(chain.from_iterable(entry.names for entry in named))
+    if len(set(every)) != len(every):
+        twice = next(name for name in every if every.count(name) > 1)
+        raise StateError(f"{path}: two parameters of the optimizer have the name {twice}")
+    with call_of("state_dict", path):
+        packed = optimizer.state_dict()
+    state: dict[object, object] = {}
+    for key, value in packed["state"].items():
+        if isinstance(key, int) and key < len(named):
+            if not named[key].is_idle:
+                state |= _divided(named[key], _by_its_tensors(value), path)
+        else:
+            state[key] = value
+    groups = [
+        {**group, "params": [name for index in group["params"] for name in named[index].names]}
+        for group in packed["param_groups"]
+    ]
+    others = {k: v for k, v in packed.items() if k not in ("state", "param_groups")}
+    return {"state": state, "param_groups": groups, **others}
+
+
+def _by_its_tensors(state: object) -> object:
+    """The state of one parameter, without tensors that are made of others."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: taken_apart(value) for key, value in state.items()}
+
+
+def _divided(named: NamedParameter, state: object, path: str) -> dict[object, object]:
+    """The state of one parameter under each of its names (rule 3)."""
+    if not named.slices or not isinstance(state, Mapping):
+        return dict.fromkeys(named.names, state)
+    shape = named.parameter.shape
+    for key, value in state.items():
+        loose = [] if _is_placed(key, value, shape) else _tensors(value)
+        for tensor in loose:
+            if tensor.numel() != 1:
+                raise StateError(
+                    f"{path}: the optimizer's {key!r} of {named.names[0]} has the shape "
+                    f"{tuple(tensor.shape)}, the rank's part of the parameter {tuple(shape)}; only "
+                    "numbers and tensors of the parameter's shape can be divided among ranks"
+                )
+    return {
+        name: {
+            key: part.of(value) if _is_placed(key, value, shape) else value
+            for key, value in state.items()
+        }
+        for name, part in zip(named.names, named.slices, strict=True)
+    }
+
+
+def _tensors(nest: object) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        yield from chain.from_iterable(map(_tensors, nest.values()))
+    elif isinstance(nest, list | tuple):
+        yield from chain.from_iterable(map(_tensors, nest))
+
+
+def _is_placed(key: object, value: object, shape: torch.Size) -> bool:
+    """Whether an entry of an optimizer's state has an element for each of its parameter's."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and key != STEP
+
+
+def has_address(tensor: Spread) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor has memory by which it can be told from others (see `identity`)."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and (
+        isinstance(tensor, LocalPart) or hasattr(tensor, "_local_tensor") or is_sharded(tensor)
+    ):
+        return False
+    return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
+
+
+def identity(tensor: Spread) -> object:
+    """Equal for two tensors that are one: the same object, or the same view of the same memory.
+
+    A shard may be empty and then has no memory to compare, so DTensors and ShardedTensors are tied
+    by identity alone, and parts by what they are parts of: all ranks must see the same ties.
+    """
+    if isinstance(tensor, LocalPart):
+        return id(tensor) if tensor.key is None else tensor.key
+    if not has_address(tensor):
+        return id(tensor)
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

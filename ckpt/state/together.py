@@ -1,0 +1,143 @@
+"""One state that several ranks hold together: each describes its part, and they compare.
+
+Usually all say the same, and one exchange of hashes shows it. Only where they do not, as when
+pipeline stages hold other names, the ranks tell one another their descriptions
+(`ckpt.state.sections`), and all merge them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt.errors import StateError
+from ckpt.ranks import Ranks
+from ckpt.state.described import Described
+from ckpt.state.flatten import FlatState
+from ckpt.state.nests import overruled, without_tensors
+from ckpt.state.sections import marks, merge, short_hash, summary, unpacked_summary
+from formats.native.manifest import StoredTensor
+
+SHOWN = 8
+"""How many values a warning names."""
+Weigh = Callable[[FlatState, Mapping[str, StoredTensor]], int]
+"""A rank's number for the bytes of its replicas of these tensors.
+
+Where all replicas are equal, the ranks' numbers add up to zero, modulo 2**64.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A state on one rank, and what it is part of."""
+
+    flat: FlatState
+    """As this rank has it."""
+    whole: Described
+    """As all ranks have it together; the same on every rank, but for plain values."""
+    same_values: bool
+    """Whether the plain values are the same on all ranks too; True where the structures differ."""
+    overruled: tuple[str, ...]
+    """There, the names of this rank's plain values in whose place `whole` has another rank's."""
+    balanced: bool
+    """Whether the numbers for the replicas' bytes add up to zero."""
+    number: int
+    """Rank 0's."""
+
+
+def together(
+    ranks: Ranks,
+    stage: str,
+    flatten: Callable[[], FlatState],
+    number: int = 0,
+    arguments: bytes = b"",
+    weigh: Weigh | None = None,
+) -> Together:
+    """What `flatten` describes on every rank, as one state.
+
+    Called by all ranks. An error of any of them is raised on all, with `stage` in it. Raises
+    StateError where descriptions contradict each other, or `arguments` differ.
+    """
+
+    def balance(flat: FlatState, whole: Described) -> int:
+        return 0 if weigh is None or ranks.alone else weigh(flat, whole.tensors)
+
+    def describing() -> _Marked:
+        flat = flatten()
+        described = described_by(flat)
+        if ranks.alone:
+            return _Marked(flat, described, 0, 0, 0)
+        return _Marked(flat, described, *marks(described), balance(flat, described))
+
+    given = short_hash(arguments)
+    found, agreed = ranks.compare(
+        stage,
+        describing,
+        lambda found: (found.structure, found.values, given),
+        3,
+        number,
+        lambda found: found.balance,
+    )
+    same_structure, same_values, same_arguments = agreed.same
+    if not same_arguments:
+        raise StateError("the ranks were called with different arguments; call all of them alike")
+    if same_structure:
+        whole = found.described
+        return Together(found.flat, whole, same_values, (), agreed.balanced, agreed.number)
+
+    def merging() -> tuple[Described, int]:
+        whole = united()
+        return whole, balance(found.flat, whole)
+
+    united = merge(ranks, found.described)
+    (whole, _), weighed = ranks.compare(
+        "merging the ranks' states", merging, lambda _: (), 0, 0, lambda made: made[1]
+    )
+    lost = tuple(dict.fromkeys(overruled(found.described.tree, whole.tree)))
+    return Together(found.flat, whole, True, lost, weighed.balanced, agreed.number)
+
+
+def described_by(flat: FlatState) -> Described:
+    """A rank's state without its bytes. What is described alike is the same object."""
+    alike: dict[tuple[int, str], StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, leaf in flat.leaves.items():
+        key = (id(leaf.layout), leaf.dtype.name)
+        stored = alike.get(key)
+        if stored is None:
+            stored = alike[key] = StoredTensor(leaf.layout.shape, leaf.dtype, leaf.layout)
+        tensors[name] = stored
+    return Described(tensors, flat.aliases, flat.tree)
+
+
+def other_than_first(ranks: Ranks, held: Together) -> tuple[str, ...]:
+    """The names of this rank's plain values that are not rank 0's.
+
+    Called by all ranks, where structures are the same and values are not.
+    """
+    mine = summary(Described({}, {}, without_tensors(held.whole.tree)))
+    first = ranks.broadcast(mine)
+    found = overruled(unpacked_summary(mine).tree, unpacked_summary(first).tree)
+    return tuple(dict.fromkeys(found))
+
+
+def overruled_message(ranks: Ranks, names: Sequence[str]) -> str:
+    """A warning's text on a rank whose values of these names are not those of the whole state."""
+    shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
+    return (
+        f"rank {ranks.rank} has other values in the state than the lowest rank that has them, "
+        f"whose values are taken: {shown}{f' and {more} more' if more > 0 else ''}; give what "
+        "differs between ranks a name of its own"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A state on one rank, with hashes that say whether the other ranks' is the same."""
+
+    flat: FlatState
+    described: Described
+    structure: int
+    values: int
+    """Of the structure and the plain values."""
+    balance: int

@@ -1,0 +1,187 @@
+"""Values of Python's own types that are stored by a kind and by plain values: sets, paths, dates.
+
+Rules:
+
+1. A value comes back equal and of the same type, or it is not of these kinds. Only a value of
+   exactly one of these types is taken: a subclass could have more in it.
+2. The table here is closed. Nothing that a checkpoint names is imported or called but these.
+3. Equal values have equal parts: the members of a set are sorted by what is stored of them.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from types import EllipsisType
+from typing import Any, TypeGuard
+from uuid import UUID
+
+import numpy as np
+import torch
+
+from ckpt.state.memory import torch_dtype
+from formats.catalog import Tree, TypedValue
+from formats.dtypes import BY_TORCH_NAME, DType
+from formats.errors import FormatError
+from formats.keys import KeysApart
+from formats.native.tree import encode_value
+
+NUMBERS = (np.bool_, np.integer, np.float16, np.float32, np.float64, np.complex64, np.complex128)
+"""Scalars of numpy that Python's numbers hold exactly."""
+ARRAYS = (np.ndarray, np.memmap, np.matrix, np.recarray)
+"""Arrays that are nothing but their elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How values of one type are stored."""
+
+    name: str
+    type: type
+    parts: Callable[[Any], tuple[object, ...]]
+    """What a value is made of, as plain values and values of these kinds."""
+    made: Callable[..., object]
+    """The value again, of those."""
+    is_set: bool = False
+
+
+def _set(*members: Any) -> set[object]:
+    apart, found = KeysApart(), set[object]()
+    for member in members:
+        apart.check(member, found)
+        found.add(member)
+    return found
+
+
+def _deque(longest: int | None, items: list[object]) -> deque[object]:
+    return deque(items, longest)
+
+
+def _moment(kind: type[datetime] | type[time]) -> Callable[..., object]:
+    def made(text: str, fold: int, zone: timezone | None) -> object:
+        if zone is not None and type(zone) is not timezone:
+            raise TypeError(f"{zone!r:.80} is no timezone")
+        return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+    return made
+
+
+def _moment_parts(moment: datetime | time) -> tuple[object, ...]:
+    return moment.replace(tzinfo=None, fold=0).isoformat(), moment.fold, moment.tzinfo
+
+
+def _zone(days: int, seconds: int, microseconds: int, *name: str) -> timezone:
+    return timezone(timedelta(days, seconds, microseconds), *name)
+
+
+def _zone_parts(zone: timezone) -> tuple[object, ...]:
+    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+    return offset.days, offset.seconds, offset.microseconds, *name
+
+
+def _path(kind: type[pathlib.PurePath], pure: type[pathlib.PurePath]) -> Callable[[str], object]:
+    def made(text: str) -> object:
+        try:
+            return kind(text)
+        except NotImplementedError:  # pathlib's, for a path of another system
+            return pure(text)
+
+    return made
+
+
+def _text(value: object) -> tuple[str]:
+    return (str(value),)
+
+
+def _bounds(value: range | slice) -> tuple[object, ...]:
+    return value.start, value.stop, value.step
+
+
+_POSIX, _WINDOWS = pathlib.PurePosixPath, pathlib.PureWindowsPath
+KINDS = (
+    Kind("set", set, tuple, _set, is_set=True),
+    Kind("frozenset", frozenset, tuple, lambda *each: frozenset(_set(*each)), is_set=True),
+    Kind("deque", deque, lambda queue: (queue.maxlen, list(queue)), _deque),
+    Kind("bytearray", bytearray, lambda data: (bytes(data),), bytearray),
+    Kind("range", range, _bounds, range),
+    Kind("slice", slice, _bounds, slice),
+    Kind("ellipsis", EllipsisType, lambda _: (), lambda: ...),
+    Kind("PosixPath", pathlib.PosixPath, _text, _path(pathlib.PosixPath, _POSIX)),
+    Kind("WindowsPath", pathlib.WindowsPath, _text, _path(pathlib.WindowsPath, _WINDOWS)),
+    Kind("PurePosixPath", _POSIX, _text, _POSIX),
+    Kind("PureWindowsPath", _WINDOWS, _text, _WINDOWS),
+    Kind("datetime", datetime, _moment_parts, _moment(datetime)),
+    Kind("time", time, _moment_parts, _moment(time)),
+    Kind("date", date, lambda day: (day.isoformat(),), date.fromisoformat),
+    Kind("timedelta", timedelta, lambda d: (d.days, d.seconds, d.microseconds), timedelta),
+    Kind("timezone", timezone, _zone_parts, _zone),
+    Kind("Decimal", Decimal, _text, Decimal),
+    Kind("Fraction", Fraction, lambda f: (f.numerator, f.denominator), Fraction),
+    Kind("UUID", UUID, _text, UUID),
+    Kind("device", torch.device, _text, torch.device),
+)
+OF_TYPE = {kind.type: kind for kind in KINDS}
+_NAMED = {kind.name: kind for kind in KINDS}
+
+
+def typed(kind: Kind, parts: Sequence[Tree]) -> TypedValue:
+    """The stored value of a kind; `parts` may have members of a set in any order."""
+    if kind.is_set:
+        parts = sorted(parts, key=lambda part: json.dumps(encode_value(part)))
+    return TypedValue(kind.name, tuple(parts))
+
+
+def is_number(node: object) -> TypeGuard[np.generic]:
+    """Whether a scalar of numpy is a number that one of Python's holds exactly."""
+    return isinstance(node, NUMBERS) and type(node) is not np.timedelta64
+
+
+def is_plain_array(array: np.ndarray) -> bool:
+    """Whether an array is nothing but elements of a type that torch has too."""
+    return type(array) in ARRAYS and str(array.dtype) in BY_TORCH_NAME
+
+
+def like_target(node: object, loaded: object) -> object:
+    """A loaded value in the type that the target has, where it has numpy's or torch's for it."""
+    if is_number(node) and isinstance(loaded, bool | int | float | complex):
+        kind: Any = type(node)
+        again = kind(loaded)
+        return again if type(again.item()) is type(loaded) and again == loaded else loaded
+    if isinstance(node, torch.Size) and isinstance(loaded, tuple):
+        return torch.Size(loaded)
+    return loaded
+
+
+def opened(tree: Tree) -> object:
+    """What a plain value of a tree stands for: a dtype of torch, a value of these kinds, itself.
+
+    Raises FormatError where there is no such value.
+    """
+    if isinstance(tree, TypedValue):
+        return _opened(tree)
+    if isinstance(tree, DType):
+        return torch_dtype(tree.torch_name)
+    if isinstance(tree, dict):
+        return {key: opened(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [opened(item) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(opened(item) for item in tree)
+    return tree
+
+
+def _opened(value: TypedValue) -> object:
+    kind = _NAMED[value.kind]
+    try:
+        found = kind.made(*map(opened, value.parts))
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(f"there is no {value}: {type(error).__name__}: {error}") from error
+    return found

@@ -1,0 +1,1 @@
+"""FSDP with flat parameters: the wrapper class, its setup, and its state dicts."""

@@ -1,0 +1,221 @@
+"""What both front doors to flat parameters share: the unit, and what must hold before it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sharding.device_rules import check_trainable_on, compute_device, device_given
+from sharding.engine.flat_bucket import CommHook, flat_buckets
+from sharding.engine.forward_hooks import ForwardHooks
+from sharding.engine.order_check import OrderCheck
+from sharding.engine.outputs import mapped
+from sharding.engine.runtime import UNIT, Runtime, units_of
+from sharding.fsdp1.setup import FlatSettings, make_flat_unit
+from sharding.materialize import own_modules
+from sharding.policies import StateDictSettings
+from sharding.state_dict_settings import default_settings
+
+DOOR = "_sharding_door"
+"""The attribute of a module that is its front door."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What an instance leaves as it is."""
+
+    modules: frozenset[nn.Module]
+    """Whole subtrees."""
+    parameters: frozenset[nn.Parameter]
+
+
+class FrontDoor:
+    """One instance: the module it is about, its unit, and what a user chose."""
+
+    def __init__(
+        self, owner: nn.Module, module: nn.Module, settings: FlatSettings, prefix: str
+    ) -> None:
+        self.owner = owner
+        """The wrapper, or the module itself."""
+        self.module = module
+        self.settings = settings
+        self.prefix = prefix
+        """What it adds to the names of what is in the module."""
+        self.hook: CommHook | None = None
+        self.has_outer = False
+        """Whether it is inside another instance."""
+        self.state_dict_settings: StateDictSettings = default_settings()
+        self.full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self.order_check = OrderCheck.if_wanted()
+        for inner in front_doors(module):
+            inner.has_outer = True
+        self.unit = make_flat_unit(module, owner, settings)
+        self.unit.prepare = self._prepare
+        self.forward_hooks = ForwardHooks(self.unit)
+        devices = [bucket.device for bucket in self.unit.buckets]
+        self.compute_device = devices[0] if devices else _device_without_parameters(settings)
+        self.buffers = [
+            (part, name)
+            for part in own_modules(module, settings.ignored_modules, _inner_modules(module))
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        """Where the buffers are that are this instance's to cast."""
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        """What buffers were before they were cast."""
+
+    def check_is_root(self) -> bool:
+        """True for the outermost instance."""
+        return not self.has_outer
+
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The unit's parameters are whole; inputs are where and what they must be."""
+        unit = self.unit
+        runtime = unit.runtime or Runtime.rooted_at(unit)
+        if unit.is_root:
+            for door in front_doors(self.owner):
+                door.choose_precision()
+            if self.compute_device.type != "cpu":
+                args = mapped(args, lambda tensor: tensor.to(self.compute_device))
+                kwargs = mapped(kwargs, lambda tensor: tensor.to(self.compute_device))
+        if runtime.order_check is None:
+            runtime.order_check = self.order_check
+        ready: tuple[tuple[Any, ...], dict[str, Any]]
+        ready = self.forward_hooks.before(self.owner, args, kwargs)
+        return ready
+
+    def hooked_before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same, as a hook of the module."""
+        return self.before_forward(args, kwargs)
+
+    def choose_precision(self) -> None:
+        """In evaluation everything is in full precision, where the environment asks for it."""
+        full = self.full_precision_in_eval and not self.owner.training
+        for bucket in self.unit.buckets:
+            bucket.full_precision = full
+        if self.settings.mixed_precision.buffer_dtype is not None:
+            self._cast_buffers(None if full else self.settings.mixed_precision.buffer_dtype)
+
+    def _cast_buffers(self, dtype: torch.dtype | None) -> None:
+        """Buffers have this dtype; None: what they had at first."""
+        for part, name in self.buffers:
+            buffer = part._buffers[name]
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            original = self.buffer_dtypes.setdefault((part, name), buffer.dtype)
+            wanted = original if dtype is None else dtype
+            if buffer.dtype != wanted:
+                part._buffers[name] = buffer.to(wanted)
+
+    def _prepare(self, runtime: Runtime) -> None:
+        """Raise, when the first forward begins, what is wrong with devices and settings."""
+        if self.unit.is_root:
+            _check_homogeneous(list(front_doors(self.owner)))
+        for bucket in flat_buckets(self.unit.buckets):
+            for parameter in bucket.registered():
+                check_trainable_on(parameter.device, self.compute_device, self.settings.offload)
+                if (
+                    hasattr(parameter, "_in_backward_optimizers")
+                    and not bucket.form.use_orig_params
+                ):
+                    raise RuntimeError(
+                        "FSDP optimizer in backward only supported with use_orig_params=True!"
+                    )
+
+
+def front_door_of(module: nn.Module) -> FrontDoor | None:
+    """The front door of a module that has one."""
+    door: FrontDoor | None = module.__dict__.get(DOOR)
+    return door
+
+
+def front_doors(module: nn.Module) -> Iterator[FrontDoor]:
+    """All in a module, outer ones first."""
+    for part in module.modules():
+        door = front_door_of(part)
+        if door is not None:
+            yield door
+
+
+def check_not_sharded(module: nn.Module) -> None:
+    """Raise ValueError where a module is a unit already."""
+    if front_door_of(module) is not None or getattr(module, UNIT, None) is not None:
+        raise ValueError(
+            f"{type(module).__name__} is sharded already; wrap a module once, and inner modules "
+            "before outer ones"
+        )
+
+
+def ignored_of(
+    root: nn.Module,
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> Ignored:
+    """What a user says is to be ignored, with all that is in it and what inner instances ignore."""
+    if modules is not None and states is not None:
+        raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time.")
+    parameters: set[nn.Parameter] = set()
+    given: list[nn.Module] = _list_of_modules(modules)
+    for state in states or ():
+        if isinstance(state, nn.Parameter):
+            parameters.add(state)
+        elif isinstance(state, nn.Module):
+            given.append(state)
+        else:
+            raise ValueError(
+                f"ignored_states expects all nn.Parameter or all nn.Module list elements but got "
+                f"{type(state)}"
+            )
+    for module in given:
+        if front_door_of(module) is not None:
+            raise ValueError("`ignored_modules` should not include FSDP modules")
+    all_modules = {part for module in given for part in module.modules()}
+    for door in front_doors(root):
+        all_modules |= door.settings.ignored_modules
+        parameters |= door.settings.ignored_params
+    for module in all_modules:
+        parameters |= set(module.parameters(recurse=False))
+    return Ignored(frozenset(all_modules), frozenset(parameters))
+
+
+def _list_of_modules(modules: Iterable[nn.Module] | None) -> list[nn.Module]:
+    try:
+        found = list(modules or ())
+    except TypeError as error:
+        raise TypeError(
+            f"`ignored_modules` should be an iterable of `torch.nn.Module`s but got {type(modules)}"
+        ) from error
+    for module in found:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "`ignored_modules` should be an iterable of `torch.nn.Module`s but got an iterable "
+                f"with {type(module)}"
+            )
+    return found
+
+
+def _check_homogeneous(doors: list[FrontDoor]) -> None:
+    for name, values in {
+        "_use_orig_params": {door.settings.use_orig_params for door in doors},
+        "limit_all_gathers": {door.settings.limit_all_gathers for door in doors},
+        "_use_full_prec_in_eval": {door.full_precision_in_eval for door in doors},
+    }.items():
+        if len(values) > 1:
+            raise ValueError(f"Expects one homogeneous value for {name} but got {sorted(values)}")
+
+
+def _inner_modules(module: nn.Module) -> set[nn.Module]:
+    return {part for unit in units_of((module,)) for part in unit.modules if part is not module}
+
+
+def _device_without_parameters(settings: FlatSettings) -> torch.device:
+    return compute_device([], device_given(settings.device_id, 0))

@@ -1,0 +1,226 @@
+"""State that lies as a flat parameter does, by rows over the ranks that share it, and back.
+
+A flat parameter is cut evenly, wherever parameters begin in it; a sharded state dict has each by
+rows, a DTensor. What changes hands between the two goes from rank to rank, and nothing is gathered.
+
+Rules:
+
+1. Only the ranks that share a bucket talk: its replicas, and the ranks of a mesh that tensor
+   parallelism divided the parameters over before, do the same among themselves.
+2. The ranks that share a bucket call with the same parameters, names and dtypes, in one order.
+3. What is not divided comes out as plain tensors, and so does what has no dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from sharding.agreement.ranks import Ranks
+from sharding.describe.describing import describe
+from sharding.describe.local_part import check_holds
+from sharding.engine.chunk_bucket import as_dtensor
+from sharding.engine.flat_bucket import FlatBucket
+from sharding.group_references import release_with_groups
+from sharding.layout import FlatShard, Layout, Mesh, Placement, row_major
+from sharding.layout import Replicate as Everywhere
+from sharding.layout import Shard as Rows
+from sharding.reshard.kinds import mesh_over
+from sharding.reshard.redistribute import Move, redistribute
+from sharding.torch_versions import root_mesh, side_by_side
+
+_grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMesh]] = (
+    WeakKeyDictionary()
+)
+"""By the ranks that share and those that replicate; one each, so that they are equal."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatPart:
+    """Elements of a state that is laid out as parameter `index` of a bucket: this rank's."""
+
+    name: str
+    index: int
+    local: torch.Tensor
+    """One-dimensional."""
+
+
+def by_rows(
+    bucket: FlatBucket,
+    parts: Sequence[FlatPart],
+    mesh: DeviceMesh | None = None,
+    *,
+    to_cpu: bool = False,
+) -> list[torch.Tensor]:
+    """Each part's tensor as a DTensor of which this rank has a chunk of rows, in its own memory.
+
+    Over `mesh`, which the bucket's wrapper was given, or one over the ranks that share the bucket.
+    """
+    results: list[torch.Tensor] = []
+
+    def moves() -> Iterator[Move]:
+        for part in parts:
+            flat, rows = _layouts(bucket, part.index)
+            device = torch.device("cpu") if to_cpu else part.local.device
+            shape = rows.local_shape(dist.get_rank())
+            target = torch.empty(shape, dtype=part.local.dtype, device=device)
+            results.append(_wrapped(bucket, part.index, target, mesh))
+            yield Move(part.name, part.local, flat, target, rows)
+
+    redistribute(moves(), group=bucket.sharing.peers.group)
+    return results
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What this rank has of a tensor, and how the tensor lies among the ranks that share."""
+
+    local: torch.Tensor
+    layout: Layout
+
+
+def fill_parts(bucket: FlatBucket, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
+    """Each part has its elements of a tensor that the ranks which share the bucket hold."""
+    redistribute(
+        (
+            Move(part.name, held.local, held.layout, part.local, _layouts(bucket, part.index)[0])
+            for part, held in pairs
+        ),
+        group=bucket.sharing.peers.group,
+    )
+
+
+def held_among_peers(
+    bucket: FlatBucket, index: int, tensor: torch.Tensor, name: str, mesh: DeviceMesh | None
+) -> Held | None:
+    """A tensor as the ranks that share the bucket hold it; None where others hold some of it.
+
+    `name` is for messages. Raises as `sharding.describe.describing.describe` does.
+    """
+    if isinstance(tensor, DTensor) and is_by_rows(bucket, index, tensor, mesh):
+        return Held(tensor.to_local(), _layouts(bucket, index)[1])
+    local, layout = describe(tensor, name, Ranks().mesh)
+    among = set(_layouts(bucket, index)[0].mesh.ranks())
+    if bucket.parameters[index].distributed is None and among.issuperset(layout.mesh.ranks()):
+        check_holds(name, local, layout, dist.get_rank())
+        return Held(local, layout)
+    return None
+
+
+def is_by_rows(bucket: FlatBucket, index: int, tensor: DTensor, mesh: DeviceMesh | None) -> bool:
+    """Whether a DTensor is placed as those that `by_rows` makes of a parameter of the bucket."""
+    if not bucket.is_divided or not bucket.packing.slots[index].shape:
+        return False
+    spec = _spec(bucket, index, tensor.dtype, mesh)
+    same_ranks = torch.equal(spec.mesh.mesh, tensor.device_mesh.mesh)
+    return same_ranks and spec.placements == tensor.placements and spec.shape == tensor.shape
+
+
+def whole_shape(bucket: FlatBucket, index: int) -> tuple[int, ...]:
+    """A parameter's shape before anything divided it."""
+    spec = bucket.parameters[index].distributed
+    return bucket.packing.slots[index].shape if spec is None else tuple(spec.shape)
+
+
+def _layouts(bucket: FlatBucket, index: int) -> tuple[Layout, Layout]:
+    """Of a parameter, among the ranks that share: cut flat, and by rows."""
+    slot, peers = bucket.packing.slots[index], bucket.sharing.peers
+    if peers.group is None:
+        alone = Mesh.grid((), (), dist.get_rank())
+        return Layout(slot.shape, alone, ()), Layout(slot.shape, alone, ())
+    ranks = dist.get_process_group_ranks(peers.group)
+    mesh = Mesh.of_ranks(("shard",), (peers.size,), [ranks[member] for member in peers.members])
+    divided = bucket.is_divided and slot.numel > 0
+    flat: Placement = FlatShard(slot.at, bucket.packing.shard_numel) if divided else Everywhere()
+    rows: Placement = Rows(0) if bucket.is_divided and slot.shape else Everywhere()
+    return Layout(slot.shape, mesh, (flat,)), Layout(slot.shape, mesh, (rows,))
+
+
+def _wrapped(
+    bucket: FlatBucket, index: int, local: torch.Tensor, mesh: DeviceMesh | None
+) -> torch.Tensor:
+    """What stands in a state dict for local rows (rule 3)."""
+    before = bucket.parameters[index].distributed
+    if bucket.is_divided and bucket.packing.slots[index].shape:
+        return as_dtensor(local, _spec(bucket, index, local.dtype, mesh))
+    if before is None:
+        return local
+    meta = TensorMeta(before.shape, before.stride, local.dtype)
+    return as_dtensor(local, DTensorSpec(before.mesh, before.placements, tensor_meta=meta))
+
+
+def _spec(
+    bucket: FlatBucket, index: int, dtype: torch.dtype, given: DeviceMesh | None
+) -> DTensorSpec:
+    """How the rows of a parameter are placed; see [Note: which dimension comes first]."""
+    before = bucket.parameters[index].distributed
+    mesh = given or _mesh(bucket, before)
+    rows: TorchPlacement = Shard(0)
+    behind: tuple[TorchPlacement, ...] = ()
+    if before is not None:
+        behind, cuts = tuple(before.placements), 1
+        for axis, placement in enumerate(behind):
+            if isinstance(placement, Shard | _StridedShard) and placement.dim == 0:
+                cuts *= before.mesh.size(axis)
+        rows = _StridedShard(0, split_factor=cuts) if cuts > 1 else rows
+    replicated = [Replicate()] * (mesh.ndim - 1)
+    if before is not None:
+        mesh = _joined(mesh, before.mesh)
+    shape = whole_shape(bucket, index)
+    meta = TensorMeta(torch.Size(shape), row_major(shape), dtype)
+    return DTensorSpec(mesh, (*replicated, rows, *behind), tensor_meta=meta)
+
+
+def _mesh(bucket: FlatBucket, before: DTensorSpec | None) -> DeviceMesh:
+    """A mesh over the ranks that share a bucket; the last of two dimensions where it is replicated.
+
+    Where tensor parallelism has a mesh of which those ranks are a dimension, it is that dimension.
+    """
+    peers, replicas = bucket.sharing.peers, bucket.sharing.replicas
+    if before is not None and replicas.group is None:
+        root = root_mesh(before.mesh)
+        for axis, name in enumerate(root.mesh_dim_names or ()):
+            if root.get_group(axis) == peers.group:
+                return root[name]
+    if replicas.group is None or peers.group is None:
+        return mesh_over(peers.group, bucket.device.type)
+    found = _grids.setdefault(peers.group, WeakKeyDictionary())
+    if replicas.group not in found:
+        found[replicas.group] = _from_groups(
+            [replicas.group, peers.group], bucket.device.type, ("replicate", "shard")
+        )
+    return found[replicas.group]
+
+
+def _joined(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
+    """A mesh with the dimensions of both."""
+    found = side_by_side(mesh, behind) if root_mesh(mesh) == root_mesh(behind) else None
+    if found is not None:
+        return found
+    groups = [*mesh.get_all_groups(), *behind.get_all_groups()]
+    names = tuple(f"dim_{axis}" for axis in range(len(groups)))
+    return _from_groups(groups, mesh.device_type, names)
+
+
+def _from_groups(
+    groups: list[ProcessGroup], device_type: str, names: tuple[str, ...]
+) -> DeviceMesh:
+    """The mesh whose dimensions are these groups, all in step with those this rank is in."""
+    me = dist.get_rank()
+    ranks = torch.tensor(me, device="cpu")
+    for group in groups:
+        steps = torch.tensor(dist.get_process_group_ranks(group), device="cpu") - me
+        ranks = ranks[..., None] + steps
+    mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    release_with_groups(mesh)
+    return mesh

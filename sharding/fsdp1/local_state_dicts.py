@@ -1,0 +1,281 @@
+"""Local state dicts that say themselves what their values are: the shards, and which of what.
+
+A local state dict has this rank's memory as it lies: flat parameters, or this rank's elements of
+the original ones. What they are parts of stands in its `_metadata`, under the name of the module
+that made it, as numbers, strings and tuples alone, so that it goes wherever the state dict goes and
+`torch.load(weights_only=True)` takes it.
+
+Rules:
+
+1. Nothing here communicates, and nothing needs the module that made the state dict.
+2. One record for each flat parameter: `flat_parameters` is a tuple of dicts with
+
+       key              its name in the state dict; None where the original parameters are there
+       fqns             by parameter in it, all of its names in the module
+       shapes           by parameter, what of its shape tensor parallelism left
+       offsets          by parameter, its first element in the flat parameter
+       numel            elements of all, without padding
+       shard_numel      elements of every rank's shard, with padding
+       layouts          by parameter, the whole shape, the mesh and its placements
+       sharing          the ranks that share the flat parameter, in the order of its shards
+       replicating      the ranks that hold the same shard
+       rank, world_size which rank made it, of how many
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sharding.describe.flat_layouts import slices_of
+from sharding.describe.local_part import FLAT_PARAMETERS, LocalPart
+from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.peers import Peers
+from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
+from sharding.fsdp1.state_dict_keys import OwnKeys, key_prefix
+from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
+
+Record = dict[str, Any]
+"""See rule 2."""
+
+
+def record_of(bucket: FlatBucket, names: list[tuple[str, ...]]) -> Record:
+    """What a bucket's part of a local state dict is; `names` are its parameters' in the module."""
+    form, packing, slots = bucket.form, bucket.packing, bucket.packing.slots
+    return {
+        "key": None if form.use_orig_params else form.name,
+        "fqns": tuple(names),
+        "shapes": tuple(slot.shape for slot in slots),
+        "offsets": tuple(slot.at for slot in slots),
+        "numel": sum(slot.numel for slot in slots),
+        "shard_numel": packing.shard_numel,
+        "layouts": tuple(_written(part.layout) for part in slices_of(bucket)),
+        "sharing": _ranks(bucket.sharing.peers),
+        "replicating": _ranks(bucket.sharing.replicas),
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+    }
+
+
+def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Record:
+    """What a module's DTensors are in a local state dict: each a local tensor under its names."""
+    rank = dist.get_rank()
+    return {
+        "key": None,
+        "fqns": tuple(names),
+        "shapes": tuple(layout.local_shape(rank) for layout in layouts),
+        "offsets": (0,) * len(layouts),
+        "numel": sum(layout.numel for layout in layouts),
+        "shard_numel": 0,
+        "layouts": tuple(map(_written, layouts)),
+        "sharing": (rank,),
+        "replicating": (rank,),
+        "rank": rank,
+        "world_size": dist.get_world_size(),
+    }
+
+
+def local_parts(
+    state: Mapping[str, Any], *, rank: int | None = None, world_size: int | None = None
+) -> dict[str, object]:
+    """A local state dict by the names of the parameters: `LocalPart`s, and what is not divided.
+
+    Parts share the state dict's memory. What no record speaks of stays as it is. The order is the
+    state dict's, with the parameters of a flat one where that is.
+
+    Raises ShardingError where the state dict has lost its `_metadata`, LocalShapeError where a
+    shard is not as large as the record says, and WorldMismatchError where `rank` or `world_size`
+    are given and it was made by another.
+    """
+    found: dict[str, object] = {}
+    records = dict(_by_key(state))
+    if not records and any(_is_flat_name(key) for key in state):
+        raise ShardingError(
+            "this local state dict has flat parameters and no _metadata that says what is in them; "
+            "keep the state dict as `state_dict()` made it, not its items in another dict"
+        )
+    for key, value in state.items():
+        entry = records.get(key)
+        if entry is None:
+            found[key] = value
+            continue
+        check_made_by(key, entry.record, rank, world_size)
+        _check_size(key, value, entry.record["rank"], entry.numel)
+        found |= entry.parts(value)
+    return found
+
+
+def check_made_by(key: str, record: Record, rank: int | None, world_size: int | None) -> None:
+    """Raise WorldMismatchError where a record is of another rank or world size than given."""
+    if record["rank"] not in record["sharing"]:
+        raise WorldMismatchError(
+            f"{key}: the metadata of this local state dict says that rank {record['rank']} made it "
+            f"and that the ranks {record['sharing']} share it; one of them was changed"
+        )
+    for what, wanted in (("world_size", world_size), ("rank", rank)):
+        if wanted is not None and record[what] != wanted:
+            raise WorldMismatchError(
+                f"{key}: this local state dict was made by rank {record['rank']} of "
+                f"{record['world_size']}, and this is {what.replace('_', ' ')} {wanted}; load it "
+                "where it was made, or convert it by ckpt.state_dict.convert"
+            )
+
+
+def check_loadable(
+    own: Sequence[OwnKeys], state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
+) -> None:
+    """Raise where a local state dict does not fit a module's flat parameters, on this rank.
+
+    LocalShapeError for a shard of another size, or a module that was wrapped another way;
+    WorldMismatchError where another rank made it, or another number of ranks. What is missing is
+    not looked at, and neither is what the module's metadata does not say.
+    """
+    rank, records = dist.get_rank(), metadata.get(FLAT_PARAMETERS, ())
+    if records and len(records) != len(own):
+        raise LocalShapeError(
+            f"{prefix or 'the module'}: has {len(own)} flat parameters, and {len(records)} in the "
+            "local state dict: wrap it as it was then, or load a full or sharded state dict"
+        )
+    for index, each in enumerate(own):
+        bucket = each.bucket
+        first = prefix + (each.keys[0][0] if bucket.form.use_orig_params else bucket.form.name)
+        if records:
+            check_made_by(first, records[index], rank, dist.get_world_size())
+            _check_same(first, records[index], record_of(bucket, each.keys))
+        sizes = {prefix + bucket.form.name: bucket.packing.shard_numel}
+        if bucket.form.use_orig_params:
+            pieces = [bucket.piece(number) for number in range(len(each.keys))]
+            sizes = {
+                prefix + key: hi - lo
+                for keys, (_, lo, hi) in zip(each.keys, pieces, strict=True)
+                for key in keys
+            }
+        for key, expected in sizes.items():
+            if key in state:
+                _check_size(key, state[key], rank, expected)
+
+
+def _check_same(key: str, found: Record, mine: Record) -> None:
+    for what in ("sharing", "replicating", "fqns", "shapes", "offsets", "shard_numel"):
+        if found[what] != mine[what]:
+            kind = WorldMismatchError if what in ("sharing", "replicating") else LocalShapeError
+            raise kind(
+                f"{key}: the {what} of this flat parameter are {mine[what]} on rank "
+                f"{mine['rank']}, and {found[what]} in the local state dict: wrap the module as it "
+                "was then, or load a full or sharded state dict"
+            )
+
+
+def _check_size(key: str, value: object, rank: int, expected: int) -> None:
+    found = value.numel() if isinstance(value, torch.Tensor) else type(value).__name__
+    if found != expected:
+        raise LocalShapeError(
+            f"{key}: the shard of rank {rank} has {found} elements in the local state dict, and "
+            f"should have {expected}; it was truncated, or belongs to another rank or world size"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a record says of one value of the state dict: a flat parameter, or one in it."""
+
+    record: Record
+    prefix: str
+    index: int | None
+    """The parameter's; None: all of them, end to end."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the value."""
+        if self.index is None:
+            return int(self.record["shard_numel"])
+        lo, hi = self._layouts[self.index].span(self.record["rank"])
+        return hi - lo
+
+    def parts(self, value: torch.Tensor) -> dict[str, object]:
+        """By name, what of the parameters is in the value."""
+        flat = value.detach().reshape(-1)
+        found: dict[str, object] = {}
+        first = self.record["sharing"].index(self.record["rank"]) * self.record["shard_numel"]
+        for index, layout in enumerate(self._layouts):
+            if self.index not in (None, index):
+                continue
+            lo, hi = layout.span(self.record["rank"])
+            begin = 0
+            if self.index is None and hi > lo:
+                begin = self.record["offsets"][index] + lo - first
+            part = LocalPart(flat[begin : begin + hi - lo], layout, self._key(index))
+            names = self.record["fqns"][index]
+            found |= {f"{self.prefix}{name}": part for name in names}
+        return found
+
+    @property
+    def _layouts(self) -> list[Layout]:
+        return [_read(written) for written in self.record["layouts"]]
+
+    def _key(self, index: int) -> object:
+        return self.prefix, self.record["key"], self.record["offsets"][index], index
+
+
+def _by_key(state: Mapping[str, Any]) -> Iterator[tuple[str, _Entry]]:
+    """What the metadata of a state dict says of its keys."""
+    for path, metadata in (getattr(state, "_metadata", None) or {}).items():
+        prefix = key_prefix(path)
+        for record in metadata.get(FLAT_PARAMETERS, ()):
+            if record["key"] is not None:
+                yield f"{prefix}{record['key']}", _Entry(record, prefix, None)
+                continue
+            for index, names in enumerate(record["fqns"]):
+                for name in names:
+                    yield f"{prefix}{name}", _Entry(record, prefix, index)
+
+
+def _is_flat_name(key: str) -> bool:
+    return key.rpartition(".")[2].startswith("_flat_param")
+
+
+def _ranks(peers: Peers) -> tuple[int, ...]:
+    if peers.group is None:
+        return (dist.get_rank(),)
+    ranks = dist.get_process_group_ranks(peers.group)
+    return tuple(ranks[member] for member in peers.members)
+
+
+_PLACEMENTS = {
+    "replicate": (Replicate, ()),
+    "shard": (Shard, ("dim",)),
+    "strided": (StridedShard, ("dim", "split")),
+    "flat": (FlatShard, ("offset", "stride")),
+}
+
+
+def _written(layout: Layout) -> Record:
+    """A layout as numbers, strings and tuples."""
+    placements = []
+    for placement in layout.placements:
+        for word, (kind, fields) in _PLACEMENTS.items():
+            if type(placement) is kind:
+                placements.append((word, *(getattr(placement, field) for field in fields)))
+    mesh = layout.mesh
+    return {
+        "shape": layout.shape,
+        "mesh": (mesh.names, mesh.sizes, mesh.offset, mesh.strides, mesh.table),
+        "placements": tuple(placements),
+    }
+
+
+def _read(written: Record) -> Layout:
+    names, sizes, offset, strides, table = map(_tuple, written["mesh"])
+    placements: list[Placement] = [
+        _PLACEMENTS[word][0](*numbers) for word, *numbers in written["placements"]
+    ]
+    mesh = Mesh(names, sizes, offset, strides, table)
+    return Layout(tuple(written["shape"]), mesh, tuple(placements))
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

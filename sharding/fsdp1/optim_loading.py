@@ -1,0 +1,317 @@
+"""An optimizer's state by the names of the parameters, made into what an optimizer here can load.
+
+The other way of `sharding.fsdp1.optim_state_dicts`: whole tensors, rows or parts of each name fill
+slices of zeros like the optimizer's parameters.
+
+Groups are matched by `sharding.fsdp1.optim_groups`.
+
+Rules:
+
+1. A parameter in a flat one that has no state, where others have, has zeros and their numbers: it
+   is as before its first step. Their entries must be the same, and their numbers equal.
+2. Everything that does not fit is one error, on all ranks, before anything moves or is changed.
+   What the caller gives is never changed, nor shared with the result.
+3. What only the first rank has, the others learn of from it: names, shapes and values first, then
+   each rank gets the elements it needs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sharding.agreement.ranks import Ranks
+from sharding.describe.describing import describe
+from sharding.describe.dtensor import zeros_placed_like
+from sharding.describe.local_part import FlatSlice, LocalPart, check_holds
+from sharding.describe.members import NamedParameter
+from sharding.describe.sharded_tensor import is_sharded
+from sharding.errors import OptimizerMismatchError
+from sharding.fsdp1.optim_groups import SavedGroups
+from sharding.fsdp1.optim_keys import (
+    ModelNames,
+    OptimInput,
+    OptimState,
+    keyed,
+)
+from sharding.fsdp1.optim_state_dicts import NUMBERS, Entries
+from sharding.layout import Layout, Replicate
+from sharding.reshard.redistribute import Move, redistribute
+
+STAGE = "matching an optimizer's state"
+
+
+@torch.no_grad()
+def state_to_load(
+    module: nn.Module,
+    optim: Optimizer | None,
+    saved: OptimState | None,
+    *,
+    rank0_only: bool = False,
+    by_name: bool = False,
+    group: ProcessGroup | None = None,
+    optim_input: OptimInput | None = None,
+) -> OptimState:
+    """A state dict for `optim.load_state_dict` (see the rules above). All ranks call it.
+
+    Args:
+        saved: what `optim_state_of` gave; with `rank0_only`, on the first rank of the group.
+        by_name: whether the result has the names of the module's parameters for keys.
+
+    Raises:
+        OptimizerMismatchError: it is not the state of this optimizer. RankError where another rank
+            found so.
+        ValueError: it is no optimizer's state.
+    """
+    ranks = Ranks(group)
+    if rank0_only:
+        saved = _from_first(saved, ranks, group)
+
+    def planning() -> _Loading:
+        loading = _Loading(ModelNames.of(module), optim, _checked(saved), ranks, rank0_only)
+        loading.plan(optim_input, by_name)
+        return loading
+
+    loading, agreement = ranks.compare(STAGE, planning, lambda loading: (loading.mark(),), 1)
+    if not agreement.same[0]:
+        raise OptimizerMismatchError(
+            "the ranks load optimizers' states with other names, dtypes or layouts; give all of "
+            "them the same, each its own part"
+        )
+    redistribute(loading.moves, group=group)
+    return loading.result
+
+
+def _checked(saved: object) -> OptimState:
+    if not isinstance(saved, dict) or "state" not in saved:
+        raise ValueError(
+            '`optim_state_dict` must have the key "state" to be a valid optimizer state dict, and '
+            f"is {type(saved).__name__}{_keys(saved)}"
+        )
+    return saved
+
+
+def _keys(saved: object) -> str:
+    return f" with the keys {list(saved)}" if isinstance(saved, Mapping) else ""
+
+
+def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | None) -> OptimState:
+    """What the first rank has; on the others, with tensors that have no memory (rule 3)."""
+
+    def outline() -> list[Any]:
+        if ranks.rank:
+            return [None]
+        state = {
+            key: {entry: _without_memory(value) for entry, value in entries.items()}
+            if isinstance(entries, dict)
+            else entries
+            for key, entries in _checked(saved)["state"].items()
+        }
+        outlined = [{**(saved or {}), "state": state}]
+        pickle.dumps(outlined)  # finds what cannot travel, while all can still be told
+        return outlined
+
+    objects = ranks.attempt(STAGE, outline)
+    dist.broadcast_object_list(objects, src=ranks.mesh.rank((0,)), group=group)
+    found: OptimState = saved if ranks.rank == 0 and saved is not None else objects[0]
+    return found
+
+
+def _without_memory(value: object) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor) or is_sharded(value):
+        raise OptimizerMismatchError(
+            f"a {type(value).__name__} is divided among ranks, and the first rank alone was to "
+            "have the state: load it without rank0_only"
+        )
+    return value.cpu() if value.numel() == 1 else torch.empty_like(value, device="meta")
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A state dict to load, and the moves that fill it."""
+
+    names: ModelNames
+    optim: Optimizer | None
+    saved: OptimState
+    ranks: Ranks
+    from_first: bool
+    moves: list[Move] = field(default_factory=list)
+    result: OptimState = field(default_factory=dict)
+
+    def plan(self, optim_input: OptimInput | None, by_name: bool) -> None:
+        """Everything but the elements is in the result. Raises OptimizerMismatchError."""
+        known = keyed(self.names, self.optim, optim_input, by_name)
+        first = self.names.first
+        entries = {first.get(name, name): value for name, value in self.saved["state"].items()}
+        groups = SavedGroups.of(self.saved, first)
+        if groups is not None:
+            groups.check_names(known, first)
+        state: dict[Any, Any] = {}
+        taken: set[str] = set()
+        for key, named in known.parameters.items():
+            taken.update(named.names)
+            held = {name: entries[name] for name in named.names if entries.get(name)}
+            if not held:
+                continue
+            if groups is not None:
+                self._check_complete(named, held, entries, groups)
+            state[key] = self._sliced(named, held) if named.slices else self._own(named, held)
+        known_names = taken | set(first) | set({} if groups is None else groups.group_of)
+        others = {name: value for name, value in entries.items() if name not in known_names}
+        state |= deepcopy(others)
+        self.result = {"state": state}
+        if groups is not None:
+            self.result["param_groups"] = groups.matched(known, self.optim)
+
+    def mark(self) -> int:
+        """A hash of what ranks must agree on."""
+        seen = [(m.name, m.target.dtype, str(m.have), str(m.want)) for m in self.moves]
+        return crc32(repr(seen).encode())
+
+    def _check_complete(
+        self,
+        named: NamedParameter,
+        held: Mapping[str, Entries],
+        every: Mapping[str, Entries],
+        groups: SavedGroups,
+    ) -> None:
+        """Raise where an entry is lacking that the optimizer has, and others in the group."""
+        if self.optim is None:
+            return
+        mine = self.optim.state.get(named.parameter, {})
+        for name, entries in held.items():
+            for entry in [entry for entry in mine if entry not in entries]:
+                if any(entry in every.get(other, {}) for other in groups.beside(name)):
+                    raise OptimizerMismatchError(
+                        f"{name}: the optimizer's state has no {entry!r}, which other parameters "
+                        f"of its group have; it has {list(entries)}"
+                    )
+
+    # State of a part of one parameter, or of several end to end.
+
+    def _sliced(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
+        (first, entries), *others = held.items()
+        for name, each in others:
+            if each.keys() != entries.keys():
+                raise OptimizerMismatchError(
+                    f"{name} has the optimizer state {sorted(map(str, each))} and {first} has "
+                    f"{sorted(map(str, entries))}; they are in one flat parameter, and have one "
+                    "state: an entry is missing"
+                )
+        return {entry: self._slice_entry(named, held, entry) for entry in entries}
+
+    def _slice_entry(
+        self, named: NamedParameter, held: Mapping[str, Entries], entry: object
+    ) -> object:
+        slices = dict(zip(named.names, named.slices, strict=True))
+        values = {name: each[entry] for name, each in held.items()}
+        spread = {n: v for n, v in values.items() if isinstance(v, torch.Tensor | LocalPart)}
+        if len(spread) == len(values):
+            shapes = {name: tuple(value.shape) for name, value in spread.items()}
+            if entry not in NUMBERS and all(
+                shape == slices[name].layout.shape for name, shape in shapes.items()
+            ):
+                return self._filled(named, slices, spread, entry)
+            numbers = {n: v for n, v in spread.items() if not isinstance(v, LocalPart)}
+            if all(name in numbers and numbers[name].numel() == 1 for name in spread):
+                _check_equal({name: number.item() for name, number in numbers.items()}, entry)
+                return next(iter(numbers.values())).detach().clone()
+            name = next(n for n, shape in shapes.items() if shape != slices[n].layout.shape)
+            raise OptimizerMismatchError(
+                f"{name}: the optimizer's {entry!r} has the shape {shapes[name]}, and the "
+                f"parameter {slices[name].layout.shape}; it is the state of another module, or "
+                "cannot be divided among ranks"
+            )
+        if spread:
+            kinds = {name: type(value).__name__ for name, value in values.items()}
+            raise OptimizerMismatchError(f"the optimizer's {entry!r} is of several types: {kinds}")
+        _check_equal(values, entry)
+        return deepcopy(next(iter(values.values())))
+
+    def _filled(
+        self,
+        named: NamedParameter,
+        slices: Mapping[str, FlatSlice],
+        values: Mapping[str, torch.Tensor | LocalPart],
+        entry: object,
+    ) -> torch.Tensor:
+        dtypes = {name: value.dtype for name, value in values.items()}
+        if len(set(dtypes.values())) > 1:
+            raise OptimizerMismatchError(f"the optimizer's {entry!r} has several dtypes: {dtypes}")
+        target = zeros_placed_like(named.parameter, next(iter(dtypes.values())))
+        for name, value in values.items():
+            part = slices[name].of(target)
+            self._move(f"{name}.{entry}", value, part.local, part.layout)
+        return target
+
+    # State of a parameter that is itself.
+
+    def _own(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
+        [(name, entries)] = held.items()
+        return {
+            entry: self._own_entry(named.parameter, f"{name}.{entry}", entry, value)
+            for entry, value in entries.items()
+        }
+
+    def _own_entry(
+        self, parameter: torch.Tensor, path: str, entry: object, value: object
+    ) -> object:
+        if not isinstance(value, torch.Tensor | LocalPart):
+            return deepcopy(value)
+        is_placed = isinstance(parameter, DTensor) and value.shape == parameter.shape
+        if is_placed and entry not in NUMBERS:
+            target = zeros_placed_like(parameter, value.dtype)
+            local, want = describe(target, path, self.ranks.mesh)
+            self._move(path, value, local, want)
+            return target
+        copied = self._copied(value)
+        if copied is not None:
+            return copied
+        shape = tuple(value.shape)
+        device = parameter.device if shape == tuple(parameter.shape) else torch.device("cpu")
+        whole = torch.empty(shape, dtype=value.dtype, device=device)
+        self._move(path, value, whole, Layout(shape, self.ranks.mesh, (Replicate(),)))
+        return whole
+
+    def _copied(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
+        """A tensor that this rank has whole, in memory of its own; None if it has not."""
+        if isinstance(value, LocalPart | DTensor) or is_sharded(value):
+            return None
+        if self.from_first and value.numel() != 1:
+            return None
+        return value.detach().clone()
+
+    def _move(
+        self, path: str, value: torch.Tensor | LocalPart, target: torch.Tensor, want: Layout
+    ) -> None:
+        if self.from_first and isinstance(value, torch.Tensor) and value.numel() != 1:
+            have = Layout.single(tuple(value.shape), self.ranks.mesh.rank((0,)))
+            local = value.detach() if self.ranks.rank == 0 else target.new_empty(0)
+        else:
+            local, have = describe(value, path, self.ranks.mesh)
+            check_holds(path, local, have, self.ranks.here)
+        self.moves.append(Move(path, local, have, target, want))
+
+
+def _check_equal(values: Mapping[str, object], entry: object) -> None:
+    """Raise where parameters that are in one flat parameter have several values."""
+    (first, wanted), *others = values.items()
+    for name, value in others:
+        if value != wanted:
+            raise OptimizerMismatchError(
+                f"the optimizer's {entry!r} is {wanted!r} for {first} and {value!r} for {name}; "
+                "they are in one flat parameter, and have one: wrap with use_orig_params=True"
+            )

@@ -1,0 +1,166 @@
+"""What `FullyShardedDataParallel` can do with optimizers' state: torch's functions, by its names.
+
+They take any module that has this runtime inside: wrapped, given to either `fully_shard`, or a
+module around such. What they do is in `sharding.fsdp1.optim_state_dicts` and
+`sharding.fsdp1.optim_loading`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from sharding.fsdp1.optim_keys import OptimInput, OptimState, rekeyed
+from sharding.fsdp1.optim_loading import state_to_load
+from sharding.fsdp1.optim_state_dicts import Wanted, optim_state_of
+from sharding.fsdp1.state_dicts import settings_of
+from sharding.kind import Kind
+from sharding.policies import (
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+)
+from sharding.state_dict_settings import KIND_OF, member_of
+
+
+class OptimStateDicts:
+    """Optimizers' state by the names of parameters, and back. See the top of this file."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: OptimState | None = None,
+        group: ProcessGroup | None = None,
+    ) -> OptimState:
+        """The optimizer's state by the names of parameters, of the kind that is set for the model.
+
+        Full: whole tensors, with `rank0_only` on the first rank and an empty dict on the others.
+        Sharded: DTensors by rows. Local: `LocalPart`s on the optimizer's memory; nobody talks.
+        All ranks of `group` call it. `optim_state_dict` is `optim.state_dict()`, if it is changed.
+
+        Raises ValueError (`sharding.errors.OptimizerMismatchError`) where it is not the state
+        of the model's parameters, or cannot be divided; on all ranks, before anything moves.
+        """
+        settings = settings_of(model)
+        config = settings.optim_state_dict_config
+        wanted = Wanted(
+            KIND_OF[settings.state_dict_type],
+            _is_rank0_only(settings),
+            config.offload_to_cpu,
+            group,
+        )
+        state = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        return optim_state_of(model, optim, state, wanted)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: OptimState,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup | None = None,
+    ) -> OptimState:
+        """What `optim_state_dict` gave, of any kind, as a state dict that `optim` can load.
+
+        Wrapping, ranks and kind may be others than they were. Where the model's settings say
+        `rank0_only`, the first rank's is taken. All ranks of `group` call it. `load_directly` has
+        the optimizer load it; `is_named_optimizer` is for one whose state has names for keys.
+
+        Raises ValueError (`sharding.errors.OptimizerMismatchError`) where it is not the state
+        of this optimizer: on all ranks, before anything is changed.
+        """
+        result = state_to_load(
+            model,
+            optim,
+            optim_state_dict,
+            rank0_only=_is_rank0_only(settings_of(model)),
+            by_name=is_named_optimizer,
+            group=group,
+        )
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput | None = None,
+        rank0_only: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> OptimState:
+        """The optimizer's state with whole tensors on the CPU, whatever is set for the model."""
+        wanted = Wanted(Kind.FULL, rank0_only, to_cpu=True, group=group)
+        return optim_state_of(model, optim, optim.state_dict(), wanted, optim_input)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
+    ) -> OptimState:
+        """The optimizer's state as DTensors on the CPU, whatever is set for the model."""
+        wanted = Wanted(Kind.SHARDED, to_cpu=True, group=group)
+        return optim_state_of(model, optim, optim.state_dict(), wanted)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: OptimState,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> OptimState:
+        """What an optimizer can load, of whole tensors that every rank has.
+
+        Without `optim` and `optim_input` it is for one of all of the model's parameters.
+        """
+        return state_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: OptimState | None,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+        group: ProcessGroup | None = None,
+    ) -> OptimState:
+        """What an optimizer can load, of whole tensors that the first rank of `group` has."""
+        return state_to_load(
+            model,
+            optim,
+            full_optim_state_dict,
+            rank0_only=True,
+            group=group,
+            optim_input=optim_input,
+        )
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: OptimState, model: nn.Module, optim: Optimizer
+    ) -> OptimState:
+        """What an optimizer can load, of DTensors."""
+        return state_to_load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: OptimState,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> OptimState:
+        """The state dict of an optimizer of a module that is not wrapped, with other keys.
+
+        Names, as `full_optim_state_dict` has them, or positions, as the optimizer itself. Nothing
+        is communicated.
+        """
+        kind: Any = member_of(OptimStateKeyType, optim_state_key_type)
+        return rekeyed(optim_state_dict, kind, model, optim_input, optim)
+
+
+def _is_rank0_only(settings: StateDictSettings) -> bool:
+    config = settings.optim_state_dict_config
+    return isinstance(config, FullOptimStateDictConfig) and config.rank0_only

@@ -1,0 +1,339 @@
+"""An optimizer's state by the names of the parameters: whole, by rows, or as it lies.
+
+What an optimizer keeps for a flat parameter is laid out as that is, so it is the state of every
+parameter in it, in slices. Numbers, as of steps, belong to each of them.
+
+Rules:
+
+1. The result is `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`, in the
+   order of the optimizer's groups. Parameters without state are in groups alone. State under keys
+   that are no parameter's is passed through.
+2. Tensors are in memory of their own, but for local state, which is the optimizer's memory.
+3. What is divided among ranks must be there on every rank that has some of the parameter, with the
+   same entries and numbers; a rank that has nothing of it may have no state, or another.
+4. An error of one rank is an error on all of them, before anything has moved. A local one talks to
+   nobody.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sharding.agreement.ranks import Ranks
+from sharding.describe.local_part import LocalPart
+from sharding.describe.members import NamedParameter
+from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.errors import OptimizerMismatchError
+from sharding.fsdp1.entry_point import front_doors
+from sharding.fsdp1.flat_states import FlatPart, by_rows
+from sharding.fsdp1.optim_keys import (
+    Key,
+    Keyed,
+    ModelNames,
+    OptimInput,
+    OptimState,
+    is_keyed_by_name,
+    keyed,
+    options_of,
+)
+from sharding.fsdp1.state_dicts import mesh_given
+from sharding.kind import Kind
+from sharding.reshard.kinds import converted
+
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Entries of torch's optimizers that are one number for a parameter, even of no dimensions."""
+
+COMPARING = "comparing optimizers' states"
+Entries = dict[Any, Any]
+"""What an optimizer keeps for one parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which optimizer state a caller asks for."""
+
+    kind: Kind
+    rank0_only: bool = False
+    """Whole tensors on the first rank of the group alone; the others get an empty dict."""
+    to_cpu: bool = False
+    group: ProcessGroup | None = None
+    """The ranks that call."""
+
+    def mark(self) -> int:
+        """A hash of what all of them must ask for."""
+        return crc32(repr((self.kind, self.rank0_only)).encode())
+
+
+@torch.no_grad()
+def optim_state_of(
+    module: nn.Module,
+    optim: Optimizer,
+    state: OptimState,
+    wanted: Wanted,
+    optim_input: OptimInput | None = None,
+) -> OptimState:
+    """An optimizer's state dict by names (see the rules above). All ranks call it.
+
+    Raises OptimizerMismatchError where the optimizer is not the module's, state cannot be divided,
+    or ranks differ in what they have (rule 3); RankError where that is another rank's.
+    """
+    local = wanted.kind is Kind.LOCAL
+
+    def planning() -> _Plan:
+        found = keyed(ModelNames.of(module), optim, optim_input, is_keyed_by_name(state))
+        return _Plan.of(found, state)
+
+    if local:
+        plan = planning()
+        return {"state": {**plan.entries, **plan.others}, **_groups(plan.known, state)}
+    ranks = Ranks(wanted.group)
+    plan, agreement = ranks.compare(
+        "describing an optimizer's state", planning, lambda plan: (plan.mark(), wanted.mark()), 2
+    )
+    if not agreement.same[1]:
+        raise OptimizerMismatchError(
+            "the ranks ask for different state dicts of the optimizer: this one for a "
+            f"{wanted.kind.value} one with rank0_only={wanted.rank0_only}; set the same on all"
+        )
+    if not agreement.same[0]:
+        ranks.attempt(COMPARING, lambda: pickle.dumps(plan.described))  # all of it can travel
+        everyone: list[dict[str, _Described]] = [{} for _ in range(ranks.world_size)]
+        dist.all_gather_object(everyone, plan.described, group=wanted.group)
+        ranks.attempt(COMPARING, lambda: plan.complete(everyone))
+    made = _rows(plan, wanted, module) if wanted.kind is Kind.SHARDED else {}
+    made |= _converted(plan, wanted, made)
+    if wanted.rank0_only and ranks.rank > 0:
+        return {}
+    entries = {
+        name: {
+            entry: made[name, entry] if (name, entry) in made else _copied(value, wanted.to_cpu)
+            for entry, value in held.items()
+        }
+        for name, held in plan.entries.items()
+    }
+    return {"state": {**entries, **plan.others}, **_groups(plan.known, state)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a rank has of one divided parameter's state."""
+
+    has_elements: bool
+    entries: dict[Any, tuple[Any, ...]]
+    """By entry: ("divided", dtype), ("number", dtype, shape, number) or ("value", value)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """An optimizer's state under names: what is divided is a `LocalPart`."""
+
+    known: Keyed
+    entries: dict[str, Entries] = field(default_factory=dict)
+    described: dict[str, _Described] = field(default_factory=dict)
+    """Of what is divided."""
+    others: dict[Any, Any] = field(default_factory=dict)
+    """State that is no parameter's."""
+
+    @classmethod
+    def of(cls, known: Keyed, state: OptimState) -> _Plan:
+        """What this rank has."""
+        plan = cls(known)
+        for key, named in known.parameters.items():
+            if key not in state["state"]:
+                continue
+            held = state["state"][key]
+            if not named.slices:
+                plan.entries[named.names[0]] = dict(held)
+                continue
+            for name, part in zip(named.names, named.slices, strict=True):
+                entries = {
+                    entry: part.of(value) if _is_divided(named, entry, value) else value
+                    for entry, value in held.items()
+                }
+                plan.entries[name] = entries
+                plan.described[name] = _Described(
+                    part.hi > part.lo, {e: _described(name, e, v) for e, v in entries.items()}
+                )
+        keys = set(known.parameters)
+        plan.others.update({k: v for k, v in state["state"].items() if k not in keys})
+        return plan
+
+    def mark(self) -> int:
+        """A hash of what ranks must have alike, where they have elements."""
+        seen = [(name, each.entries) for name, each in self.described.items()]
+        return crc32(repr(seen).encode())
+
+    def complete(self, everyone: list[dict[str, _Described]]) -> None:
+        """This rank has the entries that the others have (rule 3)."""
+        for named in self.known.parameters.values():
+            for name, part in zip(named.names, named.slices, strict=bool(named.slices)):
+                said = {r: each[name] for r, each in enumerate(everyone) if name in each}
+                if said:
+                    self._complete(name, named, part.hi > part.lo, said)
+        order = [name for named in self.known.parameters.values() for name in named.names]
+        for name in order:
+            if name in self.entries:
+                self.entries[name] = self.entries.pop(name)
+
+    def _complete(
+        self, name: str, named: NamedParameter, has_elements: bool, said: dict[int, _Described]
+    ) -> None:
+        holders = {rank: each for rank, each in said.items() if each.has_elements}
+        first, wanted = min((holders or said).items())
+        for rank, each in holders.items():
+            if each.entries != wanted.entries:
+                raise OptimizerMismatchError(
+                    f"{name}: the optimizer of rank {first} has the state {wanted.entries}, that "
+                    f"of rank {rank} {each.entries}; ranks take every step together"
+                )
+        mine = self.entries.get(name, {})
+        if has_elements and name not in self.entries:
+            raise OptimizerMismatchError(
+                f"{name}: the optimizer of this rank has no state for its part of it, that of rank "
+                f"{first} has; give all ranks' optimizers the same parameters and steps"
+            )
+        part = named.slices[named.names.index(name)]
+        nothing = named.parameter.detach().reshape(-1)[:0]
+        self.entries[name] = {
+            entry: mine[entry] if has_elements else _made(said_of, LocalPart(nothing, part.layout))
+            for entry, said_of in wanted.entries.items()
+        }
+
+
+def _is_divided(named: NamedParameter, entry: object, value: object) -> bool:
+    """Whether an entry has an element for each of its parameter's."""
+    if not isinstance(value, torch.Tensor) or entry in NUMBERS:
+        return False
+    return value.shape == named.parameter.shape
+
+
+def _described(name: str, entry: object, value: object) -> tuple[Any, ...]:
+    if isinstance(value, LocalPart):
+        return "divided", value.dtype
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return "number", value.dtype, tuple(value.shape), value.item()
+    for tensor in _tensors(value):
+        raise OptimizerMismatchError(
+            f"{name}: the optimizer's {entry!r} has a tensor of shape {tuple(tensor.shape)}, and "
+            "only numbers and tensors of the parameter's shape can be divided among ranks; use "
+            "sharding.fully_shard, or an optimizer that works element by element"
+        )
+    return "value", value
+
+
+def _tensors(nest: object) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, Mapping | list | tuple):
+        for item in nest.values() if isinstance(nest, Mapping) else nest:
+            yield from _tensors(item)
+
+
+def _made(said: tuple[Any, ...], part: LocalPart) -> object:
+    """What a rank has of another's entry that has nothing of the parameter."""
+    if said[0] == "divided":
+        return LocalPart(part.local.to(said[1]), part.layout)
+    if said[0] == "number":
+        return torch.tensor(said[3], dtype=said[1], device="cpu").reshape(said[2])
+    return said[1]
+
+
+Made = dict[tuple[str, Any], Any]
+"""What stands in the result, by name and entry."""
+
+
+def _converted(plan: _Plan, wanted: Wanted, made: Made) -> Made:
+    """What is divided and not made yet, as tensors of the wanted kind. All ranks call it."""
+    places = [
+        (name, entry)
+        for name, entries in plan.entries.items()
+        for entry, value in entries.items()
+        if isinstance(value, LocalPart | DTensor) and (name, entry) not in made
+    ]
+    found = converted(
+        {f"{name}.{entry}": plan.entries[name][entry] for name, entry in places},
+        wanted.kind,
+        rank0_only=wanted.rank0_only,
+        offload_to_cpu=wanted.to_cpu,
+        group=wanted.group,
+    )
+    results = {}
+    for name, entry in places:
+        if f"{name}.{entry}" in found:
+            value = found[f"{name}.{entry}"]
+            shares = _memory(value) == _memory(plan.entries[name][entry])
+            results[name, entry] = _copied(value, to_cpu=False) if shares else value
+    return results
+
+
+def _memory(value: torch.Tensor | LocalPart) -> int:
+    """Where a tensor's storage begins."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    local = value.local if isinstance(value, LocalPart) else value
+    return local.untyped_storage().data_ptr()
+
+
+def _rows(plan: _Plan, wanted: Wanted, module: nn.Module) -> Made:
+    """What lies as flat parameters do, by rows. The ranks that share them call it."""
+    buckets: dict[int, tuple[FlatBucket, DeviceMesh | None]] = {}
+    for door in front_doors(module):
+        for bucket in flat_buckets(door.unit.buckets):
+            buckets[id(bucket)] = bucket, mesh_given(door)
+    parts: dict[int, list[FlatPart]] = {}
+    places: dict[int, list[tuple[str, Any]]] = {}
+    for named in plan.known.parameters.values():
+        for name, own in zip(named.names, named.slices, strict=bool(named.slices)):
+            at, index = own.key if isinstance(own.key, tuple) else (None, None)
+            if at not in buckets:
+                continue
+            for entry, value in plan.entries.get(name, {}).items():
+                if isinstance(value, LocalPart):
+                    local = value.local.reshape(-1)
+                    parts.setdefault(at, []).append(FlatPart(f"{name}.{entry}", index, local))
+                    places.setdefault(at, []).append((name, entry))
+    made: Made = {}
+    for at, found in parts.items():
+        bucket, mesh = buckets[at]
+        values = by_rows(bucket, found, mesh, to_cpu=wanted.to_cpu)
+        made |= dict(zip(places[at], values, strict=True))
+    return made
+
+
+def _copied(value: Any, to_cpu: bool) -> Any:
+    """A value that no other holds."""
+    if not isinstance(value, torch.Tensor):
+        return deepcopy(value)
+    value = value.detach().clone()
+    return value.cpu() if to_cpu else value
+
+
+def _groups(known: Keyed, state: OptimState) -> dict[str, list[dict[str, Any]]]:
+    """The groups with names for parameters; nothing where the state dict has none."""
+    if "param_groups" not in state:
+        return {}
+
+    def names(key: Key) -> tuple[str, ...]:
+        return known.parameters[key].names
+
+    groups = [
+        {
+            **deepcopy(options_of(group)),
+            "params": [name for key in group["params"] for name in names(key)],
+        }
+        for group in state["param_groups"]
+    ]
+    return {"param_groups": groups}

@@ -1,0 +1,156 @@
+"""Making a unit with flat parameters of a module: what both of its front doors do.
+
+choose the groups    ->  who shares, who replicates
+materialize          ->  no parameter is on the meta device
+move                 ->  all are where the module computes
+synchronize          ->  all ranks have what the first has
+flatten              ->  a bucket for each dtype, of what is trained and of what is frozen
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sharding.device_rules import (
+    check_one_device,
+    compute_device,
+    device_given,
+    warn_of_host_memory,
+)
+from sharding.discovery import Found, borrowed_bucket, free_parameters
+from sharding.engine.bucket import Bucket
+from sharding.engine.chunk_bucket import local_of
+from sharding.engine.flat_bucket import FlatBucket, FlatForm
+from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.peers import Sharing
+from sharding.engine.runtime import UNIT, units_of
+from sharding.engine.unit import Casts, Unit
+from sharding.fsdp1.strategies import KEEPS_AFTER_FORWARD
+from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
+from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSettings:
+    """What a user chose for a unit with flat parameters."""
+
+    strategy: ShardingStrategy
+    sharing: Sharing
+    use_orig_params: bool
+    offload: bool = False
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    device_id: int | torch.device | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool = False
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    ignored_modules: frozenset[nn.Module] = frozenset()
+    ignored_params: frozenset[nn.Parameter] = frozenset()
+
+
+def make_flat_unit(module: nn.Module, owner: nn.Module, settings: FlatSettings) -> Unit:
+    """The unit of a module's own parameters, which lie in flat ones from now on.
+
+    `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
+    groups call it.
+    """
+    sharing = settings.sharing
+    ignored_params, ignored_modules = settings.ignored_params, settings.ignored_modules
+    given = device_given(settings.device_id, sharing.peers.rank)
+    inner = {part for unit in units_of((module,)) for part in unit.modules}
+    own = list(own_modules(module, ignored_modules, inner))
+    found = list(free_parameters((module,), ignored_params, ignored_modules))
+    parameters = [each.parameter for each in found]
+    buffers = [b for part in own for b in part.buffers(recurse=False)]
+    compute = compute_device(parameters, given)
+    if any(tensor.is_meta for tensor in parameters + buffers):
+        real = [p for p in parameters if not p.is_meta]
+        if real and len(real) < len(parameters) and settings.param_init_fn is None:
+            check_one_device(parameters, given)
+        materialize(own, compute, settings.param_init_fn)
+        found = list(free_parameters((module,), ignored_params, ignored_modules))
+        parameters = [each.parameter for each in found]
+        buffers = [b for part in own for b in part.buffers(recurse=False)]
+    check_one_device(parameters, given)
+    if given is not None:
+        _move(parameters, buffers, given)
+    else:
+        warn_of_host_memory(parameters, compute)
+    if settings.sync_module_states:
+        states: list[torch.Tensor] = [p.detach() for p in parameters] + buffers
+        check_reachable(states, sharing)
+        broadcast_states(states, sharing)
+    buckets, borrowed = _buckets(found, module, settings, compute)
+    unit = Unit((owner,), buckets, borrowed, _casts(settings.mixed_precision), _reshard(settings))
+    unit.shows_sharded = True
+    unit.keeps_unreduced = settings.strategy in KEEPS_AFTER_FORWARD
+    unit.prefetches_forward = settings.forward_prefetch
+    unit.prefetches_backward = settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    unit.prefetches_late = settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    setattr(owner, UNIT, unit)
+    return unit
+
+
+def _buckets(
+    found: Iterable[Found], module: nn.Module, settings: FlatSettings, compute: torch.device
+) -> tuple[list[Bucket], list[Bucket]]:
+    """The unit's buckets, and those of other units that it uses besides."""
+    sharing = settings.sharing
+    own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+    borrowed: dict[int, Bucket] = {}
+    for each in found:
+        bucket = borrowed_bucket(each)
+        if bucket is not None:
+            borrowed[id(bucket)] = bucket
+            continue
+        parameter = each.parameter
+        spec = parameter._spec if isinstance(parameter, DTensor) else None
+        local = local_of(parameter, spec)
+        entry = Parameter(each.name, each.owners, parameter, 0, tuple(local.shape))
+        entry.distributed = spec
+        each.taken_as(entry)
+        own.setdefault((parameter.dtype, parameter.requires_grad), []).append(entry)
+    mixed = settings.mixed_precision
+    precision = Precision(mixed.param_dtype, mixed.reduce_dtype, mixed.keep_low_precision_grads)
+    unsafe = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"
+    buckets: list[Bucket] = []
+    for number, entries in enumerate(own.values()):
+        name = "_flat_param" if number == 0 else f"_flat_param_{number}"
+        form = FlatForm(settings.use_orig_params, module, name, unsafe)
+        bucket = FlatBucket(entries, sharing, precision, sharing.next_number(), form)
+        bucket.compute_device = compute
+        if settings.offload and compute.type != "cpu":
+            bucket.flat.data = bucket.flat.data.cpu()
+        buckets.append(bucket)
+        for entry in entries:
+            entry.bucket = bucket
+    return buckets, list(borrowed.values())
+
+
+def _casts(mixed: MixedPrecision) -> Casts:
+    dtype = mixed.param_dtype
+    nested = dtype if mixed.cast_forward_inputs else None
+    return Casts(nested, dtype if mixed.cast_root_forward_inputs else nested, None)
+
+
+def _reshard(settings: FlatSettings) -> bool | None:
+    """When whole parameters go after forward: None is, in all units but the root."""
+    if settings.strategy in KEEPS_AFTER_FORWARD or settings.strategy is ShardingStrategy.NO_SHARD:
+        return False
+    return None
+
+
+def _move(
+    parameters: list[nn.Parameter], buffers: list[torch.Tensor], device: torch.device
+) -> None:
+    with torch.no_grad():
+        for tensor in [*parameters, *buffers]:
+            if tensor.device != device and not tensor.is_meta:
+                tensor.data = tensor.data.to(device)

@@ -1,0 +1,188 @@
+"""From the values of a state dict to this rank's shard of a flat parameter, gathering nothing.
+
+`load_state_dict` copies values into what modules have: a flat parameter, or this rank's elements of
+the original ones. Before it does, the values are made into that, here:
+
+    plain tensors                        their elements are taken; nothing is sent
+    DTensors and torch's ShardedTensors  sent among the ranks that share the flat parameter, where
+                                         those have all of them, as of sharded state dicts; among
+                                         all ranks otherwise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sharding.agreement.ranks import Ranks
+from sharding.describe.describing import describe
+from sharding.describe.flat_layouts import slices_of
+from sharding.describe.local_part import check_holds
+from sharding.describe.sharded_tensor import is_sharded
+from sharding.engine.chunk_bucket import local_of
+from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.parameter import Parameter
+from sharding.errors import ShardingError
+from sharding.fsdp1.flat_states import FlatPart, Held, fill_parts, held_among_peers, whole_shape
+from sharding.fsdp1.state_dict_keys import OwnKeys, state_key
+from sharding.reshard.redistribute import Move, redistribute
+from sharding.torch_versions import cut
+
+
+@dataclass(slots=True)
+class _Given:
+    """What a state dict has for a bucket's parameters, by how it gets to the shard."""
+
+    near: list[tuple[FlatPart, Held]] = field(default_factory=list)
+    spread: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
+    whole: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Iterator[FlatPart]:
+        """Everything that is filled."""
+        for pairs in (self.near, self.spread, self.whole):
+            yield from (part for part, _ in pairs)
+
+    def mark(self) -> int:
+        """A hash of what all ranks must agree on."""
+        seen = [
+            [(part.name, str(part.local.dtype)) for part, _ in pairs]
+            for pairs in (self.near, self.spread, self.whole)
+        ]
+        lying = [held.layout for _, held in self.near]
+        return crc32(repr((seen, lying)).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoading:
+    """One bucket's values in a state dict, whose keys have `inside` in front."""
+
+    own: OwnKeys
+    mesh: DeviceMesh | None
+    state: dict[str, Any]
+    inside: str
+
+    def load(self, strict: bool, missing: list[str], errors: list[str]) -> None:
+        """A flat parameter has the values; for original ones the state dict has what they copy.
+
+        All ranks call it. What is missing has the elements that it had, and is noted where `strict`
+        if the modules would not. Raises ShardingError, on all ranks, where they do not load the
+        same names.
+        """
+        bucket, keys = self.own.bucket, self.own.keys
+        flat = bucket.flat.detach().clone()
+
+        def reading() -> _Given:
+            return self._given(flat, strict, missing, errors)
+
+        if bucket.sharing.peers.group is None:
+            given = reading()
+        else:
+            ranks = Ranks(bucket.sharing.peers.group)
+            given, agreement = ranks.compare(
+                "reading a sharded state dict", reading, lambda found: (found.mark(),), 1
+            )
+            if not agreement.same[0]:
+                path = state_key(self.inside).rstrip(".") or "the root"
+                raise ShardingError(
+                    f"{path}: the ranks load sharded state dicts with other names, dtypes "
+                    "or placements; all of them load the same, each its own part"
+                )
+        self._fill(given)
+        for part in given.parts:
+            view = bucket.shard_view(part.index, flat).reshape(-1)
+            if view.data_ptr() != part.local.data_ptr():  # of another dtype
+                view.copy_(part.local)
+        if bucket.form.use_orig_params:
+            for index, names in enumerate(keys):
+                for key in names:
+                    if self.inside + key in self.state:
+                        self.state[self.inside + key] = bucket.shard_view(index, flat)
+            return
+        for names in keys:
+            for key in names:
+                self.state.pop(self.inside + key, None)
+        with torch.no_grad():
+            bucket.flat.copy_(flat)
+
+    def _given(
+        self, flat: torch.Tensor, strict: bool, missing: list[str], errors: list[str]
+    ) -> _Given:
+        bucket, given = self.own.bucket, _Given()
+        for index, names in enumerate(self.own.keys):
+            there = [key for key in names if self.inside + key in self.state]
+            if strict and not bucket.form.use_orig_params:
+                missing += [self.inside + key for key in names if key not in there]
+            if not there:
+                continue
+            key = self.inside + there[-1]
+            value, wanted = self.state[key], torch.Size(whole_shape(bucket, index))
+            if isinstance(value, torch.Tensor) and value.shape == (1,) and not wanted:
+                value = value[0]
+            found = value.shape if isinstance(value, torch.Tensor) else type(value).__name__
+            if found != wanted:
+                errors.append(
+                    f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
+                    f"the shape in current model is {wanted}."
+                )
+                continue
+            local = bucket.shard_view(index, flat).reshape(-1)
+            if value.dtype != local.dtype:
+                local = torch.empty_like(local, dtype=value.dtype)
+            part = FlatPart(key, index, local)
+            before = bucket.parameters[index].distributed
+            is_spread = isinstance(value, DTensor) or is_sharded(value)
+            if not is_spread or (before is not None and value.device_mesh == before.mesh):
+                given.whole.append((part, value))
+                continue
+            held = held_among_peers(bucket, index, value, key, self.mesh)
+            if held is None:
+                given.spread.append((part, value))
+            else:
+                given.near.append((part, held))
+        return given
+
+    def _fill(self, given: _Given) -> None:
+        """Every part has its elements. All ranks that share the bucket call it alike."""
+        bucket = self.own.bucket
+        fill_parts(bucket, given.near)
+        if given.spread:
+            _fill_spread(bucket, given.spread)
+        for part, value in given.whole:
+            _, lo, hi = bucket.piece(part.index)
+            parameter = bucket.parameters[part.index]
+            if not isinstance(value, DTensor):
+                value = whole_as_used(value, parameter)
+            value = local_of(value, parameter.distributed)
+            part.local.copy_(value.reshape(-1)[lo:hi])
+
+
+def _fill_spread(bucket: FlatBucket, pairs: list[tuple[FlatPart, torch.Tensor]]) -> None:
+    """Fill parts from tensors that lie any way over all ranks, which all call it."""
+    ranks, slices = Ranks(), slices_of(bucket)
+
+    def moves() -> list[Move]:
+        found = []
+        for part, value in pairs:
+            local, have = describe(value, part.name, ranks.mesh)
+            check_holds(part.name, local, have, ranks.here)
+            found.append(Move(part.name, local, have, part.local, slices[part.index].layout))
+        return found
+
+    redistribute(ranks.attempt("loading a sharded state dict", moves))
+
+
+def whole_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """A loaded value as the whole parameter takes it."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    spec = parameter.distributed
+    if spec is None:
+        return value
+    return cut(value, spec.mesh, spec.placements)

@@ -1,0 +1,329 @@
+"""State dicts of modules with flat parameters, by the module's own `state_dict()`.
+
+    full      whole plain tensors, under the names the module had before it was wrapped
+    sharded   the same names, each a DTensor of which every rank has a chunk of rows
+    local     what this rank has: its flat parameters, or its parts of the original ones
+
+Rules:
+
+1. All ranks make and load a full or a sharded one together. A local one is memory that is there,
+   and says in its metadata what it is (`sharding.fsdp1.local_state_dicts`).
+2. A full one is made unit by unit, each tensor in memory of its own. Ranks that are to have nothing
+   of it let go of each unit before the next is gathered.
+3. For a sharded one nothing is gathered, made or loaded (`sharding.fsdp1.flat_states`).
+4. What does not fit a local one is an error before anything is changed. What does not fit the
+   others is `load_state_dict`'s complaint, with whole shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sharding.describe.local_part import FLAT_PARAMETERS
+from sharding.engine.chunk_bucket import local_of
+from sharding.engine.flat_bucket import FlatBucket
+from sharding.errors import ShardingError
+from sharding.fsdp1.entry_point import FrontDoor, front_door_of, front_doors
+from sharding.fsdp1.flat_states import FlatPart, by_rows
+from sharding.fsdp1.local_state_dicts import check_loadable, record_of
+from sharding.fsdp1.state_dict_keys import OwnKeys, in_order, key_prefix, own_keys, state_key
+from sharding.fsdp1.state_dict_loading import RowLoading, whole_as_used
+from sharding.fsdp1.torch_state_dict import connect
+from sharding.fsdp1.unsharded_parameters import WholeParameters
+from sharding.fsdp2.fsdp_module import FSDPModule
+from sharding.fsdp2.state_dicts import choose, chosen_for
+from sharding.policies import (
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from sharding.state_dict_settings import checked_settings, default_settings
+
+
+def with_settings(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """Set the kind of state dicts of all instances in a module; what it was before."""
+    before = settings_of(module)
+    chosen = checked_settings(kind, config, optim_config)
+    doors = list(front_doors(module))
+    for door in doors:
+        door.state_dict_settings = chosen
+    choose(module, None if doors or chosen == default_settings_of(module) else chosen)
+    return before
+
+
+def settings_of(module: nn.Module) -> StateDictSettings:
+    """The kind of state dicts of all instances in a module. ValueError where they differ."""
+    found = [door.state_dict_settings for door in front_doors(module)]
+    for other in found[1:]:
+        if other != found[0]:
+            raise ValueError(
+                "All FSDP modules must have the same state dict settings; got "
+                f"{found[0]} and {other}"
+            )
+    return found[0] if found else chosen_for(module) or default_settings_of(module)
+
+
+def default_settings_of(module: nn.Module) -> StateDictSettings:
+    """Full state dicts; sharded ones of a module whose parameters are DTensors."""
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
+    return default_settings()
+
+
+def mesh_given(door: FrontDoor) -> DeviceMesh | None:
+    """The mesh that a user made an instance with: sharded state dicts are placed over it."""
+    mesh: DeviceMesh | None = getattr(door.owner, "_device_mesh", None)
+    return mesh
+
+
+def hook_state_dicts(door: FrontDoor) -> None:
+    """Have the module's `state_dict()` and `load_state_dict()` mean whole parameters."""
+    connect()
+    hooks = _Hooks(door)
+    owner = door.owner
+    owner.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
+    owner._register_state_dict_hook(hooks.after_saving)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(hooks.before_loading)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_post_hook(hooks.after_loading)  # type: ignore[no-untyped-call]
+
+
+_shown: WeakKeyDictionary[FlatBucket, WholeParameters] = WeakKeyDictionary()
+"""What the modules have whole for the sake of a state dict that is being made or loaded."""
+
+
+class _Hooks:
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+        self._own: list[OwnKeys] = []
+        self._open: list[FlatBucket] = []
+        """Those of the buckets that this instance has shown whole."""
+        self._filled: list[str] = []
+        """Keys of flat parameters that were loaded before their modules look for them."""
+
+    @property
+    def _kind(self) -> StateDictType:
+        return self._door.state_dict_settings.state_dict_type
+
+    @property
+    def _is_kept(self) -> bool:
+        """False where a full state dict is another rank's alone."""
+        config, settings = self._door.state_dict_settings.state_dict_config, self._door.settings
+        if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
+            return True
+        sharing = settings.sharing
+        return sharing.peers.rank == 0 and sharing.replicas.rank == 0
+
+    # Making one.
+
+    def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """For a full state dict the unit's parameters are whole, else they are sharded."""
+        self._close()  # what a state dict left that an error ended
+        self._own = own_keys(self._door)
+        if self._door.unit.summoned:
+            return
+        for own in self._own:
+            if own.bucket in _shown:
+                continue
+            own.bucket.reshard()
+            own.bucket.take_over_replaced()
+            if self._kind is StateDictType.FULL_STATE_DICT:
+                if self._is_kept:
+                    self._show(own.bucket)
+                else:
+                    own.bucket.fetch()
+
+    def after_saving(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    ) -> None:
+        """Names are those of the module, values those of the kind; the unit is sharded again."""
+        door, inside = self._door, prefix + self._door.prefix
+        config = door.state_dict_settings.state_dict_config
+        if door.prefix:
+            for key in [key for key in state if key.startswith(inside)]:
+                state[prefix + key[len(inside) :]] = state.pop(key)
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            if not door.unit.summoned:
+                records = tuple(record_of(own.bucket, own.keys) for own in self._own)
+                metadata[FLAT_PARAMETERS] = records
+        elif self._kind is StateDictType.FULL_STATE_DICT:
+            if self._is_kept:
+                self._make_whole(state, prefix, config.offload_to_cpu)
+        else:
+            self._make_rows(state, prefix, config.offload_to_cpu)
+        self._close()
+        if not self._is_kept:
+            for key in [key for key in state if key.startswith(prefix)]:
+                del state[key]
+        self._keep_buffers(state, prefix)
+        if config.offload_to_cpu:
+            for key, value in state.items():
+                if key.startswith(prefix) and isinstance(value, torch.Tensor):
+                    state[key] = value.cpu()
+
+    def _make_whole(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
+        """Values of the unit's parameters are plain tensors in memory of their own."""
+        for own in self._own:
+            for keys in own.keys:
+                found = [prefix + key for key in keys if prefix + key in state]
+                if not found:
+                    continue
+                value = state[found[0]].detach()
+                if isinstance(value, DTensor):  # divided by tensor parallelism besides
+                    value = value.full_tensor()
+                value = value.to("cpu" if to_cpu else value.device, copy=True)
+                state.update(dict.fromkeys(found, value))
+
+    def _make_rows(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
+        """Values of the unit's parameters are DTensors; of flat ones there are as many as in it."""
+        for own in self._own:
+            bucket = own.bucket
+            parts, names = [], []
+            for index, keys in enumerate(own.keys):
+                if not keys:
+                    continue
+                if bucket.form.use_orig_params and not all(prefix + key in state for key in keys):
+                    raise ShardingError(
+                        f"{prefix}{keys[0]} is not in the state dict: a hook of a module renamed "
+                        "or removed it, which a sharded state dict cannot follow; take a full one"
+                    )
+                local = self._elements(bucket, index, state.get(prefix + keys[0]))
+                parts.append(FlatPart(prefix + keys[0], index, local))
+                names.append(keys)
+            values = by_rows(bucket, parts, mesh_given(self._door), to_cpu=to_cpu)
+            for keys, value in zip(names, values, strict=True):
+                state.update({prefix + key: value for key in keys})
+            if not bucket.form.use_orig_params:
+                state.pop(prefix + bucket.form.name, None)
+        if any(not own.bucket.form.use_orig_params for own in self._own):
+            inside = [key[len(prefix) :] for key in state if key.startswith(prefix)]
+            for key in in_order(self._door.owner, inside):
+                state[prefix + key] = state.pop(prefix + key)
+
+    def _elements(self, bucket: FlatBucket, index: int, shown: Any) -> torch.Tensor:
+        """This rank's elements of a parameter: of the whole one, if a user has summoned that."""
+        if self._door.unit.summoned and isinstance(shown, torch.Tensor):
+            whole = local_of(shown.detach(), bucket.parameters[index].distributed)
+            if whole.shape == bucket.packing.slots[index].shape:
+                _, lo, hi = bucket.piece(index)
+                return whole.reshape(-1)[lo:hi]
+        return bucket.shard_view(index, bucket.flat.detach()).reshape(-1)
+
+    def _keep_buffers(self, state: dict[str, Any], prefix: str) -> None:
+        """Buffers have the dtype that they had before mixed precision cast them."""
+        if not self._door.buffer_dtypes:
+            return
+        paths: dict[nn.Module, list[str]] = {}
+        for path, part in self._door.module.named_modules(remove_duplicate=False):
+            paths.setdefault(part, []).append(prefix + key_prefix(path))
+        for (part, name), dtype in self._door.buffer_dtypes.items():
+            for path in paths.get(part, ()):
+                if path + name in state:
+                    state[path + name] = state[path + name].to(dtype)
+
+    # Loading one.
+
+    def before_loading(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """The state dict has the names inside the wrapper, and values that the module can copy."""
+        door, inside = self._door, prefix + self._door.prefix
+        self._close()
+        self._own, self._filled = own_keys(door), []
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            _check_local(door.owner, state, prefix, metadata)
+        for own in self._own:
+            own.bucket.reshard()
+            own.bucket.take_over_replaced()
+        if door.prefix:
+            for key in [key for key in state if key.startswith(prefix)]:
+                if not key.startswith(inside):
+                    state[inside + key[len(prefix) :]] = state.pop(key)
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
+            self._fill_flat(state, inside)
+            return
+        if self._kind is StateDictType.SHARDED_STATE_DICT and not door.unit.summoned:
+            for own in self._own:
+                loading = RowLoading(own, mesh_given(door), state, inside)
+                loading.load(strict, missing, errors)
+                self._filled.append(state_key(inside + own.bucket.form.name))
+            return
+        for own in self._own:
+            if not door.unit.summoned and own.bucket not in _shown:
+                self._show(own.bucket)
+            for parameter, keys in zip(own.bucket.parameters, own.keys, strict=True):
+                given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
+                for key in keys if given else ():  # a tied name that is not there is another's
+                    value = state[inside + (key if key in given else given[0])]
+                    state[inside + key] = whole_as_used(value, parameter)
+
+    def after_loading(self, module: nn.Module, incompatible: Any) -> None:
+        """The shards are what was loaded; names in complaints are those of the module."""
+        self._close(writeback=True)
+        for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+            names[:] = [key for key in map(state_key, names) if key not in self._filled]
+
+    def _fill_flat(self, state: dict[str, Any], inside: str) -> None:
+        """Flat parameters have what a local state dict has for them, and it has it no more.
+
+        The module that has a flat parameter may rename its keys, as activation checkpointing does.
+        """
+        for own in self._own:
+            key = inside + own.bucket.form.name
+            if not own.bucket.form.use_orig_params and key in state:
+                with torch.no_grad():
+                    own.bucket.flat.copy_(state.pop(key))
+                self._filled.append(state_key(key))
+
+    # Whole parameters in the modules.
+
+    def _show(self, bucket: FlatBucket) -> None:
+        """The modules have whole parameters until `_close`. Waits for other ranks."""
+        _shown[bucket] = WholeParameters(bucket, with_grads=False, to_cpu=False)
+        _shown[bucket].show()
+        self._open.append(bucket)
+
+    def _close(self, writeback: bool = False) -> None:
+        while self._open:
+            bucket = self._open.pop()
+            whole = _shown.pop(bucket)
+            whole.hide()
+            if writeback:
+                whole.write_back(from_first=False)
+
+
+def _check_local(
+    owner: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
+) -> None:
+    """Raise where a local state dict does not fit an instance, or one in it (rule 4)."""
+    every = {state_key(prefix): metadata}
+    for path, found in (getattr(state, "_metadata", None) or {}).items():
+        if FLAT_PARAMETERS in found:
+            every[key_prefix(path)] = found
+    for path, part in owner.named_modules():
+        door = front_door_of(part)
+        if door is not None:
+            inside = prefix + key_prefix(path)
+            own = own_keys(door)
+            check_loadable(own, state, inside, every.get(state_key(inside), {}))

@@ -1,0 +1,77 @@
+"""Whole parameters for a user to look at and to change: in memory of their own, for a while."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.engine.runtime import units_of
+from sharding.engine.unit import Unit
+from sharding.fsdp1.unsharded_parameters import WholeParameters, is_first
+
+
+@contextmanager
+def summoned(
+    module: nn.Module,
+    recurse: bool,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[None]:
+    """Inside, modules have whole parameters; see `FullyShardedDataParallel.summon_full_params`."""
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in "
+            "the whole parameters being copied to CPU memory on every rank of the same machine, "
+            "which may not have memory for all of them. Use rank0_only=True as well.",
+            stacklevel=4,
+        )
+    units = list(units_of((module,)))
+    if not recurse:
+        units = [unit for unit in units if module in unit.modules]
+    for unit in units:
+        if unit.is_running:
+            raise AssertionError("Cannot manually unshard parameters during forward/backward")
+        if unit.summoned:
+            raise AssertionError(
+                "Cannot manually unshard parameters when already unsharding parameters"
+            )
+    with ExitStack() as stack:
+        for unit in units:
+            for bucket in flat_buckets(unit.buckets):
+                stack.enter_context(
+                    _whole(bucket, writeback, rank0_only, offload_to_cpu, with_grads)
+                )
+            stack.enter_context(_marked(unit))
+        yield
+
+
+@contextmanager
+def _marked(unit: Unit) -> Iterator[None]:
+    unit.summoned = True
+    try:
+        yield
+    finally:
+        unit.summoned = False
+
+
+@contextmanager
+def _whole(
+    bucket: FlatBucket, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    parameters = WholeParameters(bucket, with_grads, offload_to_cpu)
+    shown = not rank0_only or is_first(bucket)
+    if shown:
+        parameters.show()
+    try:
+        yield
+    finally:
+        if shown:
+            parameters.hide()
+        if writeback or not bucket.is_divided:  # else there would be nothing to go back to
+            parameters.write_back(rank0_only)

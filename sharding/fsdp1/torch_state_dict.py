@@ -1,0 +1,137 @@
+"""Has torch's own helpers for state dicts work on modules with this runtime's flat parameters.
+
+`torch.distributed.checkpoint.state_dict` (`get_model_state_dict`, `set_optimizer_state_dict` and
+others) knows one class of wrapper, torch's, by the name under which it imported it. Given another
+one it takes a rank's part of a parameter for the parameter and says nothing. It has no hook, so
+`connect` puts something in the place of the four names by which it finds out about wrappers. Of a
+module without flat parameters of ours each says what torch does.
+
+Modules of `sharding.fully_shard` need none of this: their parameters are DTensors.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from sharding.describe.describing import clean_name
+from sharding.fsdp1.entry_point import FrontDoor, front_doors
+from sharding.fsdp1.strategies import HYBRID
+
+Context = AbstractContextManager[Any]
+
+STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
+NAMES_OF = "_get_fqns"
+GROUP_OF = "_get_fsdp_process_group"
+"""Functions that torch's helpers call; older versions have no need of the last."""
+
+
+def connect() -> None:
+    """Torch's helpers know this runtime's modules. Any number of calls are as good as one."""
+    from torch.distributed.checkpoint import state_dict as helpers
+
+    names = vars(helpers)
+    if isinstance(names["FSDP"], _KnowsBoth):
+        return
+    _Either.theirs = names["FSDP"]
+    state_of, names_of = names[STATE_OF], names[NAMES_OF]
+    group_of = names.get(GROUP_OF, lambda model, info: None)
+
+    def either_state(module: nn.Module) -> object:
+        """What shards a module; None where nothing does."""
+        return _door_of(module) or state_of(module)
+
+    def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
+        """The names of what a parameter is, or is made of, without what wrappers add."""
+        return _names_in_flat(model, name) or names_of(model, name, *args, **kwargs)
+
+    def either_group(model: nn.Module, info: Any) -> ProcessGroup | None:
+        """The ranks that share a module's shards; None for all there are."""
+        door = next(front_doors(model), None)
+        return group_of(model, info) if door is None else _group_of(door)
+
+    answers = {STATE_OF: either_state, NAMES_OF: either_names, GROUP_OF: either_group}
+    names |= {name: answer for name, answer in answers.items() if name in names}
+    names["FSDP"] = _Either
+
+
+class _KnowsBoth(type):
+    """The class of a class whose instances are those of torch's wrapper and of ours."""
+
+    theirs: Any = None
+    """Torch's wrapper class, once it is known."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        from sharding.fsdp1.wrapper import FullyShardedDataParallel
+
+        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.theirs, name)
+
+
+class _Either(metaclass=_KnowsBoth):
+    """Torch's wrapper class, as its helpers use it; calls about our modules go to ours."""
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+        """The modules in a module that have flat parameters, of torch's or ours."""
+        doors = [d for d in front_doors(module) if not root_only or d.check_is_root()]
+        found: list[nn.Module] = _Either.theirs.fsdp_modules(module, root_only)
+        return found + [door.owner for door in doors]
+
+    @staticmethod
+    def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Context:
+        """Inside, state dicts made in a module are of a kind."""
+        inside: Context = _class_for(module).state_dict_type(module, *args, **kwargs)
+        return inside
+
+    @staticmethod
+    def optim_state_dict(model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's state by parameter names."""
+        return _class_for(model).optim_state_dict(model, optim, *args, **kwargs)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Such a state as the optimizer takes it."""
+        return _class_for(model).optim_state_dict_to_load(model, optim, *args, **kwargs)
+
+
+def _class_for(module: nn.Module) -> Any:
+    """The class that is asked about a module."""
+    from sharding.fsdp1.wrapper import FullyShardedDataParallel
+
+    is_ours = next(iter(front_doors(module)), None) is not None
+    return FullyShardedDataParallel if is_ours else _Either.theirs
+
+
+def _group_of(door: FrontDoor) -> ProcessGroup | None:
+    if door.settings.strategy in HYBRID or not door.unit.buckets:
+        return None
+    return door.unit.buckets[0].sharing.group
+
+
+def _door_of(module: nn.Module) -> FrontDoor | None:
+    return next((door for door in front_doors(module) if door.owner is module), None)
+
+
+def _names_in_flat(model: nn.Module, name: str) -> set[str] | None:
+    """The names of the parameters in a flat one of ours; None for any other parameter."""
+    from sharding.engine.flat_bucket import FlatParameter
+
+    path, _, attribute = name.rpartition(".")
+    try:
+        home = model.get_submodule(path)
+    except AttributeError:
+        return None
+    flat = home._parameters.get(attribute)
+    if not isinstance(flat, FlatParameter):
+        return None
+    prefix = clean_name(f"{path}.") if path else ""
+    return {clean_name(f"{prefix}{inside}") for inside in flat._fqns}

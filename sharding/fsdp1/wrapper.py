@@ -1,0 +1,383 @@
+"""`FullyShardedDataParallel`: the front door that wraps a module, with torch's signature."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding.clipping import clip_grad_norm
+from sharding.engine.flat_bucket import CommHook, FlatParameter, flat_buckets
+from sharding.engine.runtime import units_of
+from sharding.engine.unit import Unit
+from sharding.fsdp1.entry_point import (
+    DOOR,
+    FrontDoor,
+    check_not_sharded,
+    front_door_of,
+    front_doors,
+    ignored_of,
+)
+from sharding.fsdp1.optim_methods import OptimStateDicts
+from sharding.fsdp1.setup import FlatSettings
+from sharding.fsdp1.state_dicts import hook_state_dicts, settings_of, with_settings
+from sharding.fsdp1.strategies import HYBRID, Groups, chosen_groups, settled_strategy, sharing_of
+from sharding.fsdp1.summon import summoned
+from sharding.fsdp1.wrap_plan import auto_wrap, planned
+from sharding.policies import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute of the wrapper that is the module; it is a part of parameters' names."""
+
+HYBRID_HOOK = "Communication hook is not supported for hybrid strategies"
+
+
+class FullyShardedDataParallel(OptimStateDicts, nn.Module):
+    """A module whose parameters, gradients and optimizer state are spread over ranks.
+
+    Wrap inner modules first, or pass a policy that says which are units of their own; then the
+    outermost; make the optimizer afterwards. It computes what the module would with the mean of the
+    ranks' gradients. All ranks of the group make it, in the same order.
+
+    Args:
+        module: what to wrap. Parameters that no inner instance has are this instance's unit.
+        process_group: the ranks to shard over; for hybrid strategies a pair, the ranks to shard
+            over and those to replicate over. By default all, or the nodes for hybrid strategies.
+        sharding_strategy: by default FULL_SHARD.
+        cpu_offload: whether shards and gradients are kept in host memory.
+        auto_wrap_policy: which modules inside are units of their own; see `sharding.wrap`.
+        backward_prefetch: when backward gathers the unit that comes next.
+        mixed_precision: dtypes to compute, reduce and keep buffers in.
+        ignored_modules: modules to leave as they are, with all that is in them.
+        param_init_fn: gives modules on the meta device their values.
+        device_id: the device to compute on; modules elsewhere are moved.
+        sync_module_states: whether all ranks get the first rank's parameters and buffers.
+        forward_prefetch: whether forward gathers the next unit ahead, as the last forward ran.
+        limit_all_gathers: accepted, and without effect: buffers are never more than two units'.
+        use_orig_params: whether the optimizer sees the module's own parameters, each as what this
+            rank has of it, in place of flat ones.
+        ignored_states: parameters, or modules, to leave as they are.
+        device_mesh: in place of process_group: of one dimension, or of two (replicate, shard).
+
+    Raises:
+        ValueError, TypeError: arguments that contradict each other or the module.
+        RuntimeError: parameters on several devices, or on one that there is none of.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = FullyShardedDataParallel(
+    ...     nn.Linear(2, 3), sharding_strategy=ShardingStrategy.NO_SHARD
+    ... )
+    >>> [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    [('_fsdp_wrapped_module._flat_param', (9,))]
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> model.params[0].grad[6:]
+    tensor([4., 4., 4.])
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Groups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        check_not_sharded(module)
+        ignored = ignored_of(module, ignored_modules, ignored_states)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        has_policy = auto_wrap_policy is not None
+        groups = chosen_groups(strategy, process_group, device_mesh, has_policy)
+        if has_policy:
+            given = {
+                "process_group": groups,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": list(ignored.parameters),
+            }
+            plan = planned(
+                module,
+                auto_wrap_policy,
+                root_kwargs=given,
+                ignored_modules=ignored.modules,
+                ignored_params=ignored.parameters,
+                is_wrapped=lambda part: front_door_of(part) is not None,
+            )
+            auto_wrap(module, plan, type(self))
+        elif isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                "FSDP will not all-gather parameters for containers that do not implement forward: "
+                f"{module}",
+                stacklevel=2,
+            )
+        settled = settled_strategy(sharding_strategy, groups)
+        settings = FlatSettings(
+            strategy=settled,
+            sharing=sharing_of(settled, groups),
+            use_orig_params=use_orig_params,
+            offload=cpu_offload is not None and cpu_offload.offload_params,
+            mixed_precision=mixed_precision or MixedPrecision(),
+            device_id=device_id,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            ignored_modules=ignored.modules,
+            ignored_params=ignored.parameters,
+        )
+        self._comm_hook: Callable[..., Any] | None = None
+        self._comm_hook_state: object = None
+        self._device_mesh = device_mesh
+        self._fsdp_wrapped_module = module
+        self._sharding_door = FrontDoor(self, module, settings, f"{WRAPPED}.")
+        hook_state_dicts(self._sharding_door)
+        self._door.forward_hooks.hook_errors(self)
+
+    # What a user sees of it.
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is wrapped."""
+        return cast(nn.Module, self._modules[WRAPPED])
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where it computes."""
+        return self._door.compute_device
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy that it has: NO_SHARD over one rank."""
+        return self._door.settings.strategy
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that it is sharded over, or replicated over where it is not sharded."""
+        return self._unit.buckets[0].sharing.group if self._unit.buckets else None
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameters of this instance: none, one, or one for each dtype."""
+        return [bucket.flat for bucket in flat_buckets(self._unit.buckets)]
+
+    @property
+    def _unit(self) -> Unit:
+        return self._door.unit
+
+    @property
+    def _door(self) -> FrontDoor:
+        return cast(FrontDoor, self.__dict__[DOOR])
+
+    def check_is_root(self) -> bool:
+        """True for the outermost instance. Settles which that is, if no forward has."""
+        return self._door.check_is_root()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's forward returns, with whole parameters."""
+        args, kwargs = self._door.before_forward(args, kwargs)
+        output = self.module(*args, **kwargs)
+        return self._door.forward_hooks.after(self, args, output)
+
+    def __getattr__(self, name: str) -> Any:
+        """The wrapper's attribute, or else the module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: int) -> Any:
+        """What the module has at an index."""
+        return self.module.__getitem__(key)  # type: ignore[operator]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refused: shards and process groups cannot be copied or pickled."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
+            "ranks; copy the module before wrapping it, or save its state_dict()"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refused, for the same reason."""
+        self.__reduce_ex__(memo)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Calls `fn` with every module inside, whose parameters are whole and written back."""
+        with self.summon_full_params(self, recurse=False, writeback=True):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters; without the wrappers' part of names inside summon_full_params."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self._clean(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and buffers; without the wrappers' part of names inside summon_full_params."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._clean(name), buffer
+
+    def _clean(self, name: str) -> str:
+        return name.replace(f"{WRAPPED}.", "") if self._unit.summoned else name
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
+        """`to`, `half`, `cuda`: what of the whole parameters is there is let go of before."""
+        for unit in units_of((self,)):
+            unit.reshard()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    # Training.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds gradients up on every rank and does not reduce them.
+
+        They are reduced by the next backward outside, and kept whole until then.
+        """
+        if not self.check_is_root():
+            raise RuntimeError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
+        buckets = [bucket for unit in units_of((self,)) for bucket in unit.buckets]
+        before = [bucket.reduces for bucket in buckets]
+        for bucket in buckets:
+            bucket.reduces = False
+        try:
+            yield
+        finally:
+            for bucket, reduces in zip(buckets, before, strict=True):
+                bucket.reduces = reduces
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm is `max_norm` at most; returns the norm before.
+
+        The norm of all parameters' gradients as one vector, over all ranks, which all call it, on
+        the root.
+        """
+        if not self.check_is_root():
+            raise RuntimeError(
+                "`clip_grad_norm_()` should only be called on the root FSDP instance"
+            )
+        return clip_grad_norm(self, float(max_norm), float(norm_type), self.compute_device)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has `hook(state, gradient, shard)` reduce gradients, or `hook(state, gradient)` in place.
+
+        The latter for NO_SHARD. What it leaves is the gradient. On the root, for all instances.
+        Raises AssertionError where one is registered already, and ValueError for what is no hook.
+        """
+        if not callable(hook):
+            raise ValueError(f"The communication hook must be callable but got {hook}")
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        doors = list(front_doors(self))
+        for door in doors:
+            if door.hook is not None or getattr(door.owner, "_comm_hook", None) is not None:
+                raise AssertionError("A communication hook is already registered")
+            if door.settings.strategy in HYBRID:
+                raise AssertionError(f"{HYBRID_HOOK}: {door.settings.strategy}")
+        for door in doors:
+            door.hook = CommHook(state, hook)
+            if isinstance(door.owner, FullyShardedDataParallel):
+                door.owner._comm_hook, door.owner._comm_hook_state = hook, state
+            for bucket in flat_buckets(door.unit.buckets):
+                bucket.hook = door.hook
+
+    # Over all instances in a module.
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """The instances in a module, itself included; only the outermost with `root_only`."""
+        doors = [d for d in front_doors(module) if isinstance(d.owner, FullyShardedDataParallel)]
+        return [d.owner for d in doors if not root_only or d.check_is_root()]
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside, modules have whole parameters, in the dtype and memory they are kept in.
+
+        All ranks enter and leave it. What is changed inside is kept with `writeback`, and only on
+        the first rank's say with `rank0_only`, where the others have their shards as always.
+        `with_grads` has whole gradients with them. Not in forward or backward: AssertionError.
+        """
+        return summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Sets the kind of state dicts made in a module from now on; returns what it was."""
+        return with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The kind of state dicts made in a module. ValueError where instances differ."""
+        return settings_of(module)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """Inside, state dicts made in a module are of this kind."""
+        before = with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            with_settings(
+                module,
+                before.state_dict_type,
+                before.state_dict_config,
+                before.optim_state_dict_config,
+            )

@@ -1,0 +1,190 @@
+"""`fully_shard`: the front door with one DTensor per parameter, with torch's signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from sharding.discovery import Found, borrowed_bucket, free_parameters
+from sharding.engine.bucket import Bucket
+from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing
+from sharding.engine.extensions import is_hooked
+from sharding.engine.forward_hooks import ForwardHooks
+from sharding.engine.order_check import OrderCheck
+from sharding.engine.parameter import Parameter
+from sharding.engine.runtime import UNIT, Runtime
+from sharding.engine.unit import Casts, Unit
+from sharding.fsdp2.fsdp_module import FSDPModule, become_unit, reshard_setting
+from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from sharding.torch_versions import current_accelerator
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+PlacementFunction = Callable[[nn.Parameter], "Shard | None"]
+
+
+@overload
+def fully_shard(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFunction | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+) -> ModuleT: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFunction | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFunction | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> nn.Module | list[nn.Module]:
+    """`module`, one unit of sharded data parallelism; trains as the whole module would.
+
+    Every parameter that no inner call has taken becomes a DTensor, sharded by torch.chunk's rule
+    over the mesh; the module's class gets the methods of `FSDPModule`. Call it on inner modules
+    first, then on the outermost, and make the optimizer afterwards. All ranks of the mesh call it,
+    in the same order; it does not communicate, so ranks must have equal parameters, or load them.
+
+    Args:
+        mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
+            all ranks of the default process group. Parameters that are DTensors over another
+            dimension of the same root mesh (tensor parallelism) are sharded further.
+        reshard_after_forward: whether to free the whole parameters after forward and gather them
+            again for backward; by default all but the outermost module do. A number of ranks, a
+            divisor of the mesh's: keep that part of the whole parameters on each of so many ranks,
+            and gather from those, which may be nearer.
+        shard_placement_fn: gives the dimension to shard a parameter on; None is the first.
+        mp_policy: dtypes to gather, reduce and compute in.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients in host memory.
+        ignored_params: parameters to leave as they are.
+
+    Raises:
+        ValueError: the module has been given to `fully_shard` before, or is a container without a
+            forward, or an argument does not fit the mesh or a parameter.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = fully_shard(nn.Linear(2, 3))
+    >>> type(model).__name__, model.weight.placements
+    ('FSDPLinear', (Shard(dim=0),))
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> model.bias.grad.full_tensor()
+    tensor([4., 4., 4.])
+    >>> dist.destroy_process_group()
+    """
+    modules = tuple(module) if isinstance(module, list) else (module,)
+    _check(modules)
+    if mesh is None:
+        mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
+    placing = MeshSharing.of(mesh)
+    reshard = reshard_setting(reshard_after_forward, placing.sharing.peers.size)
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    free = list(free_parameters(modules, ignored_params or ()))
+    taken = [found for found in free if found.borrowed is None]
+    # What can fail, for every parameter, before any is replaced.
+    dims = [_dimension(found, shard_placement_fn) for found in taken]
+    entries = list(map(partial(_sharded, placing, offload), taken, dims))
+    borrowed = list(dict.fromkeys(b for b in map(borrowed_bucket, free) if b is not None))
+    alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
+    for found, entry in zip(taken, entries, strict=True):
+        entry.place(entry.sharded)
+        found.taken_as(entry)
+        alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
+    buckets: list[Bucket] = []
+    for together in alike.values():
+        bucket = ChunkBucket(together, placing, mp_policy, placing.sharing.next_number())
+        buckets.append(bucket)
+        for entry in together:
+            entry.bucket = bucket
+    inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
+    casts = Casts(inputs, inputs, mp_policy.output_dtype)
+    unit = Unit(modules, buckets, borrowed, casts, reshard)
+    unit.prepare = partial(_check_order, unit, OrderCheck.if_wanted())
+    forward_hooks = ForwardHooks(unit)
+    for part in modules:
+        become_unit(part, unit, forward_hooks)
+    return module
+
+
+def _check_order(unit: Unit, check: OrderCheck | None, runtime: Runtime) -> None:
+    """Have the root's order of units checked, where the debug level asked for it."""
+    if unit.is_root:
+        runtime.order_check = check
+
+
+def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:
+    """Which dimension of a parameter is divided."""
+    parameter = found.parameter
+    placement = placement_fn(parameter) if placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"shard_placement_fn gave {placement!r} for {found.name}; it gives a Shard(dim), or "
+            "None for the first dimension"
+        )
+    if not -parameter.ndim <= placement.dim < parameter.ndim:
+        raise ValueError(
+            f"{found.name} of shape {tuple(parameter.shape)} has no dimension {placement.dim}"
+        )
+    return placement.dim % parameter.ndim
+
+
+def _sharded(placing: MeshSharing, offload: bool, found: Found, dim: int) -> Parameter:
+    parameter = found.parameter
+    sharded = placing.parameter(parameter, dim, offload)
+    is_hooked(sharded, found.name)
+    distributed = parameter._spec if isinstance(parameter, DTensor) else None
+    whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    entry = Parameter(found.name, found.owners, sharded, dim, tuple(whole.shape))
+    entry.distributed = distributed
+    return entry
+
+
+def _check(modules: tuple[nn.Module, ...]) -> None:
+    if not modules or len(set(map(id, modules))) < len(modules):
+        names = ", ".join(type(module).__name__ for module in modules) or "none"
+        raise ValueError(f"fully_shard takes modules, each once; given in one list: {names}")
+    for module in modules:
+        if isinstance(module, FSDPModule) or hasattr(module, UNIT):
+            raise ValueError(
+                f"{type(module).__name__} has been given to fully_shard before; call it once a "
+                "module"
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {module}; "
+                "call it on the modules in it"
+            )
+
+
+def _device_type() -> str:
+    accelerator = current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type

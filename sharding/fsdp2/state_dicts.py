@@ -1,0 +1,200 @@
+"""State dicts of modules whose parameters are DTensors, of the kind that a user set.
+
+Until a kind is set, `state_dict()` and `load_state_dict()` are torch's: a rank has its DTensors. A
+kind holds for the module that it was set for, with all that is inside:
+
+    full      whole plain tensors, on all ranks or the first
+    sharded   the DTensors; those of another mesh or placement load as well
+    local     their local tensors, which say in the metadata what they are parts of
+
+Rules:
+
+1. All ranks make and load a full or a sharded one together. A local one is memory that is there.
+2. What does not fit a local one is an error before anything is changed. What does not fit the
+   others is `load_state_dict`'s complaint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sharding.agreement.ranks import Ranks
+from sharding.describe.describing import Spread, describe
+from sharding.describe.local_part import FLAT_PARAMETERS
+from sharding.errors import LocalShapeError
+from sharding.fsdp1.local_state_dicts import Record, check_made_by, record_of_layouts
+from sharding.fsdp1.state_dict_keys import state_key
+from sharding.kind import Kind
+from sharding.layout import Layout
+from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
+from sharding.reshard.kinds import converted, dtensor_like
+from sharding.reshard.redistribute import Move, redistribute
+from sharding.state_dict_settings import KIND_OF
+
+_chosen: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
+_hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def chosen_for(module: nn.Module) -> StateDictSettings | None:
+    """What was set for a module; None where nothing was."""
+    return _chosen.get(module)
+
+
+def choose(module: nn.Module, settings: StateDictSettings | None) -> None:
+    """State dicts of a module are of this kind from now on; None: what torch makes of them."""
+    if settings is None:
+        _chosen.pop(module, None)
+        return
+    _chosen[module] = settings
+    if module not in _hooked:
+        _hooked[module] = True
+        module._register_state_dict_hook(_after_saving)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def as_they_lie(module: nn.Module) -> Iterator[None]:
+    """Inside, state dicts made in a module have its DTensors, whatever a user has set."""
+    before = {part: _chosen.pop(part) for part in module.modules() if part in _chosen}
+    try:
+        yield
+    finally:
+        _chosen.update(before)
+
+
+def _after_saving(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Values are of the kind that is set."""
+    settings = _chosen.get(module)
+    if settings is None:
+        return
+    config, kind = settings.state_dict_config, KIND_OF[settings.state_dict_type]
+    keys = [key for key in state if key.startswith(prefix)]
+    first = _first_keys(module, state, keys, prefix)
+    if kind is Kind.LOCAL:
+        _make_local(state, first, prefix, metadata)
+    else:
+        first_only = isinstance(config, FullStateDictConfig) and config.rank0_only
+        _convert(state, first, kind, first_only, config.offload_to_cpu)
+        if first_only and dist.get_rank() > 0:
+            for key in keys:
+                del state[key]
+    if config.offload_to_cpu:
+        for key in keys:
+            if isinstance(value := state.get(key), torch.Tensor):
+                state[key] = value.cpu()
+
+
+def _convert(
+    state: dict[str, Any], first: dict[str, str], kind: Kind, rank0_only: bool, to_cpu: bool
+) -> None:
+    given: dict[str, Spread] = {key: state[key] for key in dict.fromkeys(first.values())}
+    made = converted(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu)
+    state.update({key: made[other] for key, other in first.items() if other in made})
+
+
+def _make_local(
+    state: dict[str, Any], first: dict[str, str], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Local tensors, sharing memory, and a record of what they are."""
+    world = Ranks().mesh
+    names: dict[str, list[str]] = {}
+    layouts: dict[str, Layout] = {}
+    for key, other in first.items():
+        names.setdefault(other, []).append(key[len(prefix) :])
+        state[key], layouts[other] = describe(state[key], key, world)
+    tied = [tuple(names[key]) for key in layouts]
+    metadata[FLAT_PARAMETERS] = (record_of_layouts(tied, list(layouts.values())),)
+
+
+def _first_keys(
+    module: nn.Module, state: dict[str, Any], keys: list[str], prefix: str
+) -> dict[str, str]:
+    """For the key of each DTensor the first one of the same; alike on all ranks."""
+    tied = {key: id(tensor) for key, tensor in _dtensors(module, prefix)}
+    first: dict[int, str] = {}
+    return {
+        key: first.setdefault(tied.get(key, id(state[key])), key)
+        for key in keys
+        if isinstance(state[key], DTensor)
+    }
+
+
+def _before_loading(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    *rest: object,
+) -> None:
+    """Where the module has DTensors, the state dict has such as it has."""
+    settings = _chosen.get(module)
+    if settings is None:
+        return
+    targets = dict(_dtensors(module, prefix))
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        _take_local(state, targets, prefix, metadata)
+    else:
+        _take_whole_or_sharded(state, targets)
+
+
+def _dtensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor]]:
+    """The module's parameters and buffers that are DTensors, by their keys in a state dict."""
+    for named in (module.named_parameters, module.named_buffers):
+        for path, tensor in named(remove_duplicate=False):
+            if isinstance(tensor, DTensor):
+                yield prefix + state_key(path), tensor
+
+
+def _take_local(
+    state: dict[str, Any], targets: dict[str, DTensor], prefix: str, metadata: dict[str, Any]
+) -> None:
+    records: dict[str, Record] = {}
+    for record in metadata.get(FLAT_PARAMETERS, ()):
+        records |= {prefix + name: record for names in record["fqns"] for name in names}
+    found: dict[str, DTensor] = {}
+    for key, target in targets.items():
+        value = state.get(key)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if key in records:
+            check_made_by(key, records[key], dist.get_rank(), dist.get_world_size())
+        local = target.to_local()
+        if value.shape != local.shape:
+            raise LocalShapeError(
+                f"{key}: rank {dist.get_rank()} has a local tensor of shape {tuple(value.shape)} "
+                f"in the local state dict, and {tuple(local.shape)} in the module; it was "
+                "truncated, or belongs to another rank or world size"
+            )
+        found[key] = dtensor_like(target, value)
+    state.update(found)
+
+
+def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -> None:
+    ranks = Ranks()
+
+    def planning() -> dict[str, Move]:
+        moves = {}
+        for key, target in targets.items():
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor) or value.shape != target.shape:
+                continue
+            source, have = describe(value, key, ranks.mesh)
+            local, want = describe(target, key, ranks.mesh)
+            if have != want:
+                into = torch.empty(local.shape, dtype=source.dtype, device=local.device)
+                moves[key] = Move(key, source, have, into, want)
+        return moves
+
+    moves = ranks.attempt("reading a state dict", planning)
+    redistribute(moves.values())
+    state.update({key: dtensor_like(targets[key], move.target) for key, move in moves.items()})

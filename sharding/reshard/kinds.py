@@ -1,0 +1,254 @@
+"""Tensors of any kind of state dict made into those of another.
+
+    full      whole plain tensors
+    sharded   DTensors: this rank's rows, or whatever its placements say
+    local     `LocalPart`s: what this rank has, as it lies in memory, and the layout it is part of
+
+Rules:
+
+1. What already lies as it is wanted is not copied: the result shares its memory.
+2. Tensors without dimensions are whole in every kind, on every rank.
+3. The ranks compare what they are about to do before anything moves: an error of one, or a
+   difference between them, is an error on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from sharding.agreement.ranks import HASH_BITS, Ranks
+from sharding.describe.describing import Spread, describe
+from sharding.describe.dtensor import mesh_of
+from sharding.describe.local_part import LocalPart
+from sharding.errors import ShardingError
+from sharding.group_references import release_with_groups
+from sharding.kind import Kind
+from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, row_major
+from sharding.layout.exchange import exchange
+from sharding.reshard.redistribute import BUDGET_BYTES, Move, redistribute
+from sharding.torch_versions import root_mesh
+
+_meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+def converted(
+    tensors: Mapping[str, Spread],
+    kind: Kind,
+    *,
+    mesh: DeviceMesh | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    group: ProcessGroup | None = None,
+    budget: int = BUDGET_BYTES,
+) -> dict[str, Spread]:
+    """The tensors by the same names, in another kind.
+
+    To be called by all ranks of `group`, with the same names in the same order. A plain tensor is
+    taken to be the same on all of them. Nothing travels that is where it belongs already, and no
+    more than `budget` bytes at once.
+
+    Args:
+        mesh: for sharded and local results. Tensors are divided over its last dimension, by rows or
+            by elements, and are replicas along the others. Without it, what is divided already
+            stays as it is divided, and the rest is divided over the group.
+        rank0_only: full tensors on the first rank of the group alone; the others get no names.
+        offload_to_cpu: results are in host memory.
+
+    Raises:
+        ShardingError: a tensor is not what its layout says, or ranks differ in what they give. On
+            all ranks (RankError where the fault is another's), before anything has moved.
+
+    >>> converted({"w": torch.ones(3)}, Kind.LOCAL)["w"].layout.shape
+    (3,)
+    """
+    ranks = Ranks(group)
+
+    def planning() -> list[_Item]:
+        targets = _Targets(kind, ranks, group, mesh, rank0_only)
+        return [_item(name, tensor, targets) for name, tensor in tensors.items()]
+
+    items, agreement = ranks.compare(
+        f"planning {kind.value} tensors", planning, lambda items: (_mark(items),), 1
+    )
+    if not agreement.same[0]:
+        raise ShardingError(
+            f"the ranks give different tensors to be made {kind.value}: names, order, dtypes and "
+            "layouts must be the same on all of them"
+        )
+    results: dict[str, Spread] = {}
+
+    def moves() -> Iterator[Move]:
+        for item in items:
+            device = torch.device("cpu") if offload_to_cpu else item.local.device
+            if item.have == item.want and device == item.local.device:
+                results[item.name] = item.wrap(item.local)
+                continue
+            shape = storage_shape(item.want, ranks.here)
+            here = 0 if shape is None else shape
+            target = torch.empty(here, dtype=item.local.dtype, device=device)
+            if shape is not None:
+                results[item.name] = item.wrap(target)
+            yield Move(item.name, item.local, item.have, target, item.want)
+
+    ranks.attempt("moving tensors", lambda: redistribute(moves(), group=group, budget=budget))
+    return results
+
+
+def storage_shape(layout: Layout, rank: int) -> tuple[int, ...] | None:
+    """The shape of a rank's local storage: one-dimensional where it is a range of elements.
+
+    None for a rank outside the layout's mesh.
+    """
+    if layout.mesh.coordinate(rank) is None:
+        return None
+    lo, hi = layout.span(rank)
+    if any(isinstance(placement, FlatShard) for placement in layout.placements):
+        return (hi - lo,)
+    return layout.local_shape(rank)
+
+
+def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
+    """The mesh of one dimension over a group's ranks; one for each group, so that they are equal.
+
+    Raises ShardingError where there is no process group.
+    """
+    if not dist.is_initialized():
+        raise ShardingError(
+            "sharded tensors are DTensors, which need a process group: call init_process_group "
+            "first, or take full or local tensors"
+        )
+    over = group or dist.distributed_c10d._get_default_group()
+    if over not in _meshes:
+        _meshes[over] = DeviceMesh.from_group(over, device_type)
+        release_with_groups(_meshes[over])
+    return _meshes[over]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """One tensor: what this rank has, and what it is to become."""
+
+    name: str
+    local: torch.Tensor
+    have: Layout
+    want: Layout
+    wrap: Callable[[torch.Tensor], Spread]
+    """From the local storage under `want` to what stands in the state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Where tensors of the wanted kind lie."""
+
+    kind: Kind
+    ranks: Ranks
+    group: ProcessGroup | None
+    mesh: DeviceMesh | None
+    rank0_only: bool
+
+    def layout(self, have: Layout) -> Layout:
+        """Where a tensor is to lie that lies like this."""
+        shape, world = have.shape, self.ranks.mesh
+        if self.kind is Kind.FULL:
+            if self.rank0_only:
+                return Layout.single(shape, world.rank((0,)))
+            return _replicated(shape, world)
+        if not shape:
+            return _replicated(shape, world)
+        is_divided = any(
+            size > 1 and not isinstance(placement, Replicate)
+            for size, placement in zip(have.mesh.sizes, have.placements, strict=True)
+        )
+        if self.kind is Kind.LOCAL and self.mesh is None and is_divided:
+            return have
+        over, axis = (world, 0) if self.mesh is None else _mesh_and_axis(self.mesh)
+        placements: list[Placement] = [Replicate()] * len(over.sizes)
+        placements[axis] = Shard(0)
+        if self.kind is Kind.LOCAL:
+            placements[axis] = FlatShard(0, max(1, -(-prod(shape) // over.sizes[axis])))
+        return Layout(shape, over, tuple(placements))
+
+    def device_mesh(self, device: torch.device) -> DeviceMesh:
+        """The mesh of sharded results."""
+        return self.mesh or mesh_over(self.group, device.type)
+
+
+def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
+    """The ranks of a mesh and those that do the same beside it, and which axis is its last one.
+
+    Each rank is in another slice of the mesh that this one was taken from; all of them together are
+    what everybody sees.
+    """
+    root = root_mesh(mesh)
+    names = root.mesh_dim_names or ()
+    if mesh.mesh_dim_names and root.ndim > mesh.ndim and set(mesh.mesh_dim_names) <= set(names):
+        return mesh_of(root), names.index(mesh.mesh_dim_names[-1])
+    return mesh_of(mesh), mesh.ndim - 1
+
+
+def _item(name: str, tensor: Spread, targets: _Targets) -> _Item:
+    local, have = describe(tensor, name, targets.ranks.mesh)
+    here = targets.ranks.here
+    if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
+        return _Item(name, local, have, have, lambda part: dtensor_like(tensor, part))
+    want = targets.layout(have)
+    exchange(have, want, here)  # finds what nobody holds, while all can still be told
+    if targets.kind is Kind.LOCAL:
+        if targets.mesh is None and have.replicas == targets.ranks.world_size:  # everybody's
+            lo, hi = want.span(here)
+            local, have = local.reshape(-1)[lo:hi] if have != want else local, want
+        return _Item(name, local, have, want, partial(LocalPart, layout=want))
+    if targets.kind is Kind.SHARDED and have.shape:
+        wrap = partial(_dtensor, want, targets.device_mesh(local.device))
+        return _Item(name, local, have, want, wrap)
+    return _Item(name, local, have, want, partial(torch.reshape, shape=have.shape))
+
+
+def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
+    """A DTensor cut by rows over the last dimension of its mesh."""
+    rows = [*[TorchReplicate()] * (mesh.ndim - 1), TorchShard(0)]
+    return DTensor.from_local(
+        local,
+        mesh,
+        rows,
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=row_major(layout.shape),
+    )
+
+
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor that is placed as another is."""
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _replicated(shape: tuple[int, ...], world: Mesh) -> Layout:
+    return Layout(shape, world, (Replicate(),))
+
+
+def _mark(items: list[_Item]) -> int:
+    """A hash of what all ranks must agree on."""
+    hasher = blake2b(digest_size=8)
+    for item in items:
+        hasher.update(repr((item.name, item.local.dtype, item.have, item.want)).encode())
+    return int.from_bytes(hasher.digest(), "little") >> (64 - HASH_BITS)
