@@ -38,6 +38,9 @@ CUTS_UNEVEN_STRIDES = not supported.is_below(torch.__version__, (2, 10))
 That of torch 2.6 refuses them, and that of 2.8 gives the ranks other elements.
 """
 
+COPIES_FLOAT4 = not supported.is_below(torch.__version__, (2, 10))
+"""Whether `copy_` takes `float4_e2m1fn_x2`, as DCP needs to load it: that of torch 2.8 does not."""
+
 _distribute = tensors.distribute_tensor
 
 
