@@ -18,7 +18,7 @@ import torch
 from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.sections import marks
 from ckpt.state.together import described_by
-from ckpt.writing.replicas import ReplicaHashes, Replicas
+from ckpt.transfer.replica_hashes import ReplicaHashes, Replicas
 from formats.dtypes import BY_NAME
 from sharding.layout import Layout, Mesh, Shard
 

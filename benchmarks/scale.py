@@ -28,12 +28,12 @@ import torch
 import xxhash
 
 from ckpt.garbage import collected_later
-from ckpt.reading.bites import Fits, Request, requests_for
+from ckpt.plan.read_plan import Fits, Request, requests_for
+from ckpt.plan.save_plan import stored_layouts
 from ckpt.state.described import Described, merged
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.sections import marks, summary
-from ckpt.writing.own_parts import OwnPart, own_parts
-from ckpt.writing.save_plan import stored_layouts
+from ckpt.transfer.write import OwnPart, own_parts
 from formats.catalog import Catalog, TensorRef
 from formats.native import reader
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load

@@ -32,20 +32,20 @@ Where = Mapping[str, tuple[str, ...]]
 TOGETHER = ("agree", "gather", "broadcast", "common", "joined")
 RANKS = tuple(f"sharding.agreement.ranks:Ranks.{name}" for name in TOGETHER)
 SAVE: Where = {
-    "describing the state": ("ckpt.writing.save_steps:flatten",),
+    "describing the state": ("ckpt.save_protocol:flatten",),
     "hashing its structure": ("ckpt.state.together:marks",),
-    "sampling its replicas": ("ckpt.writing.replicas:ReplicaHashes.weigh",),
+    "sampling its replicas": ("ckpt.transfer.replica_hashes:ReplicaHashes.weigh",),
     "waiting for and telling other ranks": RANKS,
     "planning who writes what": (
-        "ckpt.writing.save_steps:check_members",
-        "ckpt.writing.save_steps:stored_layouts",
-        "ckpt.writing.save_steps:own_parts",
+        "ckpt.save_protocol:check_members",
+        "ckpt.save_protocol:stored_layouts",
+        "ckpt.save_protocol:own_parts",
     ),
     "the file's header": ("formats.native.shard_writer:build",),
     "hashing the data": ("formats.native.shard_writer:_records",),
     "writing": ("ckpt.stores.local_store:LocalFileWriter.write",),
     "flushing files and folders": ("os:fsync",),
-    "the manifest": ("ckpt.writing.save_steps:write_manifest",),
+    "the manifest": ("ckpt.save_protocol:write_manifest",),
 }
 LOAD: Where = {
     "opening manifest and headers": (
@@ -55,10 +55,13 @@ LOAD: Where = {
     ),
     "matching names": ("ckpt.loading:match", "ckpt.loading:Saved"),
     "waiting for and telling other ranks": RANKS,
-    "planning requests": ("ckpt.reading.fills:Planning.fills", "ckpt.reading.transfer:bites_of"),
+    "planning requests": (
+        "ckpt.transfer.tensor_reads:Planning.fills",
+        "ckpt.transfer.read:bites_of",
+    ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),
     "verifying": ("formats.native.chunk_table:ChunkTable.wrong",),
-    "placing what was not read in place": ("ckpt.reading.transfer:_place",),
+    "placing what was not read in place": ("ckpt.transfer.read:_place",),
 }
 
 

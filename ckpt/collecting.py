@@ -8,7 +8,7 @@ Rules:
 2. Never what a manifest names: the one in the folder, or one beside it that borrows. Where a
    manifest is damaged, nobody knows what it names: nothing that it could mean is a left-over.
 3. Never what a live save may still commit: younger things are listed and stay. A save commits
-   within `GRACE_SECONDS` of its beginning or never (`ckpt.writing.commit`), and clocks may differ
+   within `GRACE_SECONDS` of its beginning or never (`ckpt.transfer.commit`), and clocks may differ
    by `CLOCKS_SECONDS`. Nor what a copy of a checkpoint that is under way has brought.
 4. To list changes nothing. What is to be removed is looked at again just before.
 """
@@ -32,8 +32,8 @@ from ckpt.stores.store import (
     open_store,
     split_url,
 )
-from ckpt.writing.bases import Loans, loans, loans_beside
-from ckpt.writing.commit import GRACE_SECONDS
+from ckpt.transfer.bases import Loans, loans, loans_beside
+from ckpt.transfer.commit import GRACE_SECONDS
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load

@@ -23,11 +23,11 @@ from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.match.selection import Selection
 from ckpt.outgoing import Streams, outgoing
 from ckpt.placing import file_writer, folder_writer
-from ckpt.reading.sources import open_source
+from ckpt.sources import open_source
 from ckpt.stores.store import Options, Store, local_path, open_store, split_url
 from ckpt.targets import check_file, check_folder, check_native
+from ckpt.transfer.commit import commit, now
 from ckpt.version import __version__
-from ckpt.writing.commit import commit, now
 from formats import huggingface, safetensors_file
 from formats.catalog import typed_values
 from formats.errors import FormatError, UnsupportedError

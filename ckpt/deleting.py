@@ -6,7 +6,7 @@ import os
 
 from ckpt.errors import NotACheckpointError
 from ckpt.stores.store import Options, local_path, open_store
-from ckpt.writing.commit import withdraw
+from ckpt.transfer.commit import withdraw
 from formats.native.manifest import MANIFEST, load, read_manifest
 
 

@@ -25,12 +25,12 @@ from typing import TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
 from ckpt.match.selection import Selection
-from ckpt.reading.record_sums import RecordSums
-from ckpt.reading.sources import Source, open_source
-from ckpt.reading.transfer import Transfer
+from ckpt.sources import Source, open_source
 from ckpt.state.saved import by_name, join
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
+from ckpt.transfer.read import Transfer
+from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import TensorRecord, TensorRef, Tree, str_of
 from formats.url_secrets import without_secrets
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt.reading.bites import Array, requests_for
-from ckpt.reading.transfer import Transfer
+from ckpt.plan.read_plan import Array, requests_for
+from ckpt.transfer.read import Transfer
 from formats.catalog import TensorRecord, Tree, TypedValue
 from formats.dtypes import DType
 from sharding.layout import Piece, span_boxes

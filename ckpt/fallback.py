@@ -32,7 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.newest import committed, natural
 from ckpt.ranks import Ranks
-from ckpt.reading.watched import TRIES
+from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.storage import GoneError, SizeError, TooLargeError

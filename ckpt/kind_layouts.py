@@ -11,7 +11,7 @@ A tensor without dimensions is whole on every rank, whatever the kind.
 Rules:
 
 1. The plan for a kind is the one that N processes would make if they saved such a state
-   (`ckpt.writing.save_plan`): what several ranks have is stored once, divided among them.
+   (`ckpt.plan.save_plan`): what several ranks have is stored once, divided among them.
 2. What a rank stores of a tensor is one run of its row-major elements, in every layout made here.
    So a rank's file can be streamed from any source without gathering anything.
 3. Pure: the same on every machine, and nothing is opened. Most tensors of a model share few
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ckpt.writing.save_plan import stored_layouts
+from ckpt.plan.save_plan import stored_layouts
 from formats.limits import RANKS
 from formats.native.manifest import StoredTensor
 from formats.outgoing import OutgoingTensor

@@ -14,16 +14,16 @@ import torch
 from ckpt.errors import CkptError, UnverifiedWarning
 from ckpt.match.selection import Selection
 from ckpt.outgoing import selected
-from ckpt.reading.bites import Fits, Request, requests_for
-from ckpt.reading.record_sums import Verify, checked_verify
-from ckpt.reading.sources import Source, open_source
-from ckpt.reading.transfer import transfer
-from ckpt.reading.watched import unless_replaced
+from ckpt.plan.read_plan import Fits, Request, requests_for
+from ckpt.sources import Source, open_source
 from ckpt.state.memory import empty_for, memory_of, torch_dtype
 from ckpt.state.saved import join
 from ckpt.state.typed_values import opened
+from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
 from ckpt.structure import names_of
+from ckpt.transfer.read import transfer
+from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.url_secrets import without_secrets
 from sharding.layout import Box, Layout, Piece

@@ -28,21 +28,21 @@ from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
 from ckpt.match.casting import Casting, casting_of
 from ckpt.match.fitting import check_fits, check_numbers, differences, marks
-from ckpt.match.ledger import Match
 from ckpt.match.match import match
+from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
+from ckpt.plan.read_plan import Fits
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
-from ckpt.reading.bites import Fits
-from ckpt.reading.fills import Fill, Planning, read_fills
-from ckpt.reading.lots import Read, Wanted
-from ckpt.reading.record_sums import RecordSums, Verify, checked_verify
-from ckpt.reading.replicas import REPLICAS, Shares, bytes_of_lots, exchanged
-from ckpt.reading.shared import Comparing
-from ckpt.reading.sources import Source, open_source
-from ckpt.reading.transfer import Reading
+from ckpt.sources import Source, open_source
 from ckpt.state.memory import will_change
 from ckpt.state.saved import Rename, Saved
 from ckpt.stores.store import Options
+from ckpt.transfer.read import Reading
+from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
+from ckpt.transfer.scatter_reads import Read, Wanted
+from ckpt.transfer.shared_targets import Comparing
+from ckpt.transfer.shares import REPLICAS, Shares, bytes_of_lots, exchanged
+from ckpt.transfer.tensor_reads import Fill, Planning, read_fills
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
 from sharding.errors import said

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.reading.watched import MARK_BYTES, mark_now, replaced, unless_replaced
+from ckpt.stores.replacement_guard import MARK_BYTES, mark_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current

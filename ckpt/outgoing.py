@@ -27,11 +27,11 @@ import numpy as np
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.match.selection import Selection
-from ckpt.reading.bites import Array, Request, requests_for
-from ckpt.reading.record_sums import RecordSums
-from ckpt.reading.transfer import Transfer
+from ckpt.plan.read_plan import Array, Request, requests_for
 from ckpt.state.saved import Missing, Saved, join
 from ckpt.structure import names_of
+from ckpt.transfer.read import Transfer
+from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError

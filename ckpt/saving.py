@@ -21,12 +21,12 @@ from ckpt.background.staging import COPIED, OVERLAPPED, When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
 from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
-from ckpt.reading.transfer import workers_for
+from ckpt.save_protocol import Compress, Plan, Settings, agreed_plan, finish
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, open_store
-from ckpt.writing.bases import lender
-from ckpt.writing.replicas import Replicas
-from ckpt.writing.save_steps import Compress, Plan, Settings, agreed_plan, finish
+from ckpt.transfer.bases import lender
+from ckpt.transfer.read import workers_for
+from ckpt.transfer.replica_hashes import Replicas
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 

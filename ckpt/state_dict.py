@@ -23,10 +23,9 @@ from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
 from ckpt.match.casting import Casting, casting_of
-from ckpt.match.filling import Filling, held_locally
 from ckpt.match.fitting import check_fits, check_numbers, differences, marks
-from ckpt.match.ledger import Match
 from ckpt.match.match import match
+from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
 from ckpt.ranks import HASH_BITS, TIMEOUT_SECONDS, Ranks
 from ckpt.state.described import Described, check_members
@@ -35,7 +34,8 @@ from ckpt.state.local_states import with_names
 from ckpt.state.saved import Rename, Saved
 from ckpt.state.together import Together, described_by, overruled_message, together
 from ckpt.state.typed_values import opened
-from ckpt.writing.replicas import ReplicaHashes, named
+from ckpt.transfer.from_peers import Filling, held_locally
+from ckpt.transfer.replica_hashes import ReplicaHashes, named
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
 from sharding.describe.describing import Spread
 from sharding.describe.local_part import LocalPart

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt.errors import ExistsError
-from ckpt.reading.sources import DCP_METADATA, Source, is_shard
+from ckpt.sources import DCP_METADATA, Source, is_shard
 from ckpt.stores.store import (
     Options,
     is_file,
@@ -29,8 +29,8 @@ from ckpt.stores.store import (
     open_store,
     split_url,
 )
-from ckpt.writing.bases import check_unused, loans_beside
-from ckpt.writing.commit import check_no_other
+from ckpt.transfer.bases import check_unused, loans_beside
+from ckpt.transfer.commit import check_no_other
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load, read_manifest

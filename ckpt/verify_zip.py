@@ -2,7 +2,7 @@
 
 A file of torch.save is one zip; a DCP folder has one small zip for each of its items. What stands
 outside of the records (padding, DCP's `.metadata`) has no checksum. Records are read as those that
-a load reads in part (`ckpt.reading.record_sums`). Nothing is unpickled.
+a load reads in part (`ckpt.transfer.record_sums`). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from ckpt.reading.record_sums import RecordSums
-from ckpt.reading.transfer import Transfer
 from ckpt.report import Findings, Problem
+from ckpt.transfer.read import Transfer
+from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, Extent
 from formats.dcp_nest import METADATA
 from formats.errors import FormatError

@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ckpt.reading.sources import DCP_METADATA, Source, open_source
-from ckpt.reading.watched import unless_replaced
 from ckpt.report import Findings, Problem, Report
+from ckpt.sources import DCP_METADATA, Source, open_source
+from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.errors import FormatError, UnsupportedError
 from formats.native.manifest import MANIFEST

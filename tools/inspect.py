@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Print what the checkpoint holds."""
-    from ckpt.reading.sources import open_source
+    from ckpt.sources import open_source
 
     if options.depth is not None and options.depth < 1:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")

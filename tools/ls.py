@@ -68,7 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Print the list. Raises NotACheckpointError where there is nothing to list."""
-    from ckpt.reading.sources import open_source
+    from ckpt.sources import open_source
 
     try:
         with open_source(options.url, mapping(options.storage_options)) as source:
@@ -145,7 +145,7 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
 
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     """What is at a place; None where that is no checkpoint and never began to be one."""
-    from ckpt.reading.sources import open_source
+    from ckpt.sources import open_source
     from ckpt.stores.store import open_store
 
     try:

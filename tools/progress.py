@@ -42,7 +42,7 @@ def file_bytes(url: str | os.PathLike[str], told: Mapping[str, object] | None = 
 
     `told` are the driver's options.
     """
-    from ckpt.reading.sources import open_source
+    from ckpt.sources import open_source
 
     try:
         with open_source(url, told) as source:
@@ -55,7 +55,7 @@ def tensor_bytes(
     url: str | os.PathLike[str], told: Mapping[str, object] | None = None
 ) -> int | None:
     """The size of a checkpoint's tensors; None where it cannot be read."""
-    from ckpt.reading.sources import open_source
+    from ckpt.sources import open_source
 
     try:
         with open_source(url, told) as source:

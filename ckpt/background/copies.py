@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from ckpt.background.arena import Arena
 from ckpt.background.slots import Slot
-from ckpt.writing.arena import Arena
 
 PIECE_BYTES = 512 << 10
 RUN_BYTES = 16 << 20

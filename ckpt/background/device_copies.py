@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt.writing.own_parts import OwnPart
+from ckpt.transfer.write import OwnPart
 
 
 class DeviceCopies:

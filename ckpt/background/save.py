@@ -18,14 +18,14 @@ from ckpt.background.slots import slots
 from ckpt.background.staging import OVERLAPPED, Staging, When
 from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
+from ckpt.background.writers import write_here
 from ckpt.errors import CkptError
 from ckpt.ranks import Ranks, attempt
-from ckpt.reading.transfer import workers_for
+from ckpt.save_protocol import Plan, finish
 from ckpt.state.sections import summary
 from ckpt.stores.store import absolute, open_store, place_elsewhere
-from ckpt.writing.save_steps import Plan, finish
-from ckpt.writing.write_job import WriteJob
-from ckpt.writing.writers import write_here
+from ckpt.transfer.read import workers_for
+from ckpt.transfer.write_job import WriteJob
 from formats.native.shard import Progress, ShardSummary
 
 T = TypeVar("T")

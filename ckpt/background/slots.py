@@ -10,7 +10,7 @@ import torch
 
 from ckpt.errors import StateChangedError
 from ckpt.state.memory import is_plain
-from ckpt.writing.own_parts import OwnPart
+from ckpt.transfer.write import OwnPart
 
 
 class Slot(NamedTuple):

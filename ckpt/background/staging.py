@@ -17,14 +17,14 @@ from typing import Literal
 
 import torch
 
+from ckpt.background.arena import Arena
 from ckpt.background.copies import Copies
 from ckpt.background.device_copies import DeviceCopies
 from ckpt.background.slots import Slot
 from ckpt.background.step_hooks import hold_steps, storage_of
 from ckpt.errors import StateChangedError
 from ckpt.state.samples import sampled
-from ckpt.writing.arena import Arena
-from ckpt.writing.own_parts import OwnPart
+from ckpt.transfer.write import OwnPart
 
 When = Literal["copied", "overlapped"]
 COPIED: When = "copied"

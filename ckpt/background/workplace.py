@@ -8,8 +8,8 @@ import threading
 from contextlib import suppress
 
 from ckpt.background import device_copies
-from ckpt.writing.arena import Arena
-from ckpt.writing.writers import WriterProcess
+from ckpt.background.arena import Arena
+from ckpt.background.writers import WriterProcess
 
 
 class Workplace:

@@ -10,7 +10,7 @@ from warnings import warn
 import xxhash
 
 from ckpt.errors import Difference, MismatchError
-from ckpt.match.ledger import Match
+from ckpt.match.match_builder import Match
 from ckpt.match.overlaps import Placed, conflict
 from ckpt.match.selection import Claim
 from ckpt.ranks import HASH_BITS, Ranks

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.match.casting import Casting, dtype_problem
-from ckpt.match.ledger import Ledger, Match, Step, Want
+from ckpt.match.match_builder import Ledger, Match, Step, Want
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_stateful import filled, match_stateful
 from ckpt.match.overlaps import shared_memory

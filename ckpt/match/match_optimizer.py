@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from ckpt.match.ledger import Ledger, Step, Want, whole_tensor
+from ckpt.match.match_builder import Ledger, Step, Want, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries
 from ckpt.match.match_slices import match_slices
 from ckpt.state.memory import torch_dtype

@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from ckpt.errors import Difference
-from ckpt.match.ledger import Ledger, Step, Want, whole_tensor
+from ckpt.match.match_builder import Ledger, Step, Want, whole_tensor
 from ckpt.state.memory import torch_dtype
 from ckpt.state.saved import Missing, holds_tensor, join
 from ckpt.state.stateful import STEP

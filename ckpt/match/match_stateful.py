@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ckpt.match.ledger import Ledger, Step
+from ckpt.match.match_builder import Ledger, Step
 from ckpt.state.flatten import DICTS, SPREAD
 from ckpt.state.local_states import by_parameters
 from ckpt.state.saved import Missing, holds_tensor, join

@@ -6,8 +6,8 @@ Rules:
 2. Tensors that share some of their memory, or all of it, are a group. It is filled where the values
    for each byte that several of them have are the same, and refused by name where they are not.
    Tied parameters are such a group, also where their shards here are empty.
-3. Who can read the values compares them before anything is touched: `ckpt.reading.shared` from
-   files, `ckpt.state_dict` from memory.
+3. The values are compared before anything is touched: by `ckpt.transfer.shared_targets` from files,
+   by `ckpt.state_dict` from memory.
 4. Tensors with steps between their elements, over more memory than `MOST_UNITS`, pass: whether they
    share an element is not looked for.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import Difference
-from ckpt.match.ledger import Want
+from ckpt.match.match_builder import Want
 from ckpt.state.memory import memory_of
 from sharding.describe.describing import Spread
 from sharding.describe.local_part import LocalPart

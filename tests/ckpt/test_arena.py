@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.writing.arena import (
+from ckpt.background.arena import (
     HEAD_BYTES,
     REMEMBERED,
     TOUCH_BYTES,

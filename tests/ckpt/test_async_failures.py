@@ -21,11 +21,11 @@ from torch import nn
 
 import ckpt
 from ckpt import in_flight
+from ckpt.background.arena import Arena
+from ckpt.background.writers import WriterProcess
 from ckpt.errors import StoreError
 from ckpt.garbage import collected_later
-from ckpt.writing.arena import Arena
-from ckpt.writing.write_job import error_message, read_answer
-from ckpt.writing.writers import WriterProcess
+from ckpt.transfer.write_job import error_message, read_answer
 from tests.ckpt.late_copies import SECONDS, late_copies
 
 

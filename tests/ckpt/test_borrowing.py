@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.stores.store import open_store
-from ckpt.writing.bases import borrowers
+from ckpt.transfer.bases import borrowers
 from formats.native import shard
 from formats.native.borrowed import BORROWED
 from formats.native.manifest import MANIFEST, load

@@ -11,9 +11,10 @@ import torch
 
 import ckpt
 from ckpt import collecting
+from ckpt import save_protocol as save_steps
 from ckpt.collecting import FOLDER, PART, SHARD, UPLOAD
 from ckpt.stores.store import open_store
-from ckpt.writing import commit, save_steps
+from ckpt.transfer import commit
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import no_faults
 from tests.stores.server import Server, s3_client

@@ -18,8 +18,8 @@ import ckpt
 from ckpt.converting import ConvertReport, Format, convert, format_of
 from ckpt.errors import ExistsError, MismatchError, NotACheckpointError
 from ckpt.outgoing import BLOCK_BYTES
-from ckpt.reading.transfer import MAX_WORKERS, SCRATCH_BYTES
 from ckpt.stores.local_store import LocalStore
+from ckpt.transfer.read import MAX_WORKERS, SCRATCH_BYTES
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME, DTYPES
 from formats.errors import CorruptError, UnsupportedError

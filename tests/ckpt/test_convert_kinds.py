@@ -32,8 +32,8 @@ import sharding
 from ckpt import outgoing
 from ckpt.converting import convert
 from ckpt.kind_layouts import layout_of, run_of
-from ckpt.reading.transfer import MAX_WORKERS, SCRATCH_BYTES
 from ckpt.stores.local_store import LocalStore
+from ckpt.transfer.read import MAX_WORKERS, SCRATCH_BYTES
 from formats.dtypes import DTYPES
 from formats.errors import CorruptError, FormatError
 from formats.native.manifest import Manifest, dump, load

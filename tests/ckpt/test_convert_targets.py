@@ -13,7 +13,7 @@ import ckpt
 from ckpt.converting import convert
 from ckpt.errors import ExistsError, InUseError
 from ckpt.stores.local_store import LocalStore
-from ckpt.writing import commit
+from ckpt.transfer import commit
 
 PLACES = {"ckpt": "c", "safetensors": "c.safetensors", "hf": "hf", "torch": "c.pt", "dcp": "dcp"}
 FOLDERS = ("ckpt", "hf", "dcp")

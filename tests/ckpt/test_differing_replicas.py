@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ckpt
+from ckpt.plan.save_plan import SPLIT_BYTES, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.samples import SAMPLE_BYTES, _gathered, sampled
-from ckpt.writing.replicas import ReplicaHashes
-from ckpt.writing.save_plan import SPLIT_BYTES, stored_layouts
+from ckpt.transfer.replica_hashes import ReplicaHashes
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Only

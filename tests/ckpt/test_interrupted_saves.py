@@ -9,7 +9,7 @@ import torch
 
 import ckpt
 from ckpt import in_flight
-from ckpt.writing.arena import Arena
+from ckpt.background.arena import Arena
 from tests.interrupts import Interrupt
 
 SECONDS = 60

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.reading import transfer as transferring
-from ckpt.reading.bites import Limits, Request, requests_for
-from ckpt.reading.record_sums import RecordSums, Verify
-from ckpt.reading.transfer import Transfer, transfer
+from ckpt.plan.read_plan import Limits, Request, requests_for
 from ckpt.stores.local_store import LocalStore
+from ckpt.transfer import read as transferring
+from ckpt.transfer.read import Transfer, transfer
+from ckpt.transfer.record_sums import RecordSums, Verify
 from formats.catalog import Extent, PieceTable, StoredPiece, TensorRecord
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError

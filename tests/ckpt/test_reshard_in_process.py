@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.reading.bites import Array, requests_for
-from ckpt.reading.sources import open_source
-from ckpt.reading.transfer import transfer
+from ckpt.plan.read_plan import Array, requests_for
+from ckpt.plan.save_plan import stored_layouts
+from ckpt.sources import open_source
 from ckpt.stores.store import open_store
-from ckpt.writing.save_plan import stored_layouts
+from ckpt.transfer.read import transfer
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, dump

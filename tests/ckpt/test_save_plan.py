@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
+from ckpt.plan.save_plan import SPLIT_BYTES, stored_layouts
 from ckpt.state.described import Described, check_members, merged
-from ckpt.writing.save_plan import SPLIT_BYTES, stored_layouts
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import Manifest, StoredTensor, dump
@@ -105,7 +105,7 @@ def test_each_element_of_any_layout_is_stored_once(
         for i, (layout, dtype) in enumerate(found)
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("ckpt.writing.save_plan"), "SPLIT_BYTES", split_bytes)
+        patch.setattr(import_module("ckpt.plan.save_plan"), "SPLIT_BYTES", split_bytes)
         stored = stored_layouts(tensors)
     assert list(stored) == list(tensors)
     for name, tensor in stored.items():
@@ -130,7 +130,7 @@ def test_replicas_write_evenly_but_for_one_small_tensor(
 ) -> None:
     tensors = {f"t{i}": plain((size,), world) for i, size in enumerate(sizes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("ckpt.writing.save_plan"), "SPLIT_BYTES", split_bytes)
+        patch.setattr(import_module("ckpt.plan.save_plan"), "SPLIT_BYTES", split_bytes)
         stored = stored_layouts(tensors)
     written = bytes_by_rank(stored, range(world))
     total = 4 * sum(sizes)
@@ -273,7 +273,7 @@ import sys
 from formats.dtypes import BY_NAME
 from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.catalog import TensorRef, Tree
-from ckpt.writing.save_plan import stored_layouts
+from ckpt.plan.save_plan import stored_layouts
 from sharding.layout import Layout, Mesh, Replicate, Shard
 import hashlib
 tensors = {}
@@ -340,7 +340,7 @@ def test_plain_tensors_are_stored_once_by_ranks_that_have_them(holders: list[set
     ]
     whole = merged(summaries, world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("ckpt.writing.save_plan"), "SPLIT_BYTES", 1)
+        patch.setattr(import_module("ckpt.plan.save_plan"), "SPLIT_BYTES", 1)
         stored = stored_layouts(whole.tensors)
     for i, ranks in enumerate(holders):
         assert set(held_by(whole.tensors[f"t{i}"])) == ranks

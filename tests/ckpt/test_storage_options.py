@@ -9,7 +9,7 @@ import torch
 
 import ckpt
 from ckpt.stores.store import place_elsewhere
-from ckpt.writing.write_job import WriteJob
+from ckpt.transfer.write_job import WriteJob
 from tools.exit_codes import ExitCode
 from tools.main import main
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ckpt.plan.save_plan import stored_layouts
 from ckpt.state.described import Described
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.sections import marks
 from ckpt.state.together import described_by
-from ckpt.writing.save_plan import stored_layouts
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor

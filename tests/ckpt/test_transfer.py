@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt.reading.bites import Fits, Limits, Request, requests_for
-from ckpt.reading.transfer import SCRATCH_BYTES, transfer
+from ckpt.plan.read_plan import Fits, Limits, Request, requests_for
 from ckpt.stores.local_store import LocalStore
+from ckpt.transfer.read import SCRATCH_BYTES, transfer
 from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, TensorRecord, TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError

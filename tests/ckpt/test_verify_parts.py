@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.reading.record_sums import Verify
+from ckpt.transfer.record_sums import Verify
 
 ROWS = 400
 """Of 256 bytes: `a` and `b` are too large for their rest to be read with a part."""

@@ -10,7 +10,7 @@ import torch
 
 import ckpt
 from ckpt.stores.local_store import LocalStore
-from ckpt.writing import commit
+from ckpt.transfer import commit
 from tests.faults.commands import found_step, save, state
 from tests.faults.conftest import Jobs
 from tests.faults.places import Bucket, Disk, Place, belonging

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import ckpt
-from ckpt.writing import commit
+from ckpt.transfer import commit
 from formats.errors import FormatError
 from tests.faults.faulty_store import CRASHES, Crash, Fault, at, dead_between, failing
 

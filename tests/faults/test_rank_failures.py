@@ -22,8 +22,8 @@ import ckpt
 
 SHORT_SECONDS, LONG_SECONDS = 2.0, 100.0
 """The time-out where a rank hangs, and where nobody should wait for one to pass."""
-SAVING = ("ckpt.writing.save_steps:flatten", "ckpt.saving:_write", "ckpt.writing.save_steps:packed")
-COMMIT = "ckpt.writing.save_steps:write_manifest"
+SAVING = ("ckpt.save_protocol:flatten", "ckpt.saving:_write", "ckpt.save_protocol:packed")
+COMMIT = "ckpt.save_protocol:write_manifest"
 """Of rank 0 alone."""
 LATE = "is interrupted when the others go on"
 """They have the answer that this rank has not looked at."""
@@ -34,10 +34,10 @@ INSTALL = "installing the loaded state"
 STEPS = {
     "save": (*SAVING, COMMIT),
     "save later": (
-        "ckpt.writing.save_steps:flatten",
+        "ckpt.save_protocol:flatten",
         "ckpt.background.save:_stage",
         "ckpt.background.save:_Save._write",
-        "ckpt.writing.save_steps:packed",
+        "ckpt.save_protocol:packed",
         COMMIT,
     ),
     "load": ("ckpt.loading:match", "ckpt.loading:read_fills", INSTALL),
@@ -46,15 +46,15 @@ STEPS = {
     "load a state dict": (
         "ckpt.state_dict:flatten",
         "ckpt.state_dict:match",
-        "ckpt.match.filling:Filling._fill",
+        "ckpt.transfer.from_peers:Filling._fill",
         INSTALL,
     ),
 }
 """What each call does, in order, until tensors travel."""
 TRAVEL = {
-    "load, exchanging": "ckpt.reading.replicas:redistribute",
+    "load, exchanging": "ckpt.transfer.shares:redistribute",
     "convert": "sharding.reshard.kinds:redistribute",
-    "load a state dict": "ckpt.match.filling:redistribute",
+    "load a state dict": "ckpt.transfer.from_peers:redistribute",
 }
 """The steps in which tensors travel: who does not take part breaks the process group itself."""
 ERRORS = {
@@ -240,7 +240,7 @@ def rows() -> Iterator[tuple[str, str, str, int]]:
 SAMPLE = [
     ("save", WAIT, "is interrupted", 1),
     ("save later", WAIT, LATE, 1),
-    ("save", "ckpt.writing.save_steps:flatten", "is interrupted", 1),
+    ("save", "ckpt.save_protocol:flatten", "is interrupted", 1),
     ("save", "ckpt.saving:_write", "hangs", 1),
     ("save", COMMIT, "raises", 0),
     ("save later", "ckpt.background.save:_Save._write", "leaves", 1),

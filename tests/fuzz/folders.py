@@ -6,13 +6,12 @@ from typing import cast
 
 import numpy as np
 
-from ckpt import verifying
+from ckpt import sources, verifying
 from ckpt.errors import NotACheckpointError
-from ckpt.reading import sources
-from ckpt.reading.bites import requests_for
-from ckpt.reading.sources import Source
-from ckpt.reading.transfer import transfer
+from ckpt.plan.read_plan import requests_for
+from ckpt.sources import Source
 from ckpt.stores.store import Store
+from ckpt.transfer.read import transfer
 from formats.catalog import Catalog
 from formats.errors import CorruptError, FormatError
 from formats.storage import LOCAL_READ_BYTES, GoneError, SizeError, TooLargeError

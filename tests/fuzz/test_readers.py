@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
-from ckpt.reading.bites import requests_for
-from ckpt.reading.transfer import transfer
+from ckpt.plan.read_plan import requests_for
+from ckpt.transfer.read import transfer
 from formats import pickle_reader, safetensors_file
 from formats.errors import FormatError
 from sharding.layout import Box, Piece

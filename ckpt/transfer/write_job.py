@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ckpt.errors import StoreError
 from ckpt.stores.store import open_store
-from ckpt.writing.bases import lender
+from ckpt.transfer.bases import lender
 from formats.dtypes import dtype_named
 from formats.native.borrowed import Lent
 from formats.native.manifest import load

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 
 from ckpt.errors import DamagedLoadError, PartialLoadError, ReplacedError, ReplacedLoadError
-from ckpt.match.ledger import Want
-from ckpt.reading.bites import Fits, Request, requests_for
-from ckpt.reading.record_sums import RecordSums
-from ckpt.reading.replicas import Shares
-from ckpt.reading.transfer import Reading, Transfer
+from ckpt.match.match_builder import Want
+from ckpt.plan.read_plan import Fits, Request, requests_for
 from ckpt.state.memory import is_plain, memory_of, torch_dtype
+from ckpt.transfer.read import Reading, Transfer
+from ckpt.transfer.record_sums import RecordSums
+from ckpt.transfer.shares import Shares
 from formats.errors import FormatError
 from formats.native.shard import Progress
 from formats.storage import Reader

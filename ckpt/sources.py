@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
-from ckpt.reading.watched import watched
+from ckpt.stores.replacement_guard import watched
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
 from formats.limits import check, current
@@ -28,7 +28,7 @@ class Source:
 
     url: str
     store: Store
-    """Says of a native checkpoint when it is replaced meanwhile (`ckpt.reading.watched`)."""
+    """Guarded: a native checkpoint that is replaced meanwhile is told from a damaged one."""
     catalog: Catalog
 
     @property

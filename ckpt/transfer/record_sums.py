@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
 
-from ckpt.reading.bites import Bite, Fit, Request
+from ckpt.plan.read_plan import Bite, Fit, Request
 from formats.catalog import Extent
 from formats.crc32 import combine
 from formats.errors import CorruptError

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import ExistsError, InUseError, StoreError
-from ckpt.reading.sources import is_of_another_format
+from ckpt.sources import is_of_another_format
 from ckpt.stores.store import Store
-from ckpt.writing.bases import check_unused, is_as_it_was, loans_beside
+from ckpt.transfer.bases import check_unused, is_as_it_was, loans_beside
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load

@@ -19,6 +19,7 @@ from warnings import warn
 import torch
 
 from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
+from ckpt.plan.save_plan import stored_layouts
 from ckpt.ranks import HASH_BITS, Ranks, attempt
 from ckpt.state.described import Described, check_members
 from ckpt.state.flatten import FlatState, flatten
@@ -30,12 +31,11 @@ from ckpt.state.together import (
     together,
 )
 from ckpt.stores.store import Store
+from ckpt.transfer.bases import borrowed_from, check_unused, folder_beside
+from ckpt.transfer.commit import check_no_other, commit, now
+from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
+from ckpt.transfer.write import OwnPart, own_parts
 from ckpt.version import __version__
-from ckpt.writing.bases import borrowed_from, check_unused, folder_beside
-from ckpt.writing.commit import check_no_other, commit, now
-from ckpt.writing.own_parts import OwnPart, own_parts
-from ckpt.writing.replicas import WAYS, ReplicaHashes, Replicas, named
-from ckpt.writing.save_plan import stored_layouts
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.linked import ENDED, LATE
@@ -72,7 +72,7 @@ class Plan:
     """The attempt's, the same on every rank."""
     settings: Settings
     began: float
-    """When nothing of it had been written yet, by `ckpt.writing.commit.now`."""
+    """When nothing of it had been written yet, by `ckpt.transfer.commit.now`."""
 
     @property
     def file_name(self) -> str:

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ckpt.state.described import with_layout
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Only, Placement, Split
 
@@ -130,4 +129,5 @@ def _bytes_per_replica(tensor: StoredTensor) -> int:
 def _placed(tensor: StoredTensor, chosen: Mapping[int, Placement]) -> StoredTensor:
     layout = tensor.layout
     placements = tuple(chosen.get(axis, p) for axis, p in enumerate(layout.placements))
-    return with_layout(tensor, Layout(layout.shape, layout.mesh, placements))
+    stored = Layout(layout.shape, layout.mesh, placements)
+    return StoredTensor(tensor.shape, tensor.dtype, stored)

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ckpt.reading.bites import Fits, Request, requests_for
-from ckpt.reading.held import elements_held, positions
+from ckpt.plan.read_plan import Fits, Request, requests_for
+from ckpt.plan.shard_sizes import elements_held, positions
 from ckpt.state.memory import memory_of
 from formats.catalog import TensorRecord
 from sharding.layout import Layout, Mesh

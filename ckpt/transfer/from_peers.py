@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckpt.match.ledger import Want
+from ckpt.match.match_builder import Want
 from ckpt.match.overlaps import Placed
 from ckpt.ranks import Ranks
 from ckpt.state.described import Described

@@ -1,4 +1,4 @@
-"""Whatever a few ranks save, more ranks load from a server bit for bit, by `ckpt/reading/lots.py`.
+"""Whatever a few ranks save, more ranks load from a server bit for bit, by scatter reads.
 
 A case is drawn and described as data; every rank builds its part of it from the description.
 """

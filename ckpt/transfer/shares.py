@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from ckpt.plan.shard_sizes import positions
 from ckpt.ranks import HASH_BITS
-from ckpt.reading.held import positions
-from ckpt.reading.lots import Lots, Read
+from ckpt.transfer.scatter_reads import Lots, Read
 from formats.catalog import TensorRecord
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, Reader
 from sharding.layout import Layout, Mesh, Only, Piece, Placement, Replicate, Split

@@ -1,8 +1,8 @@
-"""The process that writes what was staged, and does nothing else: no torch, no part in training.
+"""The process that writes staged memory to files: no torch, no part in training.
 
-Started by `ckpt.writing.writers` with its end of a connection and the arena. Why a process, and not
-a thread: hashing and writing let go of the interpreter's lock, but take it again for every chunk,
-each time from the training loop; and only a process has a priority of its own.
+`ckpt.background.writers` starts it with one end of a connection and the arena. It is a process and
+not a thread, because a thread that hashes and writes takes the interpreter's lock again for every
+chunk, each time from the training loop, and because only a process has a priority of its own.
 
 Rules:
 
@@ -27,11 +27,11 @@ from mmap import mmap
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from ckpt.writing.arena import HEAD_BYTES, mapped, set_progress
-from ckpt.writing.write_job import error_message, read_job, summary_message, write
+from ckpt.background.arena import HEAD_BYTES, mapped, set_progress
+from ckpt.transfer.write_job import error_message, read_job, summary_message, write
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Of a whole job; `ckpt.writing.writers` starts this process with them blocked."""
+"""Of a whole job; `ckpt.background.writers` starts this process with them blocked."""
 NICE = 15
 """Takes 4 % of a core that the training wants; 10 takes 11 %, and 19 2 %, which takes long."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

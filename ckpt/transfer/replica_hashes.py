@@ -27,7 +27,7 @@ import xxhash
 from ckpt.ranks import Ranks
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.samples import Bytes, sampled
-from ckpt.writing.own_parts import OwnPart
+from ckpt.transfer.write import OwnPart
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout
 

@@ -1,13 +1,13 @@
 """From files into memory: the one way in which bytes are read, verified and placed.
 
-`ckpt.reading.bites` plans: which ranges of which files, and where they belong. This does it: reads
+`ckpt.plan.read_plan` plans: which ranges of which files, and where they belong. This does it: reads
 what lies together in one call, checks what was read against its checksums while the processor still
 has it in its cache, and places what could not be read where it belongs.
 
 Rules:
 
 1. Bytes with a checksum of their own are verified before anybody uses them. Those of a record that
-   has one for all its bytes are when the last of them is read (`ckpt.reading.record_sums`).
+   has one for all its bytes are when the last of them is read (`ckpt.transfer.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
    they are verified; from a server, which takes time to answer, in large ones.
 3. Memory beyond the targets is at most `workers` times a scratch buffer, or one chunk, and what
@@ -27,8 +27,8 @@ from math import prod
 from mmap import mmap
 
 from ckpt.budget import memory_budget
-from ckpt.reading.bites import Bite, Limits, Request, bites_of, groups_of
-from ckpt.reading.record_sums import Part, RecordSums, Verify, changed
+from ckpt.plan.read_plan import Bite, Limits, Request, bites_of, groups_of
+from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.storage import LOCAL_READ_BYTES, Reader

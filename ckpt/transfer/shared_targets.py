@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from ckpt.errors import Difference
-from ckpt.match.ledger import Want
+from ckpt.match.match_builder import Want
 from ckpt.match.overlaps import Placed, conflict, differing, group_bytes, is_same_view
-from ckpt.reading.bites import requests_for
-from ckpt.reading.record_sums import Verify
-from ckpt.reading.transfer import transfer
+from ckpt.plan.read_plan import requests_for
 from ckpt.state.memory import empty_for, memory_of
+from ckpt.transfer.read import transfer
+from ckpt.transfer.record_sums import Verify
 from formats.catalog import StoredPiece, TensorRecord
 from formats.storage import Reader
 from sharding.describe.describing import describe

@@ -1,7 +1,7 @@
 """Who writes what was staged: a process of our own, or this thread where no other can.
 
 Both take a `WriteJob` and give a summary. The process is started with the first save that needs it,
-and serves all later ones; it ends with this one (`ckpt.writing.writer_process`).
+and serves all later ones; it ends with this one (`ckpt.background.writer_process`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from ckpt.background.arena import Arena, set_progress
+from ckpt.background.writer_process import IGNORED
 from ckpt.errors import StoreError
-from ckpt.writing.arena import Arena, set_progress
-from ckpt.writing.write_job import WriteJob, job_message, read_answer, write
-from ckpt.writing.writer_process import IGNORED
+from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write
 from formats.native.shard import Progress, ShardSummary
 
 POLL_SECONDS = 0.1
 """How often a caller who wants to see progress is told of it."""
 _START = (
-    "import sys; sys.path[:] = sys.argv[3:]; from ckpt.writing.writer_process import main; main()"
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from ckpt.background.writer_process import main; main()"
 )
 """The trainer's own path finds the same packages; a module to run would put a folder before it."""
 

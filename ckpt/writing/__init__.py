@@ -1,1 +1,0 @@
-"""From memory into files: who writes what, how, and when it counts."""
