@@ -23,6 +23,7 @@ from sharding.fsdp1.entry_point import (
 from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import hook_state_dicts
 from sharding.fsdp1.strategies import Groups, chosen_groups, settled_strategy, sharing_of
+from sharding.fsdp1.torch_state_dict import connect
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
 
@@ -103,6 +104,7 @@ def fully_shard(
     door = FrontDoor(module, module, settings, "")
     module.__dict__[DOOR] = door
     hook_state_dicts(door)
+    connect()
     module.register_forward_pre_hook(door.hooked_before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(door.forward_hooks.after)
     door.forward_hooks.hook_errors(module)

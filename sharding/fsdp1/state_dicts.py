@@ -17,7 +17,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +36,6 @@ from sharding.fsdp1.flat_states import FlatPart, by_rows
 from sharding.fsdp1.local_state_dicts import check_loadable, record_of
 from sharding.fsdp1.state_dict_keys import OwnKeys, in_order, key_prefix, own_keys, state_key
 from sharding.fsdp1.state_dict_loading import RowLoading, whole_as_used
-from sharding.fsdp1.torch_state_dict import connect
 from sharding.fsdp1.unsharded_parameters import WholeParameters
 from sharding.fsdp2.fsdp_module import FSDPModule
 from sharding.fsdp2.state_dicts import choose, chosen_for
@@ -65,6 +65,26 @@ def with_settings(
     return before
 
 
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """Inside, the state dicts of all instances in a module are of this kind."""
+    before = with_settings(module, kind, config, optim_config)
+    try:
+        yield
+    finally:
+        with_settings(
+            module,
+            before.state_dict_type,
+            before.state_dict_config,
+            before.optim_state_dict_config,
+        )
+
+
 def settings_of(module: nn.Module) -> StateDictSettings:
     """The kind of state dicts of all instances in a module. ValueError where they differ."""
     found = [door.state_dict_settings for door in front_doors(module)]
@@ -92,7 +112,6 @@ def mesh_given(door: FrontDoor) -> DeviceMesh | None:
 
 def hook_state_dicts(door: FrontDoor) -> None:
     """Have the module's `state_dict()` and `load_state_dict()` mean whole parameters."""
-    connect()
     hooks = _Hooks(door)
     owner = door.owner
     owner.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]

@@ -19,7 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name
+from sharding.engine.flat_bucket import FlatParameter
 from sharding.fsdp1.entry_point import FrontDoor, front_doors
+from sharding.fsdp1.optim_methods import OptimStateDicts
+from sharding.fsdp1.state_dicts import state_dict_type
 from sharding.fsdp1.strategies import HYBRID
 
 Context = AbstractContextManager[Any]
@@ -66,9 +69,7 @@ class _KnowsBoth(type):
     """Torch's wrapper class, once it is known."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        from sharding.fsdp1.wrapper import FullyShardedDataParallel
-
-        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
+        return isinstance(instance, (cls.theirs, OptimStateDicts))
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.theirs, name)
@@ -87,28 +88,28 @@ class _Either(metaclass=_KnowsBoth):
     @staticmethod
     def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Context:
         """Inside, state dicts made in a module are of a kind."""
-        inside: Context = _class_for(module).state_dict_type(module, *args, **kwargs)
+        made = state_dict_type if _is_ours(module) else _Either.theirs.state_dict_type
+        inside: Context = made(module, *args, **kwargs)
         return inside
 
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's state by parameter names."""
-        return _class_for(model).optim_state_dict(model, optim, *args, **kwargs)
+        answers = OptimStateDicts if _is_ours(model) else _Either.theirs
+        return answers.optim_state_dict(model, optim, *args, **kwargs)
 
     @staticmethod
     def optim_state_dict_to_load(
         model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
         """Such a state as the optimizer takes it."""
-        return _class_for(model).optim_state_dict_to_load(model, optim, *args, **kwargs)
+        answers = OptimStateDicts if _is_ours(model) else _Either.theirs
+        return answers.optim_state_dict_to_load(model, optim, *args, **kwargs)
 
 
-def _class_for(module: nn.Module) -> Any:
-    """The class that is asked about a module."""
-    from sharding.fsdp1.wrapper import FullyShardedDataParallel
-
-    is_ours = next(iter(front_doors(module)), None) is not None
-    return FullyShardedDataParallel if is_ours else _Either.theirs
+def _is_ours(module: nn.Module) -> bool:
+    """Whether a module has flat parameters of this runtime."""
+    return next(front_doors(module), None) is not None
 
 
 def _group_of(door: FrontDoor) -> ProcessGroup | None:
@@ -123,8 +124,6 @@ def _door_of(module: nn.Module) -> FrontDoor | None:
 
 def _names_in_flat(model: nn.Module, name: str) -> set[str] | None:
     """The names of the parameters in a flat one of ours; None for any other parameter."""
-    from sharding.engine.flat_bucket import FlatParameter
-
     path, _, attribute = name.rpartition(".")
     try:
         home = model.get_submodule(path)

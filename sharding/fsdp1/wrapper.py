@@ -15,6 +15,7 @@ from sharding.clipping import clip_grad_norm
 from sharding.engine.flat_bucket import CommHook, FlatParameter, flat_buckets
 from sharding.engine.runtime import units_of
 from sharding.engine.unit import Unit
+from sharding.fsdp1 import state_dicts as states
 from sharding.fsdp1.entry_point import (
     DOOR,
     FrontDoor,
@@ -28,6 +29,7 @@ from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import hook_state_dicts, settings_of, with_settings
 from sharding.fsdp1.strategies import HYBRID, Groups, chosen_groups, settled_strategy, sharing_of
 from sharding.fsdp1.summon import summoned
+from sharding.fsdp1.torch_state_dict import connect
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.policies import (
     BackwardPrefetch,
@@ -167,6 +169,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         self._fsdp_wrapped_module = module
         self._sharding_door = FrontDoor(self, module, settings, f"{WRAPPED}.")
         hook_state_dicts(self._sharding_door)
+        connect()
         self._door.forward_hooks.hook_errors(self)
 
     # What a user sees of it.
@@ -363,21 +366,13 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return settings_of(module)
 
     @staticmethod
-    @contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Inside, state dicts made in a module are of this kind."""
-        before = with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
-            yield
-        finally:
-            with_settings(
-                module,
-                before.state_dict_type,
-                before.state_dict_config,
-                before.optim_state_dict_config,
-            )
+        return states.state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
