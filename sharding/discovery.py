@@ -30,8 +30,7 @@ class Found:
     @property
     def borrowed(self) -> Parameter | None:
         """What another unit made of it."""
-        tied = getattr(self.parameter, _TIED, None)
-        return tied.entry if isinstance(tied, _Tied) else None
+        return entry_of(self.parameter)
 
     def taken_as(self, entry: Parameter) -> None:
         """A unit has it now: whoever else has it borrows it."""
@@ -41,6 +40,12 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class _Tied:
     entry: Parameter
+
+
+def entry_of(parameter: nn.Parameter) -> Parameter | None:
+    """What a unit made of a parameter; None where no unit has it."""
+    tied = getattr(parameter, _TIED, None)
+    return tied.entry if isinstance(tied, _Tied) else None
 
 
 def free_parameters(

@@ -6,6 +6,9 @@ either place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from enum import Enum
 from typing import TypeVar
@@ -36,6 +39,29 @@ KIND_OF = {
 }
 EnumT = TypeVar("EnumT", bound=Enum)
 ConfigT = TypeVar("ConfigT", StateDictConfig, OptimStateDictConfig)
+_is_local: ContextVar[bool] = ContextVar("_is_local", default=False)
+
+
+@contextmanager
+def local_state_dicts() -> Iterator[None]:
+    """Inside, every state dict made or loaded has this rank's own tensors, whatever kind is set."""
+    before = _is_local.set(True)
+    try:
+        yield
+    finally:
+        _is_local.reset(before)
+
+
+def is_local_forced() -> bool:
+    """True inside `local_state_dicts`."""
+    return _is_local.get()
+
+
+def in_force(chosen: StateDictSettings) -> StateDictSettings:
+    """The settings that a state dict follows now, where a user has set these."""
+    if is_local_forced():
+        return checked_settings(StateDictType.LOCAL_STATE_DICT, None, None)
+    return chosen
 
 
 def default_settings() -> StateDictSettings:

@@ -1,8 +1,8 @@
 """A module's state in the words of the layout algebra: what this rank has of every tensor.
 
-This is all that a checkpoint needs to know of a runtime: names, local tensors and layouts. It
-knows two that flatten parameters: ours (`sharding.describe.own_members`) and torch's
-FullyShardedDataParallel (`sharding.describe.torch_fsdp`).
+A checkpoint needs no more of a runtime than names, local tensors and layouts. Two runtimes flatten
+parameters: ours (`sharding.describe.own_members`) and torch's FullyShardedDataParallel
+(`sharding.describe.torch_fsdp`).
 
 Rules:
 
@@ -22,19 +22,22 @@ left.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.describe import dtensor, own_members, sharded_tensor, torch_fsdp
+from sharding.describe import dtensor, sharded_tensor, torch_fsdp
 from sharding.describe.local_part import LocalPart, check_holds
 from sharding.describe.members import WRAPPERS as WRAPPERS
 from sharding.describe.members import FlatMember as FlatMember
 from sharding.describe.members import clean_name as clean_name
 from sharding.layout import Layout, Mesh
+from sharding.state_dict_settings import local_state_dicts
 
 Spread = torch.Tensor | LocalPart
 """A tensor of a state: a plain one, a DTensor, torch's ShardedTensor, or a part."""
@@ -70,7 +73,8 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     [('weight', (3, 2), 'replicate:1=R'), ('bias', (3,), 'replicate:1=R')]
     >>> dist.destroy_process_group()
     """
-    own_members.check_is_whole(module)
+    if (ours := _own_members()) is not None:
+        ours.check_is_whole(module)
     torch_fsdp.check_is_whole(module)
     members = {id(member.parameter): member for member in flat_members(module)}
     with _local_state_dicts(module):
@@ -103,7 +107,8 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
     Original parameters that are not divided are not among them: they are what they were.
     """
-    yield from own_members.flat_members(module)
+    if (ours := _own_members()) is not None:
+        yield from ours.flat_members(module)
     yield from torch_fsdp.flat_members(module)
 
 
@@ -115,7 +120,8 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
     """
     if torch_fsdp.is_flattened(tensor) and tensor.ndim == 1:
         raise torch_fsdp.loose(tensor)
-    return own_members.part_of(tensor)
+    ours = _own_members()
+    return None if ours is None else ours.part_of(tensor)
 
 
 def is_divided(parameter: torch.Tensor) -> bool:
@@ -125,7 +131,8 @@ def is_divided(parameter: torch.Tensor) -> bool:
     """
     if torch_fsdp.is_flattened(parameter):
         return parameter.ndim == 1
-    return own_members.is_flat(parameter) or own_members.part_of(parameter) is not None
+    ours = _own_members()
+    return ours is not None and (ours.is_flat(parameter) or ours.part_of(parameter) is not None)
 
 
 def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
@@ -144,5 +151,27 @@ def state_dict_names(module: nn.Module) -> list[str]:
 @contextmanager
 def _local_state_dicts(module: nn.Module) -> Iterator[None]:
     """Inside, state dicts have what this rank has, whatever kind a user has set."""
-    with own_members.local_state_dicts(module), torch_fsdp.local_state_dicts(module):
+    with local_state_dicts(), torch_fsdp.local_state_dicts(module):
         yield
+
+
+class _OwnMembers(Protocol):
+    """The functions of `sharding.describe.own_members`."""
+
+    def check_is_whole(self, module: nn.Module) -> None: ...
+
+    def flat_members(self, module: nn.Module) -> Iterator[FlatMember]: ...
+
+    def part_of(self, tensor: torch.Tensor) -> LocalPart | None: ...
+
+    def is_flat(self, tensor: torch.Tensor) -> bool: ...
+
+
+def _own_members() -> _OwnMembers | None:
+    """The description of our flat parameters; None where no module can have one yet."""
+    if "sharding.engine.flat_bucket" not in sys.modules:
+        return None
+    # Start-up: it imports the engine, which takes a second, and few states have flat parameters.
+    from sharding.describe import own_members
+
+    return own_members

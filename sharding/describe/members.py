@@ -14,8 +14,10 @@ from torch import nn
 
 from sharding.describe.local_part import FlatSlice, LocalPart
 
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What wrappers put into names: FSDP's class, activation checkpointing, torch.compile."""
+KEY_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts of names that FSDP's class and activation checkpointing add; state dicts lack them."""
+WRAPPERS = (*KEY_WRAPPERS, "_orig_mod.")
+"""Those, and the part that torch.compile adds, which the keys of state dicts keep."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +78,22 @@ def clean_prefix(path: str) -> str:
     ('layers.0.', '')
     """
     return clean_name(f"{path}.") if path else ""
+
+
+def state_key(path: str) -> str:
+    """The key in a state dict of a parameter or buffer with this path."""
+    for wrapper in KEY_WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
+
+
+def key_prefix(path: str) -> str:
+    """The prefix that a module's path gives to the keys of its state dict.
+
+    >>> key_prefix("layers.0._fsdp_wrapped_module"), key_prefix("")
+    ('layers.0.', '')
+    """
+    return state_key(f"{path}.") if path else ""
 
 
 Places = Sequence[tuple[nn.Module, str]]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import FlatSlice, LocalPart
 from sharding.describe.members import FlatMember, names_in
+from sharding.discovery import entry_of
+from sharding.engine.flat_bucket import FLATTENED, FlatBucket, FlatParameter, flat_buckets
+from sharding.engine.runtime import units_of
+from sharding.engine.unit import Unit
 from sharding.errors import LocalShapeError, ShardingError
-
-if TYPE_CHECKING:
-    from sharding.engine.flat_bucket import FlatBucket
-    from sharding.engine.unit import Unit
-
-
-def is_in_use() -> bool:
-    """False where no module can have a flat parameter; the runtime takes a second to import."""
-    return "sharding.fsdp1.entry_point" in sys.modules
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
@@ -29,12 +22,6 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
     Original parameters that are not divided are not among them: they are what they were.
     """
-    if not is_in_use():
-        return
-    from sharding.describe.flat_layouts import slices_of
-    from sharding.engine.flat_bucket import flat_buckets
-    from sharding.engine.runtime import units_of
-
     units = list(units_of((module,)))
     owner = {id(bucket): unit for unit in units for bucket in unit.buckets}
     buckets = list({id(b): b for unit in units for b in flat_buckets(unit.used)}.values())
@@ -68,13 +55,9 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
 def part_of(tensor: torch.Tensor) -> LocalPart | None:
     """The part that an original parameter is by itself, without its module; None if it is none."""
-    if not is_in_use() or not isinstance(tensor, nn.Parameter):
+    if not isinstance(tensor, nn.Parameter):
         return None
-    from sharding.describe.flat_layouts import slices_of
-    from sharding.discovery import Found
-    from sharding.engine.flat_bucket import FlatBucket
-
-    entry = Found(tensor, [], "").borrowed
+    entry = entry_of(tensor)
     if entry is None or entry.sharded is not tensor or not isinstance(entry.bucket, FlatBucket):
         return None
     if _is_as_it_was(entry.bucket):
@@ -85,20 +68,11 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
 
 def is_flat(tensor: torch.Tensor) -> bool:
     """Whether it is a flat parameter: several parameters end to end, of which ranks have parts."""
-    if not is_in_use():
-        return False
-    from sharding.engine.flat_bucket import FlatParameter
-
     return isinstance(tensor, FlatParameter)
 
 
 def check_is_whole(module: nn.Module) -> None:
     """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
-    if not is_in_use():
-        return
-    from sharding.engine.flat_bucket import FLATTENED
-    from sharding.engine.runtime import units_of
-
     inside = {id(bucket) for unit in units_of((module,)) for bucket in unit.used}
     for path, part in module.named_modules():
         for bucket in part.__dict__.get(FLATTENED, ()):
@@ -108,28 +82,6 @@ def check_is_whole(module: nn.Module) -> None:
                     f"the {type(bucket.form.home).__name__} around it; use that module, or wrap it "
                     "with use_orig_params=True"
                 )
-
-
-@contextmanager
-def local_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Inside, state dicts have what this rank has, whatever kind a user has set."""
-    if not is_in_use():
-        yield
-        return
-    from sharding.fsdp1.entry_point import front_doors
-    from sharding.fsdp2.state_dicts import as_they_lie
-    from sharding.policies import StateDictType
-    from sharding.state_dict_settings import checked_settings
-
-    before = [(door, door.state_dict_settings) for door in front_doors(module)]
-    for door, _ in before:
-        door.state_dict_settings = checked_settings(StateDictType.LOCAL_STATE_DICT, None, None)
-    try:
-        with as_they_lie(module):
-            yield
-    finally:
-        for door, settings in before:
-            door.state_dict_settings = settings
 
 
 def _is_as_it_was(bucket: FlatBucket) -> bool:

@@ -1,33 +1,21 @@
 """The keys of the state dicts of modules with flat parameters, and their order.
 
-Keys are paths through the modules, without what the wrappers add that take it away themselves:
-FSDP's class and activation checkpointing. Their order is the one in which the module, before it was
-wrapped, would have them: of each module its parameters, its buffers, its extra state, then what is
-inside.
+The order is that of the module before it was wrapped: the parameters, buffers and extra state of a
+module, then those of the modules inside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 
-from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.describe.local_state_dicts import OwnKeys
+from sharding.describe.members import key_prefix
+from sharding.engine.flat_bucket import flat_buckets
 from sharding.fsdp1.entry_point import FrontDoor, front_doors
 
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What is in modules' paths and not in state dicts' keys."""
 EXTRA_STATE = "_extra_state"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnKeys:
-    """A bucket that an instance makes the state dict of, and its parameters' keys in the module."""
-
-    bucket: FlatBucket
-    keys: list[tuple[str, ...]]
-    """By parameter: several where it is tied, none where it is outside of the module."""
 
 
 def own_keys(door: FrontDoor) -> list[OwnKeys]:
@@ -57,22 +45,6 @@ def own_keys(door: FrontDoor) -> list[OwnKeys]:
         )
         for bucket in buckets
     ]
-
-
-def key_prefix(path: str) -> str:
-    """What a module's path puts before its keys.
-
-    >>> key_prefix("layers.0._fsdp_wrapped_module"), key_prefix("")
-    ('layers.0.', '')
-    """
-    return state_key(f"{path}.") if path else ""
-
-
-def state_key(path: str) -> str:
-    """A path without what is not in keys."""
-    for wrapper in WRAPPERS:
-        path = path.replace(wrapper, "")
-    return path
 
 
 def in_order(module: nn.Module, keys: list[str]) -> list[str]:

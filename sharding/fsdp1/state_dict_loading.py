@@ -24,13 +24,14 @@ from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import check_holds
+from sharding.describe.local_state_dicts import OwnKeys
+from sharding.describe.members import state_key
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.engine.chunk_bucket import local_of
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.engine.parameter import Parameter
 from sharding.errors import ShardingError
 from sharding.fsdp1.flat_states import FlatPart, Held, fill_parts, held_among_peers, whole_shape
-from sharding.fsdp1.state_dict_keys import OwnKeys, state_key
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.torch_versions import cut
 

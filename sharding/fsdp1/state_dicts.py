@@ -7,7 +7,7 @@
 Rules:
 
 1. All ranks make and load a full or a sharded one together. A local one is memory that is there,
-   and says in its metadata what it is (`sharding.fsdp1.local_state_dicts`).
+   and says in its metadata what it is (`sharding.describe.local_state_dicts`).
 2. A full one is made unit by unit, each tensor in memory of its own. Ranks that are to have nothing
    of it let go of each unit before the next is gathered.
 3. For a sharded one nothing is gathered, made or loaded (`sharding.fsdp1.flat_states`).
@@ -28,17 +28,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.describe.local_part import FLAT_PARAMETERS
+from sharding.describe.local_state_dicts import OwnKeys, check_loadable, record_of
+from sharding.describe.members import key_prefix, state_key
 from sharding.engine.chunk_bucket import local_of
 from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.runtime import UNIT
 from sharding.errors import ShardingError
 from sharding.fsdp1.entry_point import FrontDoor, front_door_of, front_doors
 from sharding.fsdp1.flat_states import FlatPart, by_rows
-from sharding.fsdp1.local_state_dicts import check_loadable, record_of
-from sharding.fsdp1.state_dict_keys import OwnKeys, in_order, key_prefix, own_keys, state_key
+from sharding.fsdp1.state_dict_keys import in_order, own_keys
 from sharding.fsdp1.state_dict_loading import RowLoading, whole_as_used
 from sharding.fsdp1.unsharded_parameters import WholeParameters
-from sharding.fsdp2.fsdp_module import FSDPModule
-from sharding.fsdp2.state_dicts import choose, chosen_for
 from sharding.policies import (
     FullStateDictConfig,
     OptimStateDictConfig,
@@ -46,7 +46,8 @@ from sharding.policies import (
     StateDictSettings,
     StateDictType,
 )
-from sharding.state_dict_settings import checked_settings, default_settings
+from sharding.reshard.dtensor_state_dicts import choose, chosen_for
+from sharding.state_dict_settings import checked_settings, default_settings, in_force
 
 
 def with_settings(
@@ -99,7 +100,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 def default_settings_of(module: nn.Module) -> StateDictSettings:
     """Full state dicts; sharded ones of a module whose parameters are DTensors."""
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
+    if any(hasattr(p, UNIT) and front_door_of(p) is None for p in module.modules()):
         return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     return default_settings()
 
@@ -134,13 +135,17 @@ class _Hooks:
         """Keys of flat parameters that were loaded before their modules look for them."""
 
     @property
+    def _settings(self) -> StateDictSettings:
+        return in_force(self._door.state_dict_settings)
+
+    @property
     def _kind(self) -> StateDictType:
-        return self._door.state_dict_settings.state_dict_type
+        return self._settings.state_dict_type
 
     @property
     def _is_kept(self) -> bool:
         """False where a full state dict is another rank's alone."""
-        config, settings = self._door.state_dict_settings.state_dict_config, self._door.settings
+        config, settings = self._settings.state_dict_config, self._door.settings
         if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
             return True
         sharing = settings.sharing
@@ -170,7 +175,7 @@ class _Hooks:
     ) -> None:
         """Names are those of the module, values those of the kind; the unit is sharded again."""
         door, inside = self._door, prefix + self._door.prefix
-        config = door.state_dict_settings.state_dict_config
+        config = self._settings.state_dict_config
         if door.prefix:
             for key in [key for key in state if key.startswith(inside)]:
                 state[prefix + key[len(inside) :]] = state.pop(key)

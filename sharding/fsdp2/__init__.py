@@ -1,1 +1,1 @@
-"""FSDP with one DTensor per parameter: `fully_shard`, `FSDPModule` and their state dicts."""
+"""FSDP with one DTensor per parameter: `fully_shard` and `FSDPModule`."""

@@ -27,7 +27,7 @@ from sharding import (
 )
 from sharding.describe.local_part import LocalPart
 from sharding.engine.full_buffer import FullBuffer
-from sharding.fsdp1.local_state_dicts import FLAT_PARAMETERS, local_parts
+from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
 from tests.networks import ScaledBlock

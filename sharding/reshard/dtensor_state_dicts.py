@@ -17,7 +17,6 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,15 +28,15 @@ from torch.distributed.tensor import DTensor
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import Spread, describe
 from sharding.describe.local_part import FLAT_PARAMETERS
+from sharding.describe.local_state_dicts import Record, check_made_by, record_of_layouts
+from sharding.describe.members import state_key
 from sharding.errors import LocalShapeError
-from sharding.fsdp1.local_state_dicts import Record, check_made_by, record_of_layouts
-from sharding.fsdp1.state_dict_keys import state_key
 from sharding.kind import Kind
 from sharding.layout import Layout
 from sharding.policies import FullStateDictConfig, StateDictSettings, StateDictType
 from sharding.reshard.kinds import converted, dtensor_like
 from sharding.reshard.redistribute import Move, redistribute
-from sharding.state_dict_settings import KIND_OF
+from sharding.state_dict_settings import KIND_OF, is_local_forced
 
 _chosen: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
 _hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -60,22 +59,12 @@ def choose(module: nn.Module, settings: StateDictSettings | None) -> None:
         module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def as_they_lie(module: nn.Module) -> Iterator[None]:
-    """Inside, state dicts made in a module have its DTensors, whatever a user has set."""
-    before = {part: _chosen.pop(part) for part in module.modules() if part in _chosen}
-    try:
-        yield
-    finally:
-        _chosen.update(before)
-
-
 def _after_saving(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Values are of the kind that is set."""
     settings = _chosen.get(module)
-    if settings is None:
+    if settings is None or is_local_forced():
         return
     config, kind = settings.state_dict_config, KIND_OF[settings.state_dict_type]
     keys = [key for key in state if key.startswith(prefix)]
@@ -138,7 +127,7 @@ def _before_loading(
 ) -> None:
     """Where the module has DTensors, the state dict has such as it has."""
     settings = _chosen.get(module)
-    if settings is None:
+    if settings is None or is_local_forced():
         return
     targets = dict(_dtensors(module, prefix))
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:

@@ -33,14 +33,23 @@ import torch.distributed as dist
 
 from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import FLAT_PARAMETERS, LocalPart
+from sharding.describe.members import key_prefix
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.engine.peers import Peers
 from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
-from sharding.fsdp1.state_dict_keys import OwnKeys, key_prefix
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
 
 Record = dict[str, Any]
 """See rule 2."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnKeys:
+    """A flat bucket in one module's state dict, and the keys of its parameters there."""
+
+    bucket: FlatBucket
+    keys: list[tuple[str, ...]]
+    """By parameter: several where it is tied, none where it is outside the module."""
 
 
 def record_of(bucket: FlatBucket, names: list[tuple[str, ...]]) -> Record:
