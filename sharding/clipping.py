@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from sharding.engine.flat_bucket import FlatBucket, flat_buckets
 from sharding.engine.parameter import Parameter
-from sharding.engine.runtime import units_of
+from sharding.engine.unit import units_of
 
 Groups = tuple[ProcessGroup, ...]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from sharding.engine.bucket import Bucket
 from sharding.engine.parameter import Parameter
-from sharding.engine.runtime import units_of
+from sharding.engine.unit import units_of
 
 _TIED = "_sharding_entry"
 

@@ -12,8 +12,7 @@ from sharding.describe.local_part import FlatSlice, LocalPart
 from sharding.describe.members import FlatMember, names_in
 from sharding.discovery import entry_of
 from sharding.engine.flat_bucket import FLATTENED, FlatBucket, FlatParameter, flat_buckets
-from sharding.engine.runtime import units_of
-from sharding.engine.unit import Unit
+from sharding.engine.unit import Unit, units_of
 from sharding.errors import LocalShapeError, ShardingError
 
 

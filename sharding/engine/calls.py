@@ -11,14 +11,11 @@ loss there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import torch
 
-    import torch
-
-    from sharding.engine.unit import Unit
+from sharding.engine.unit import Unit
 
 
 class Call:

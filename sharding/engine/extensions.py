@@ -85,7 +85,7 @@ def settled(bucket: Bucket) -> list[Bucket]:
 
 def _move(parameters: list[Parameter], to: ChunkBucket, of: ChunkBucket) -> None:
     to.reduces, to.replicates, to.divide = of.reduces, of.replicates, of.divide
-    to.reduced_hook = of.reduced_hook
+    to.reduced_hook, to.on_gradient = of.reduced_hook, of.on_gradient
     for parameter in parameters:
         parameter.bucket = to
 

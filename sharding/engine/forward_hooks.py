@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, without it
 from sharding.engine.calls import Call
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.outputs import in_dtype, tensors_in
-from sharding.engine.runtime import Runtime
+from sharding.engine.runtime import Runtime, runtime_of
 from sharding.engine.unit import Unit
 
 
@@ -48,19 +48,19 @@ class ForwardHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The parameters are whole; the inputs have the policy's dtype."""
         unit = self._unit
-        runtime = unit.runtime or Runtime.rooted_at(unit)
+        runtime, policy = runtime_of(unit), unit.policy
         self._returned = False
-        begins = len(unit.modules) == 1 or module not in self._to_run or not unit.calls
+        begins = len(unit.modules) == 1 or module not in self._to_run or unit not in runtime.running
         if begins:
             if not runtime.is_running:
                 runtime.begin_forward()
             self._to_run = set(unit.modules)
             call = Call(unit, runtime.run, runtime.tick())
-            unit.calls.append(call)
+            runtime.started(call)
             _begin(call, runtime)
         else:
-            call = unit.calls[-1]
-        cast = unit.casts.root_inputs if unit.is_root else unit.casts.inputs
+            call = runtime.running[unit][-1]
+        cast = policy.cast_root_inputs if unit.is_root else policy.cast_inputs
         if cast is not None and not unit.full_precision:
             args, kwargs = in_dtype(args, cast), in_dtype(kwargs, cast)
         call.given.clear()
@@ -73,29 +73,29 @@ class ForwardHooks:
         """The parameters are let go, unless they stay until backward."""
         unit = self._unit
         runtime = unit.runtime
-        if runtime is None or not unit.calls:
+        if not isinstance(runtime, Runtime) or unit not in runtime.running:
             return output
         self._returned = True
         self._to_run.discard(module)
-        call = unit.calls[-1]
-        if unit.casts.outputs is not None:
-            output = in_dtype(output, unit.casts.outputs)
+        call = runtime.running[unit][-1]
+        if unit.policy.cast_outputs is not None:
+            output = in_dtype(output, unit.policy.cast_outputs)
         call.kept |= _hands_out_parameters(call, output)
         if torch.is_grad_enabled():
             _await_backward(call, output, runtime)
         call.given.clear()
         if not self._to_run:
-            unit.calls.pop()
-            _end(call, runtime)
+            _end(runtime.stopped(unit), runtime)
         return output
 
     def ended(self, module: nn.Module, args: object, output: object) -> None:
         """A forward that ended is not running any more, though it ended with an error."""
+        runtime = self._unit.runtime
         if self._returned:
             self._returned = False
-        elif self._unit.calls:
+        elif isinstance(runtime, Runtime) and self._unit in runtime.running:
             self._to_run.clear()
-            self._unit.release(self._unit.calls.pop())
+            self._unit.release(runtime.stopped(self._unit))
 
 
 def _begin(call: Call, runtime: Runtime) -> None:
@@ -103,8 +103,8 @@ def _begin(call: Call, runtime: Runtime) -> None:
     unit = call.unit
     if runtime.in_backward:
         call.recomputed = True
-        call.imminent = unit.hidden > 0
-        unit.hidden -= call.imminent
+        call.imminent = runtime.hidden[unit] > 0
+        runtime.hidden[unit] -= call.imminent
         unit.acquire(call)
         return
     check = runtime.order_check
@@ -128,7 +128,7 @@ def _end(call: Call, runtime: Runtime) -> None:
     if call.comes_back or call.kept:
         call.run.ended(call)
     if call.comes_back:
-        unit.hidden += not call.visible
+        runtime.hidden[unit] += not call.visible
         for bucket in unit.used:
             bucket.outstanding += 1
     if not call.kept:
@@ -142,7 +142,7 @@ def _end(call: Call, runtime: Runtime) -> None:
 def _let_go(call: Call) -> None:
     """The parameters are sharded again after forward, wholly or over fewer ranks, or stay."""
     unit = call.unit
-    reshard = unit.reshard_after_forward
+    reshard = unit.policy.reshard_after_forward
     if reshard is None:
         reshard = not unit.is_root
     if not call.visible or reshard is True:
@@ -234,7 +234,7 @@ def _is_given(call: Call, tensor: torch.Tensor) -> bool:
 def _came(runtime: Runtime, call: Call, gradients: object) -> None:
     """What is called before the node that made an output runs backward."""
     if not call.begun:
-        call.unit.check_unchanged(call)
+        call.unit.check_unchanged(call.versions)
     runtime.begin(call)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from sharding.engine.gathered import Gathered
-    from sharding.engine.unit import Unit
+from sharding.engine.bucket import Bucket
+from sharding.engine.unit import Unit
 
 WRAPPER = "_fsdp_wrapped_module."
 """What wrapping adds to a path, and a user's names do not have."""
@@ -24,7 +21,7 @@ class Names:
             for path, part in module.named_modules(prefix=f"[{index}]" if several else ""):
                 self._paths.setdefault(part, path)
 
-    def parameters(self, bucket: Gathered) -> list[str]:
+    def parameters(self, bucket: Bucket) -> list[str]:
         """The names of a bucket's parameters, in order."""
         owners = [parameter.owners[0] for parameter in bucket.parameters]
         return [_shown(f"{self._paths.get(owner, '')}.{key}") for owner, key in owners]

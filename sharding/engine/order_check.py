@@ -12,16 +12,13 @@ them gather, in the same order, and reduce.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from sharding.engine.names import Names
-
-if TYPE_CHECKING:
-    from sharding.engine.unit import Unit
+from sharding.engine.unit import Unit
 
 
 class OrderCheck:

@@ -14,27 +14,22 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
-from sharding.engine.batches import AHEAD_BYTES, Gathers, Reductions
+from sharding.engine.batches import AHEAD_BYTES, Reductions
 from sharding.engine.bucket import Bucket
 from sharding.engine.calls import Call, Run
 from sharding.engine.names import Names
 from sharding.engine.order_check import OrderCheck
-
-if TYPE_CHECKING:
-    from sharding.engine.unit import Unit
-
-UNIT = "_sharding_unit"
-"""The attribute of a module that is its unit."""
+from sharding.engine.unit import Unit, gather_together, units_of
+from sharding.policies import BackwardPrefetch
 
 
 class Runtime:
@@ -44,8 +39,11 @@ class Runtime:
         self.root = root
         self.units = units
         self._names = Names(root)
-        self.prefetches_forward = root.prefetches_forward
         self.order_check: OrderCheck | None = None
+        self.running: dict[Unit, list[Call]] = {}
+        """By unit, the calls that run now, the innermost last; no unit without one."""
+        self.hidden: Counter[Unit] = Counter()
+        """By unit, its calls without gradients that a checkpoint may run again."""
         self.run = Run(False)
         self._last_run = self.run
         """The run before, by which to gather ahead."""
@@ -67,11 +65,10 @@ class Runtime:
         """The runtime of a unit and all units below it, which leave the ones they had."""
         runtime = cls(root, list(units_of(root.modules)))
         for unit in runtime.units:
-            unit.runtime, unit.is_root = runtime, unit is root
+            unit.runtime = runtime
         runtime.number_buckets()
         for unit in runtime.units:
-            if unit.prepare is not None:
-                unit.prepare(runtime)
+            unit.prepare()
         return runtime
 
     def number_buckets(self) -> None:
@@ -95,7 +92,19 @@ class Runtime:
     @property
     def is_running(self) -> bool:
         """True inside a forward of one of its units: of the root's, most of the time."""
-        return self.root.is_open or any(unit.is_open for unit in self.units)
+        return bool(self.running)
+
+    def started(self, call: Call) -> None:
+        """A call's forward runs now."""
+        self.running.setdefault(call.unit, []).append(call)
+
+    def stopped(self, unit: Unit) -> Call:
+        """The innermost call of a unit, which does not run any more."""
+        calls = self.running[unit]
+        call = calls.pop()
+        if not calls:
+            del self.running[unit]
+        return call
 
     def begin_forward(self) -> None:
         """The outermost unit begins to run: what was whole before may be out of date."""
@@ -115,18 +124,18 @@ class Runtime:
                 for bucket in unit.buckets:
                     if not bucket.holders:
                         bucket.reshard()
-                    elif unit.shows_sharded:
+                    elif unit.policy.always_show_sharded:
                         bucket.show_sharded()
 
     def gather_after(self, unit: Unit) -> None:
         """Gather ahead while a unit computes: what began after it the last time."""
         position = len(self.run.started)
         self.run.started.append(unit)
-        if unit.forward_prefetch is not None:
-            gather_together(unit.forward_prefetch)
+        if unit.policy.units_to_forward_prefetch is not None:
+            gather_together(unit.policy.units_to_forward_prefetch)
             return
         last = self._last_run.started
-        if self.prefetches_forward and last[position : position + 1] == [unit]:
+        if self.root.policy.forward_prefetch and last[position : position + 1] == [unit]:
             self._gather_some(unit, islice(last, position + 1, None))
 
     def _gather_some(self, unit: Unit, following: Iterable[Unit]) -> None:
@@ -199,7 +208,7 @@ class Runtime:
         if call in call.run.open:
             call.run.open.remove(call)
             call.unit.leave(call)
-            if call.unit.prefetches_late:
+            if call.unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 self._gather_ahead(call)
 
     def _reach(self, run: Run) -> None:
@@ -228,21 +237,21 @@ class Runtime:
             self._passed = min(self._passed, call.end)
             self._advance()
         run.open.append(call)
-        if unit.unshards_in_backward:
+        if unit.policy.unshard_in_backward:
             unit.acquire(call)
         for bucket in unit.used:
             bucket.outstanding -= 1
             bucket.due -= 1
-        if unit.backward_prefetch is not None:
-            gather_together(unit.backward_prefetch)
-        elif unit.prefetches_backward:
+        if unit.policy.units_to_backward_prefetch is not None:
+            gather_together(unit.policy.units_to_backward_prefetch)
+        elif unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._gather_ahead(call)
 
     def _gather_ahead(self, call: Call) -> None:
         """Start gathering what backward comes to after a call."""
         if call.index >= 0:
             due = (before.unit for before in call.run.before(call) if not before.begun)
-            self._gather_some(call.unit, (unit for unit in due if unit.unshards_in_backward))
+            self._gather_some(call.unit, (unit for unit in due if unit.policy.unshard_in_backward))
 
     def _advance(self, to_the_end: bool = False) -> None:
         """Reduce what is complete or passed, in order."""
@@ -277,8 +286,17 @@ class Runtime:
         self._ending = None
         if self.order_check is not None:
             self.order_check.end_backward()
+        self.hidden.clear()
+        self._stop_recomputed()
         for unit in self.units:
             unit.end_backward()
+
+    def _stop_recomputed(self) -> None:
+        """Calls that a checkpoint ran in backward run no more: not all of them come to an end."""
+        for unit, calls in list(self.running.items()):
+            calls[:] = [call for call in calls if not call.recomputed]
+            if not calls:
+                del self.running[unit]
 
     def _forget_backward(self) -> None:
         for run in self._reached:
@@ -288,19 +306,33 @@ class Runtime:
         self._reductions.forget()
 
 
-def gather_together(units: Iterable[Unit]) -> None:
-    """Start gathering what units use, in as few messages as may be."""
-    with Gathers() as batch:
-        for unit in units:
-            unit.join(batch)
+def runtime_of(unit: Unit) -> Runtime:
+    """The runtime of a unit, which becomes its own root where it has none."""
+    runtime = unit.runtime
+    return runtime if isinstance(runtime, Runtime) else Runtime.rooted_at(unit)
 
 
-def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
-    """The units of modules and of all modules in them, outer ones first, each once."""
-    seen: set[int] = set()
-    for module in modules:
-        for part in module.modules():
-            unit: Unit | None = getattr(part, UNIT, None)
-            if unit is not None and id(unit) not in seen:
-                seen.add(id(unit))
-                yield unit
+def is_running(unit: Unit) -> bool:
+    """True inside a unit's forward, and in a backward of its root."""
+    runtime = unit.runtime
+    return isinstance(runtime, Runtime) and (runtime.in_backward or unit in runtime.running)
+
+
+def reset(units: Iterable[Unit]) -> None:
+    """Forget what an error in forward or backward left of units, which are sharded again."""
+    for unit in units:
+        if isinstance(unit.runtime, Runtime):
+            unit.runtime.recover()
+            unit.runtime.running.pop(unit, None)
+        unit.refresh()
+        unit.reshard()
+
+
+def attach(unit: Unit) -> None:
+    """Have the runtime of a new unit told of its gradients."""
+    for bucket in unit.buckets:
+        bucket.on_gradient = partial(_gradient_arrived, unit)
+
+
+def _gradient_arrived(unit: Unit, bucket: Bucket) -> None:
+    runtime_of(unit).gradient_arrived(bucket)

@@ -19,31 +19,59 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from sharding.engine.batches import Gathers
 from sharding.engine.bucket import Bucket
-from sharding.engine.calls import Call
 from sharding.engine.extensions import settled
-from sharding.engine.runtime import Runtime, gather_together
+from sharding.policies import BackwardPrefetch
 
+UNIT = "_sharding_unit"
+"""The attribute of a module that is its unit."""
 BY_USER, KEPT = "unsharded by the user", "kept by a backward that did not reduce"
 """Holders that are no calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Casts:
-    """What a unit does to its floating-point inputs and outputs; None is nothing."""
+class UnitPolicy:
+    """What was decided for a unit: by its entry point, and later by a user."""
 
-    inputs: torch.dtype | None = None
-    root_inputs: torch.dtype | None = None
-    """In the place of `inputs`, where the unit is the root."""
-    outputs: torch.dtype | None = None
+    cast_inputs: torch.dtype | None = None
+    """The dtype of its floating-point inputs; None leaves them alone."""
+    cast_root_inputs: torch.dtype | None = None
+    """In the place of `cast_inputs`, where the unit is the root."""
+    cast_outputs: torch.dtype | None = None
+    reshard_after_forward: bool | int | None = None
+    """None: all but the root. A number: to that many ranks."""
+    reshard_after_backward: bool = True
+    reshard_after_unreduced_backward: bool = True
+    """False keeps the parameters unsharded after a backward that does not reduce."""
+    forward_prefetch: bool = True
+    """Whether forward gathers ahead; the root's counts for all."""
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    """Whether backward gathers ahead when it comes to the unit, or when it leaves it."""
+    unshard_in_backward: bool = True
+    always_show_sharded: bool = False
+    """Whether modules have the sharded parameters after the root's forward, even if those unsharded
+    stay in memory."""
+    units_to_forward_prefetch: tuple[Unit, ...] | None = None
+    """Gathered while this unit runs forward, in the place of those that followed the last time."""
+    units_to_backward_prefetch: tuple[Unit, ...] | None = None
+
+
+class StepRuntime(Protocol):
+    """The part that a unit knows of its runtime (runtime.py)."""
+
+    root: Unit
+
+    def number_buckets(self) -> None:
+        """Give every bucket its index and name; the unit has others than before."""
+        ...
 
 
 class Unit:
@@ -54,39 +82,20 @@ class Unit:
         modules: tuple[nn.Module, ...],
         buckets: list[Bucket],
         borrowed: list[Bucket],
-        casts: Casts,
-        reshard_after_forward: bool | int | None,
+        policy: UnitPolicy,
+        prepare: Callable[[], None],
     ) -> None:
         self.modules = modules
         self.buckets = buckets
         """What it gathers and reduces."""
         self.borrowed = borrowed
         """What it uses of other units: their parameters are tied to some of its modules'."""
-        self.casts = casts
-        self.reshard_after_forward = reshard_after_forward
-        """None: all but the root. A number: to that many ranks."""
-        self.reshard_after_backward = True
-        self.prefetches_forward = self.prefetches_backward = True
-        self.prefetches_late = False
-        """Whether backward gathers ahead when it leaves the unit, not when it comes to it."""
-        self.unshards_in_backward = True
-        self.keeps_unreduced = False
-        """Whether the whole parameters stay after a backward that does not reduce."""
-        self.shows_sharded = False
-        """Whether modules have the sharded parameters once the root has run, come what may."""
-        self.prepare: Callable[[Runtime], None] | None = None
-        """Called once the runtime is known: what a front door does before the first forward."""
-        self.runtime: Runtime | None = None
-        self.is_root = False
+        self.policy = policy
+        self.prepare = prepare
+        """Called once, before the first forward, when the unit has its runtime."""
+        self.runtime: StepRuntime | None = None
         self.summoned = False
         """Whether a user has its whole parameters before them."""
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
-        self.hidden = 0
-        """Calls without gradients that a checkpoint may run again."""
-        self.calls: list[Call] = []
-        """Those that run now, the innermost last."""
-        self._take_gradients()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused, and with it that of its modules."""
@@ -111,14 +120,9 @@ class Unit:
         return any(bucket.full_precision for bucket in self.buckets)
 
     @property
-    def is_running(self) -> bool:
-        """True inside its forward, and in a backward of its root."""
-        return self.is_open or (self.runtime is not None and self.runtime.in_backward)
-
-    @property
-    def is_open(self) -> bool:
-        """True inside its forward."""
-        return bool(self.calls)
+    def is_root(self) -> bool:
+        """True for the outermost unit of its runtime."""
+        return self.runtime is not None and self.runtime.root is self
 
     @property
     def used(self) -> tuple[Bucket, ...]:
@@ -180,7 +184,6 @@ class Unit:
 
     def refresh(self) -> None:
         """Before the root runs: what is whole is what the shards say (rule 3)."""
-        self.calls.clear()
         for bucket in self.buckets:
             bucket.drop_kept()
             if not bucket.holders <= {BY_USER, KEPT} or bucket.is_stale:
@@ -193,36 +196,29 @@ class Unit:
         before = self.used
         self.buckets = [part for bucket in self.buckets for part in settled(bucket)]
         self.borrowed = [part for bucket in self.borrowed for part in settled(bucket)]
-        self._take_gradients()
         if self.runtime is not None and self.used != before:
             self.runtime.number_buckets()
-
-    def _take_gradients(self) -> None:
-        for bucket in self.buckets:
-            bucket.on_gradient = self._on_gradient
 
     def _before_state_dict(self, *_: object) -> None:
         self.reshard()
 
     # Backward.
 
-    def check_unchanged(self, call: Call) -> None:
-        """Raise RuntimeError where parameters were changed since a call's forward (rule 2)."""
-        if call.versions != self.versions():
+    def check_unchanged(self, versions: list[list[int]]) -> None:
+        """Raise RuntimeError where parameters have not these versions any more (rule 2)."""
+        if versions != self.versions():
             raise RuntimeError(
                 f"the parameters of {type(self.modules[0]).__name__} were changed between a "
                 "forward and its backward, by an optimizer step for one; run backward before"
             )
 
-    def leave(self, call: Call) -> None:
-        """Backward has left a call."""
+    def leave(self, holder: object) -> None:
+        """Backward has left a call, which is the holder."""
         if not self._keeps_after_backward:
-            self.release(call)
+            self.release(holder)
 
     def end_backward(self) -> None:
         """Nothing is whole, but what is to be."""
-        self.hidden = 0
-        self.calls = [call for call in self.calls if not call.recomputed]  # not all of them end
         for bucket in self.buckets:
             if self._keeps_after_backward and bucket.is_whole:
                 bucket.holders.clear()
@@ -232,14 +228,29 @@ class Unit:
 
     @property
     def _keeps_after_backward(self) -> bool:
-        if self.keeps_unreduced and not any(bucket.reduces for bucket in self.buckets):
-            return True
-        return not self.reshard_after_backward
-
-    def _on_gradient(self, bucket: Bucket) -> None:
-        runtime = self.runtime or Runtime.rooted_at(self)
-        runtime.gradient_arrived(bucket)
+        if any(bucket.reduces for bucket in self.buckets):
+            return not self.policy.reshard_after_backward
+        reshards = self.policy.reshard_after_backward
+        return not (reshards and self.policy.reshard_after_unreduced_backward)
 
     def versions(self) -> list[list[int]]:
         """The version counters of what it uses."""
         return [bucket.versions() for bucket in self.used]
+
+
+def gather_together(units: Iterable[Unit]) -> None:
+    """Start gathering what units use, in as few messages as may be."""
+    with Gathers() as batch:
+        for unit in units:
+            unit.join(batch)
+
+
+def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
+    """The units of modules and of all modules in them, outer ones first, each once."""
+    seen: set[int] = set()
+    for module in modules:
+        for part in module.modules():
+            unit: Unit | None = getattr(part, UNIT, None)
+            if unit is not None and id(unit) not in seen:
+                seen.add(id(unit))
+                yield unit

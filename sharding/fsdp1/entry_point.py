@@ -15,7 +15,8 @@ from sharding.engine.flat_bucket import CommHook, flat_buckets
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.outputs import mapped
-from sharding.engine.runtime import UNIT, Runtime, units_of
+from sharding.engine.runtime import runtime_of
+from sharding.engine.unit import UNIT, units_of
 from sharding.fsdp1.setup import FlatSettings, make_flat_unit
 from sharding.materialize import own_modules
 from sharding.policies import StateDictSettings
@@ -54,8 +55,7 @@ class FrontDoor:
         self.order_check = OrderCheck.if_wanted()
         for inner in front_doors(module):
             inner.has_outer = True
-        self.unit = make_flat_unit(module, owner, settings)
-        self.unit.prepare = self._prepare
+        self.unit = make_flat_unit(module, owner, settings, self._prepare)
         self.forward_hooks = ForwardHooks(self.unit)
         devices = [bucket.device for bucket in self.unit.buckets]
         self.compute_device = devices[0] if devices else _device_without_parameters(settings)
@@ -78,7 +78,7 @@ class FrontDoor:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The unit's parameters are whole; inputs are where and what they must be."""
         unit = self.unit
-        runtime = unit.runtime or Runtime.rooted_at(unit)
+        runtime = runtime_of(unit)
         if unit.is_root:
             for door in front_doors(self.owner):
                 door.choose_precision()
@@ -116,7 +116,7 @@ class FrontDoor:
             if buffer.dtype != wanted:
                 part._buffers[name] = buffer.to(wanted)
 
-    def _prepare(self, runtime: Runtime) -> None:
+    def _prepare(self) -> None:
         """Raise, when the first forward begins, what is wrong with devices and settings."""
         if self.unit.is_root:
             _check_homogeneous(list(front_doors(self.owner)))

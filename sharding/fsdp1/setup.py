@@ -29,8 +29,8 @@ from sharding.engine.chunk_bucket import local_of
 from sharding.engine.flat_bucket import FlatBucket, FlatForm
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
-from sharding.engine.runtime import UNIT, units_of
-from sharding.engine.unit import Casts, Unit
+from sharding.engine.runtime import attach
+from sharding.engine.unit import UNIT, Unit, UnitPolicy, units_of
 from sharding.fsdp1.strategies import KEEPS_AFTER_FORWARD
 from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
 from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
@@ -55,7 +55,9 @@ class FlatSettings:
     ignored_params: frozenset[nn.Parameter] = frozenset()
 
 
-def make_flat_unit(module: nn.Module, owner: nn.Module, settings: FlatSettings) -> Unit:
+def make_flat_unit(
+    module: nn.Module, owner: nn.Module, settings: FlatSettings, prepare: Callable[[], None]
+) -> Unit:
     """The unit of a module's own parameters, which lie in flat ones from now on.
 
     `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
@@ -88,12 +90,8 @@ def make_flat_unit(module: nn.Module, owner: nn.Module, settings: FlatSettings) 
         check_reachable(states, sharing)
         broadcast_states(states, sharing)
     buckets, borrowed = _buckets(found, module, settings, compute)
-    unit = Unit((owner,), buckets, borrowed, _casts(settings.mixed_precision), _reshard(settings))
-    unit.shows_sharded = True
-    unit.keeps_unreduced = settings.strategy in KEEPS_AFTER_FORWARD
-    unit.prefetches_forward = settings.forward_prefetch
-    unit.prefetches_backward = settings.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    unit.prefetches_late = settings.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    unit = Unit((owner,), buckets, borrowed, _policy(settings), prepare)
+    attach(unit)
     setattr(owner, UNIT, unit)
     return unit
 
@@ -134,17 +132,19 @@ def _buckets(
     return buckets, list(borrowed.values())
 
 
-def _casts(mixed: MixedPrecision) -> Casts:
-    dtype = mixed.param_dtype
-    nested = dtype if mixed.cast_forward_inputs else None
-    return Casts(nested, dtype if mixed.cast_root_forward_inputs else nested, None)
-
-
-def _reshard(settings: FlatSettings) -> bool | None:
-    """When whole parameters go after forward: None is, in all units but the root."""
-    if settings.strategy in KEEPS_AFTER_FORWARD or settings.strategy is ShardingStrategy.NO_SHARD:
-        return False
-    return None
+def _policy(settings: FlatSettings) -> UnitPolicy:
+    strategy, mixed = settings.strategy, settings.mixed_precision
+    nested = mixed.param_dtype if mixed.cast_forward_inputs else None
+    keeps = strategy in KEEPS_AFTER_FORWARD
+    return UnitPolicy(
+        cast_inputs=nested,
+        cast_root_inputs=mixed.param_dtype if mixed.cast_root_forward_inputs else nested,
+        reshard_after_forward=False if keeps or strategy is ShardingStrategy.NO_SHARD else None,
+        reshard_after_unreduced_backward=not keeps,
+        forward_prefetch=settings.forward_prefetch,
+        backward_prefetch=settings.backward_prefetch,
+        always_show_sharded=True,
+    )
 
 
 def _move(

@@ -32,7 +32,7 @@ from sharding.describe.local_state_dicts import OwnKeys, check_loadable, record_
 from sharding.describe.members import key_prefix, state_key
 from sharding.engine.chunk_bucket import local_of
 from sharding.engine.flat_bucket import FlatBucket
-from sharding.engine.runtime import UNIT
+from sharding.engine.unit import UNIT
 from sharding.errors import ShardingError
 from sharding.fsdp1.entry_point import FrontDoor, front_door_of, front_doors
 from sharding.fsdp1.flat_states import FlatPart, by_rows

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from sharding.engine.flat_bucket import FlatBucket, flat_buckets
-from sharding.engine.runtime import units_of
-from sharding.engine.unit import Unit
+from sharding.engine.runtime import is_running
+from sharding.engine.unit import Unit, units_of
 from sharding.fsdp1.unsharded_parameters import WholeParameters, is_first
 
 
@@ -35,7 +35,7 @@ def summoned(
     if not recurse:
         units = [unit for unit in units if module in unit.modules]
     for unit in units:
-        if unit.is_running:
+        if is_running(unit):
             raise AssertionError("Cannot manually unshard parameters during forward/backward")
         if unit.summoned:
             raise AssertionError(

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.clipping import clip_grad_norm
 from sharding.engine.flat_bucket import CommHook, FlatParameter, flat_buckets
-from sharding.engine.runtime import units_of
-from sharding.engine.unit import Unit
+from sharding.engine.unit import Unit, units_of
 from sharding.fsdp1 import state_dicts as states
 from sharding.fsdp1.entry_point import (
     DOOR,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn, cast
@@ -13,8 +14,8 @@ from torch import nn
 from sharding.engine.bucket import Bucket
 from sharding.engine.chunk_bucket import ChunkBucket
 from sharding.engine.forward_hooks import ForwardHooks
-from sharding.engine.runtime import UNIT, units_of
-from sharding.engine.unit import Unit
+from sharding.engine.runtime import reset
+from sharding.engine.unit import UNIT, Unit, units_of
 
 _FORWARD_HOOKS = "_sharding_forward_hooks"
 """The attribute of a module that is called around its forward."""
@@ -59,12 +60,7 @@ class FSDPModule:
 
         The next forward does this by itself.
         """
-        unit = _unit(self)
-        if unit.runtime is not None:
-            unit.runtime.recover()
-        for below in _units(self, recurse=True):
-            below.refresh()
-            below.reshard()
+        reset(_units(self, recurse=True))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, and without effect: every backward ends with all gradients in place."""
@@ -88,22 +84,24 @@ class FSDPModule:
         units = _units(self, recurse)
         settings = [reshard_setting(reshard_after_forward, _peers(unit)) for unit in units]
         for unit, setting in zip(units, settings, strict=True):
-            unit.reshard_after_forward = setting
+            unit.policy = replace(unit.policy, reshard_after_forward=setting)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether the whole parameters are freed after backward."""
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.policy = replace(unit.policy, reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """What to gather while this module runs forward, in place of what followed it last."""
-        _unit(self).forward_prefetch = _units_given(modules)
+        unit = _unit(self)
+        unit.policy = replace(unit.policy, units_to_forward_prefetch=_units_given(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """What to gather while this module runs backward, in place of what ran before it."""
-        _unit(self).backward_prefetch = _units_given(modules)
+        unit = _unit(self)
+        unit.policy = replace(unit.policy, units_to_backward_prefetch=_units_given(modules))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What sums of gradients are divided by, in place of the number of ranks."""
@@ -133,7 +131,8 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers the parameters: False where it does not need them."""
-        _unit(self).unshards_in_backward = unshard_in_backward
+        unit = _unit(self)
+        unit.policy = replace(unit.policy, unshard_in_backward=unshard_in_backward)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """What `to`, `float` and the like change is the sharded parameters."""
@@ -201,11 +200,11 @@ def _unit(module: object) -> Unit:
     return cast(Unit, getattr(module, UNIT))
 
 
-def _units_given(modules: Iterable[object]) -> list[Unit]:
+def _units_given(modules: Iterable[object]) -> tuple[Unit, ...]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{type(module).__name__} was not given to fully_shard: {module}")
-    return [_unit(module) for module in modules]
+    return tuple(_unit(module) for module in modules)
 
 
 def _peers(unit: Unit) -> int:

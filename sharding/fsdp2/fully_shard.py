@@ -19,8 +19,8 @@ from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.parameter import Parameter
-from sharding.engine.runtime import UNIT, Runtime
-from sharding.engine.unit import Casts, Unit
+from sharding.engine.runtime import attach, runtime_of
+from sharding.engine.unit import UNIT, Unit, UnitPolicy
 from sharding.fsdp2.fsdp_module import FSDPModule, become_unit, reshard_setting
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sharding.torch_versions import current_accelerator
@@ -124,19 +124,20 @@ def fully_shard(
         for entry in together:
             entry.bucket = bucket
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
-    casts = Casts(inputs, inputs, mp_policy.output_dtype)
-    unit = Unit(modules, buckets, borrowed, casts, reshard)
-    unit.prepare = partial(_check_order, unit, OrderCheck.if_wanted())
+    policy = UnitPolicy(inputs, inputs, mp_policy.output_dtype, reshard)
+    check = OrderCheck.if_wanted()
+    unit = Unit(modules, buckets, borrowed, policy, lambda: _check_order(unit, check))
+    attach(unit)
     forward_hooks = ForwardHooks(unit)
     for part in modules:
         become_unit(part, unit, forward_hooks)
     return module
 
 
-def _check_order(unit: Unit, check: OrderCheck | None, runtime: Runtime) -> None:
+def _check_order(unit: Unit, check: OrderCheck | None) -> None:
     """Have the root's order of units checked, where the debug level asked for it."""
     if unit.is_root:
-        runtime.order_check = check
+        runtime_of(unit).order_check = check
 
 
 def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:

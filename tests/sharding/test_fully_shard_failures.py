@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import assert_equal, average_gradients, batch, pair, train
 
 from sharding import fully_shard
-from sharding.engine.runtime import units_of
+from sharding.engine.unit import units_of
 
 WAIT_SECONDS = 4
 """How long the ranks of `one_leaves` wait for each other."""

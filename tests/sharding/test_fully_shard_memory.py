@@ -22,7 +22,7 @@ from replica import batch, pair, train
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.engine.batches import AHEAD_BYTES
 from sharding.engine.bucket import Bucket
-from sharding.engine.runtime import UNIT, units_of
+from sharding.engine.unit import UNIT, units_of
 
 UNITS = 6
 WIDTH = 768

@@ -26,8 +26,8 @@ from sharding import (
     StateDictType,
 )
 from sharding.describe.local_part import LocalPart
-from sharding.engine.full_buffer import FullBuffer
 from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
+from sharding.engine.full_buffer import FullBuffer
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
 from tests.networks import ScaledBlock

@@ -26,8 +26,8 @@ from sharding.engine.collectives import Collectives
 from sharding.engine.composition import Composition, Item, Purpose
 from sharding.engine.messages import SMALL_BYTES, Messages
 from sharding.engine.peers import Peers, Sharing
-from sharding.engine.runtime import units_of
 from sharding.engine.transport import Transport, transport_between
+from sharding.engine.unit import units_of
 
 WAYS: list[Callable[[Peers], Transport]] = [Messages, Collectives]
 CPU = torch.device("cpu")
