@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sharding.engine.bucket import Bucket
+from sharding.engine.param_group import Bucket
 from sharding.engine.parameter import Parameter
 from sharding.engine.unit import units_of
 
@@ -77,7 +77,7 @@ def free_parameters(
 def borrowed_bucket(found: Found) -> Bucket | None:
     """The bucket that has a tied parameter already, which gets the new places besides."""
     entry = found.borrowed
-    if entry is None or entry.bucket is None:
+    if entry is None or not isinstance(entry.bucket, Bucket):
         return None
     entry.owners += found.owners
     entry.bucket.placed_more(entry)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sharding.describe.dtensor import describe
 from sharding.describe.local_part import FlatSlice
 from sharding.describe.rank_grid import check_divides_evenly, grid_around
-from sharding.engine.chunk_bucket import as_dtensor
+from sharding.engine.dtensors import as_dtensor
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.engine.peers import Peers
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate

@@ -1,4 +1,22 @@
-"""What runs while a sharded module trains: gathered, computed with, reduced, let go of.
+"""The part of the runtime that runs while a module trains: all-gather, compute, reduce, free.
 
-`sharding.fsdp1`, `sharding.fsdp2` and `sharding.composable` build it from a user's module.
+`sharding.fsdp1`, `sharding.fsdp2` and `sharding.composable` build its units of a user's module.
+
+[Note: tensor names]
+The words for tensors in the engine, with their shapes:
+
+    sharded parameter    this rank's part, the tensor that the optimizer sees
+                           ChunkBucket  a DTensor; its local tensor has the shape of torch.chunk's
+                                        piece along `dim`, possibly empty
+                           FlatBucket   flat, (shard_numel,), with padding; or, for each original
+                                        parameter, a flat view of its elements in that shard
+    unsharded buffer     flat, (numel,), all parameters of the group end to end (packing.py)
+    unsharded parameter  `Parameter.shape`, a view of the unsharded buffer and a leaf of autograd;
+                         the modules have it while they compute
+    all-gather input     flat, this rank's spans of the unsharded buffer, in `dtype`
+    all-gather output    by rank, flat, the ranges of the unsharded buffer that its input fills
+    unsharded gradient   `Parameter.shape`, `.grad` of the unsharded parameter
+    reduce-scatter input by rank, flat, the part of the unsharded gradients that it gets, in
+                         `reduce_dtype`; the last tensor has a flag for each parameter
+    accumulated grad     `.grad` of the sharded parameter, with the shape of that; backwards add
 """

@@ -16,16 +16,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from sharding.engine.composition import Composition, Item
 from sharding.engine.transport import Gathering, Summing, Transport
 from sharding.errors import TransferError
-
-if TYPE_CHECKING:
-    from sharding.engine.bucket import Bucket, Finished, Reduction
 
 AHEAD_BYTES = 2 << 20
 """Of full buffers that are gathered and not used yet."""
@@ -35,6 +32,31 @@ IN_FLIGHT = 1
 """How many batches of reductions may be on their way."""
 
 Tensors = Sequence[torch.Tensor]
+
+
+class PendingReduction(Protocol):
+    """The reduction of one parameter group (reduction.py)."""
+
+    def finish(self) -> None:
+        """Wait for it; then the shards have their gradients."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for it and drop the result."""
+        ...
+
+
+class Reducible(Protocol):
+    """The part of a parameter group (param_group.py) that its reductions need."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all its gradients as they are reduced."""
+        ...
+
+    def reduce(self, batch: Reductions) -> PendingReduction:
+        """Put its gradients into a batch."""
+        ...
 
 
 class Gathers:
@@ -113,11 +135,11 @@ class Reductions:
     def __init__(self) -> None:
         self._joint: dict[object, JointSum] = {}
         self._nbytes = 0
-        self._waiting: list[Reduction | Finished] = []
+        self._waiting: list[PendingReduction] = []
         """What travels together when enough has come."""
-        self._in_flight: deque[list[Reduction | Finished]] = deque()
+        self._in_flight: deque[list[PendingReduction]] = deque()
 
-    def reduce(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Reducible) -> None:
         """Reduce a bucket's gradients, now or when enough has come."""
         if self._nbytes + bucket.gradient_bytes > TOGETHER_BYTES:
             self.start()

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from sharding.engine.bucket import Bucket
+from sharding.engine.dtensors import as_dtensor
 from sharding.engine.packing import ChunkPacking, pack
+from sharding.engine.param_group import Bucket
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Peers, Sharing
 from sharding.group_references import release_with_groups
@@ -93,22 +94,6 @@ class MeshSharing:
         return DTensorSpec(mesh, (*replicated, placement, *behind), tensor_meta=meta)
 
 
-def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of this spec with this local tensor, which it shares."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """This rank's part of a tensor that may be a DTensor, placed as a spec says."""
-    if spec is None or not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.placements != spec.placements:
-        tensor = tensor.redistribute(spec.mesh, spec.placements)
-    local = tensor.to_local()
-    wait = getattr(local, "wait", None)
-    return local if wait is None else wait()
-
-
 def stored(parameter: Parameter) -> torch.Tensor:
     """This rank's shard, the very tensor that is in the sharded parameter."""
     tensor: torch.Tensor = parameter.sharded._local_tensor  # type: ignore[attr-defined]
@@ -160,10 +145,6 @@ class ChunkBucket(Bucket):
         """
         shards = [parameter.sharded for parameter in self.parameters]
         return [s._version + s._local_tensor._version for s in shards]  # type: ignore[attr-defined]
-
-    def wants_gradient(self, index: int) -> bool:
-        """Whether a parameter is to be trained."""
-        return self.parameters[index].sharded.requires_grad
 
     def take_over_replaced(self) -> None:
         """`to_empty()`, `load_state_dict(assign=True)` and the like replace the parameters."""
@@ -226,9 +207,6 @@ class ChunkBucket(Bucket):
         if spec is not None:
             view = as_dtensor(view, spec)
         return nn.Parameter(view, requires_grad=False)
-
-    def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        return local_of(gradient, self.parameters[index].distributed)
 
     def place_whole(self) -> None:
         """The modules have the whole parameters."""

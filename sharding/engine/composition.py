@@ -98,6 +98,20 @@ class Composition:
         return f"the {_WORDS[first.purpose]} of {named}{more}"
 
 
+class GroupTags:
+    """What tells a parameter group from others in the tags of messages, and its counts of them."""
+
+    def __init__(self) -> None:
+        self.key = 0
+        """See `key_of`; 0: not known yet."""
+        self._sequence = [0] * len(Purpose)
+
+    def next_item(self, name: str, purpose: Purpose) -> Item:
+        """The group's part of its next exchange for a purpose."""
+        self._sequence[purpose] += 1
+        return Item(name, self.key, purpose, self._sequence[purpose])
+
+
 def key_of(number: int, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> int:
     """64 bits that tell buckets apart: by number in the group, parameters' names and shapes."""
     told = repr((number, tuple(names), [tuple(shape) for shape in shapes]))

@@ -37,11 +37,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.engine.batches import Gathers
-from sharding.engine.bucket import Bucket
 from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing, stored
 from sharding.engine.composition import Purpose
 from sharding.engine.joining import Form, Output
 from sharding.engine.packing import ChunkPacking, chunk, pack
+from sharding.engine.param_group import Bucket
 from sharding.engine.parameter import Parameter
 from sharding.engine.transport import Gathering
 from sharding.policies import MixedPrecisionPolicy
@@ -80,7 +80,8 @@ def settled(bucket: Bucket) -> list[Bucket]:
             _move(hooked, ExtensionBucket(hooked, placing, policy, number), bucket)
             if plain:
                 _move(plain, ChunkBucket(plain, placing, policy, number), bucket)
-    return list(dict.fromkeys(p.bucket for p in bucket.parameters if p.bucket is not None))
+    found = (parameter.bucket for parameter in bucket.parameters)
+    return list(dict.fromkeys(each for each in found if isinstance(each, Bucket)))
 
 
 def _move(parameters: list[Parameter], to: ChunkBucket, of: ChunkBucket) -> None:
@@ -155,8 +156,7 @@ class ExtensionBucket(ChunkBucket):
             zip(self._extensions, self._wholes, strict=True)
         ):
             gradient, whole.grad = whole.grad, None
-            gradient = self._plus_held(index, gradient)
-            self._held[index] = None
+            gradient = self._kept_gradients.take(index, gradient)
             if gradient is None:
                 shape, device = extension.entry.shape, whole.device
                 tensors = [torch.zeros(shape, dtype=self.reduce_dtype, device=device)]

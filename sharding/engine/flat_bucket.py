@@ -25,14 +25,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.engine.batches import Reductions
-from sharding.engine.bucket import Bucket, Finished, Reduction
-from sharding.engine.chunk_bucket import as_dtensor, local_of
-from sharding.engine.composition import Composition, Purpose
+from sharding.engine.batches import PendingReduction, Reductions
+from sharding.engine.composition import Purpose
+from sharding.engine.dtensors import as_dtensor, local_of
 from sharding.engine.full_buffer import FullBuffer
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
+from sharding.engine.param_group import Bucket
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
+from sharding.engine.reduction import Finished
 
 FLATTENED = "_sharding_flattened"
 """The attribute of a module that lists the flat buckets which have its parameters."""
@@ -127,10 +128,6 @@ class FlatBucket(Bucket):
             return [parameter.sharded._version for parameter in self.parameters]
         return [self.flat._version]
 
-    def wants_gradient(self, index: int) -> bool:
-        """Whether a parameter is to be trained."""
-        return self.parameters[index].sharded.requires_grad
-
     def seen(self) -> list[nn.Parameter]:
         """What the optimizer sees."""
         if self.form.use_orig_params:
@@ -212,12 +209,11 @@ class FlatBucket(Bucket):
                 _accumulate(parameter.sharded, self.shard_view(index, summed))
                 _step_in_backward(parameter.sharded)
 
-    def reduce(self, batch: Reductions) -> Reduction | Finished:
+    def reduce(self, batch: Reductions) -> PendingReduction:
         """Start reducing; or, with a communication hook, have it done by that."""
         if self.hook is None:
             return super().reduce(batch)
-        self.reduced = True
-        self.arrived.clear()
+        self.backward.start_reduction()
         present = [0] * len(self.parameters)
         gradient = self._padded(self._flat_gradients(present))
         flags = torch.tensor(present, dtype=torch.float32, device=self.device)
@@ -227,8 +223,8 @@ class FlatBucket(Bucket):
             output = torch.empty(self._shard_numel, dtype=gradient.dtype, device=gradient.device)
             self.hook.hook(self.hook.state, gradient, output)
         else:
-            composition = Composition((self._next_item(Purpose.REPLICATE),))
-            self._between_replicas().all_reduce(flags, composition)
+            item = self._next_item(Purpose.REPLICATE)
+            self._replica_sums.all_reduce(flags, item, self.device)
             self.hook.hook(self.hook.state, gradient)
         self.deliver([output], flags.tolist())
         return Finished()
@@ -287,9 +283,6 @@ class FlatBucket(Bucket):
         """The whole parameter: a DTensor, where it was divided before."""
         spec = self.parameters[index].distributed
         return view if spec is None else as_dtensor(view, spec)
-
-    def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        return local_of(gradient, self.parameters[index].distributed)
 
     def _parts(
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking

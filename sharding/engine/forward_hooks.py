@@ -130,7 +130,7 @@ def _end(call: Call, runtime: Runtime) -> None:
     if call.comes_back:
         runtime.hidden[unit] += not call.visible
         for bucket in unit.used:
-            bucket.outstanding += 1
+            bucket.backward.outstanding += 1
     if not call.kept:
         _let_go(call)
     for served, trained in call.served:
@@ -176,7 +176,7 @@ def _agree(call: Call, runtime: Runtime, check: OrderCheck) -> None:
 def _end_served(call: Call, trained: bool, runtime: Runtime) -> None:
     """Another rank has run a unit that this one has not: its backward is taken part in."""
     for bucket in call.unit.buckets:
-        bucket.trained_elsewhere |= trained
+        bucket.backward.trained_elsewhere |= trained
     call.visible = torch.is_grad_enabled()
     call.versions = call.unit.versions()
     _end(call, runtime)

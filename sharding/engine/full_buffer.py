@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, Span, slabs
+from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, Span, chunk, slabs
+from sharding.engine.peers import Peers
 
 SLAB_BYTES = 28 << 20
 """Smaller ones leave more holes between them: more memory, and no time gained."""
@@ -130,6 +132,26 @@ class FullBuffer:
 
     def _slab_of(self, at: int) -> _Slab:
         return self._slabs[max(0, bisect_right(self._begins, at) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """This rank's part of an unsharded buffer among fewer ranks than share the shards."""
+
+    part: list[torch.Tensor]
+    """Flat."""
+    peers: Peers
+
+    @classmethod
+    def of(cls, buffer: FullBuffer, peers: Peers) -> KeptPart:
+        """A copy of one of `peers.size` equal parts of a buffer."""
+        span = chunk(buffer.numel, peers.size, peers.rank)
+        return cls([part.clone() for part in buffer.parts([span])], peers)
+
+    def places(self, buffer: FullBuffer) -> list[list[torch.Tensor]]:
+        """By rank of the peers, the ranges of a buffer that its part fills."""
+        spans = [chunk(buffer.numel, self.peers.size, r) for r in range(self.peers.size)]
+        return [buffer.parts([span]) for span in spans]
 
 
 class _Slab:

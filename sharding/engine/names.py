@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from sharding.engine.bucket import Bucket
+from sharding.engine.param_group import Bucket
 from sharding.engine.unit import Unit
 
 WRAPPER = "_fsdp_wrapped_module."

@@ -1,9 +1,9 @@
-"""One parameter of a bucket, and in which dtypes a bucket works."""
+"""One parameter of a group, and the dtypes that a group works in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,13 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from sharding.engine.bucket import Bucket
+
+class Holder(Protocol):
+    """The part of a parameter group that its parameters know."""
+
+    def placed_more(self, parameter: Parameter) -> None:
+        """Fill the new places of a parameter like its other places."""
+        ...
 
 
 @dataclass(eq=False)
@@ -22,26 +28,28 @@ class Parameter:
     owners: list[tuple[nn.Module, str]]
     sharded: nn.Parameter
     dim: int
+    """The dimension that is divided; 0 in a flat parameter."""
     shape: tuple[int, ...]
-    """Unsharded."""
-    bucket: Bucket | None = None
+    """Unsharded, on this rank: tensor parallelism may have divided it before."""
+    bucket: Holder | None = None
+    """The group that has it."""
     distributed: DTensorSpec | None = None
-    """What the whole parameter is as a DTensor, where tensor parallelism divides it besides."""
+    """The spec of the unsharded parameter, where tensor parallelism divides it; else None."""
 
     def place(self, tensor: torch.Tensor) -> None:
-        """Put the sharded or the whole parameter into its modules."""
+        """Put the sharded or the unsharded parameter into its modules."""
         for module, attribute in self.owners:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
-            else:  # it wants to know: nn.LSTM keeps a list of its own
+            else:  # nn.LSTM for one keeps a list of its parameters
                 setattr(module, attribute, tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a bucket's gathered parameters and reductions; None leaves them alone."""
+    """The dtypes of a group's all-gathers and reductions; None leaves them alone."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     keep_low_precision_grads: bool = False
-    """Whether shards get gradients in the dtype they were reduced in."""
+    """Whether accumulated gradients keep the dtype of the reduction."""

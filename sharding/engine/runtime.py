@@ -24,10 +24,10 @@ import torch
 from torch.autograd import Variable
 
 from sharding.engine.batches import AHEAD_BYTES, Reductions
-from sharding.engine.bucket import Bucket
 from sharding.engine.calls import Call, Run
 from sharding.engine.names import Names
 from sharding.engine.order_check import OrderCheck
+from sharding.engine.param_group import Bucket
 from sharding.engine.unit import Unit, gather_together, units_of
 from sharding.policies import BackwardPrefetch
 
@@ -219,12 +219,13 @@ class Runtime:
         run.cursor = len(run.calls)
         for call in run.calls:
             for bucket in call.unit.used:
-                bucket.due += call.comes_back
-                if bucket.first is None or call.start < bucket.first:
-                    bucket.first = call.start
-        due = [b for b in self._buckets() if b.first is not None and b.is_trained]
+                bucket.backward.due += call.comes_back
+                if bucket.backward.first is None or call.start < bucket.backward.first:
+                    bucket.backward.first = call.start
+        due = [b for b in self._buckets() if b.backward.first is not None and b.is_trained]
         self._schedule = sorted(
-            (b for b in due if not b.reduced), key=lambda b: (-(b.first or 0), b.index)
+            (b for b in due if not b.backward.reduced),
+            key=lambda b: (-(b.backward.first or 0), b.index),
         )
 
     def _come_to(self, call: Call) -> None:
@@ -240,8 +241,8 @@ class Runtime:
         if unit.policy.unshard_in_backward:
             unit.acquire(call)
         for bucket in unit.used:
-            bucket.outstanding -= 1
-            bucket.due -= 1
+            bucket.backward.outstanding -= 1
+            bucket.backward.due -= 1
         if unit.policy.units_to_backward_prefetch is not None:
             gather_together(unit.policy.units_to_backward_prefetch)
         elif unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -257,7 +258,8 @@ class Runtime:
         """Reduce what is complete or passed, in order."""
         while self._schedule:
             bucket = self._schedule[0]
-            passed = bucket.outstanding <= 0 and (bucket.first or 0) > self._passed
+            state = bucket.backward
+            passed = state.outstanding <= 0 and (state.first or 0) > self._passed
             if not (to_the_end or passed or bucket.is_complete):
                 return
             self._schedule.pop(0)
@@ -277,7 +279,7 @@ class Runtime:
                 self._come_to(skipped)
         self._advance(to_the_end=True)
         for bucket in self._buckets():  # reached by ways that forward did not show
-            if bucket.arrived and bucket.is_trained:
+            if bucket.backward.arrived and bucket.is_trained:
                 self._complete(bucket)
         self._reductions.finish()
         for bucket in self._buckets():

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from sharding.engine.batches import Gathers
-from sharding.engine.bucket import Bucket
 from sharding.engine.extensions import settled
+from sharding.engine.param_group import Bucket
 from sharding.policies import BackwardPrefetch
 
 UNIT = "_sharding_unit"

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.local_part import check_holds
-from sharding.engine.chunk_bucket import as_dtensor
+from sharding.engine.dtensors import as_dtensor
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.group_references import release_with_groups
 from sharding.layout import FlatShard, Layout, Mesh, Placement, row_major

@@ -24,9 +24,9 @@ from sharding.device_rules import (
     warn_of_host_memory,
 )
 from sharding.discovery import Found, borrowed_bucket, free_parameters
-from sharding.engine.bucket import Bucket
-from sharding.engine.chunk_bucket import local_of
+from sharding.engine.dtensors import local_of
 from sharding.engine.flat_bucket import FlatBucket, FlatForm
+from sharding.engine.param_group import Bucket
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
 from sharding.engine.runtime import attach

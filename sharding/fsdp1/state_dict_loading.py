@@ -27,7 +27,7 @@ from sharding.describe.local_part import check_holds
 from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import state_key
 from sharding.describe.sharded_tensor import is_sharded
-from sharding.engine.chunk_bucket import local_of
+from sharding.engine.dtensors import local_of
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.engine.parameter import Parameter
 from sharding.errors import ShardingError

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from sharding.describe.local_part import FLAT_PARAMETERS
 from sharding.describe.local_state_dicts import OwnKeys, check_loadable, record_of
 from sharding.describe.members import key_prefix, state_key
-from sharding.engine.chunk_bucket import local_of
+from sharding.engine.dtensors import local_of
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.engine.unit import UNIT
 from sharding.errors import ShardingError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.engine.chunk_bucket import local_of
+from sharding.engine.dtensors import local_of
 from sharding.engine.flat_bucket import FlatBucket
 from sharding.engine.full_buffer import FullBuffer
 

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from sharding.engine.bucket import Bucket
 from sharding.engine.chunk_bucket import ChunkBucket
 from sharding.engine.forward_hooks import ForwardHooks
+from sharding.engine.param_group import Bucket
 from sharding.engine.runtime import reset
 from sharding.engine.unit import UNIT, Unit, units_of
 

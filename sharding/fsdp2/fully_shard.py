@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sharding.discovery import Found, borrowed_bucket, free_parameters
-from sharding.engine.bucket import Bucket
 from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing
 from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck
+from sharding.engine.param_group import Bucket
 from sharding.engine.parameter import Parameter
 from sharding.engine.runtime import attach, runtime_of
 from sharding.engine.unit import UNIT, Unit, UnitPolicy

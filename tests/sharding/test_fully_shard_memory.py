@@ -21,7 +21,7 @@ from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.engine.batches import AHEAD_BYTES
-from sharding.engine.bucket import Bucket
+from sharding.engine.param_group import Bucket
 from sharding.engine.unit import UNIT, units_of
 
 UNITS = 6
@@ -193,7 +193,7 @@ def parts_kept() -> None:
     assert live(model) == [0] * UNITS
     for bucket in buckets(model):
         assert bucket._kept is not None
-        kept, peers = bucket._kept
+        kept, peers = bucket._kept.part, bucket._kept.peers
         assert peers.members in ((0, 1), (2, 3))
         assert abs(sum(part.nbytes for part in kept) - UNIT_BYTES / 2) <= 64
     loss.backward()

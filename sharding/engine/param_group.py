@@ -1,0 +1,465 @@
+"""The parameters of a unit that share dtype and `requires_grad`: unsharded and reduced together.
+
+[Note: tensor names] in `sharding/engine/__init__.py` fixes the words for tensors and their shapes.
+The subclasses say how parameters are divided: `ChunkBucket`, `FlatBucket`, `ExtensionBucket`.
+
+Rules:
+
+1. The unsharded buffer's storage is one object for the life of the group. `reshard` empties it and
+   `unshard` fills it again: what autograd saved of it in forward is right again in backward.
+2. `wait`, `fetch`, the `_now` methods, `Reduction.finish`, a communication hook, and `reshard` of a
+   group that is being gathered wait for other ranks. Nothing else does.
+3. A buffer whose all-gather failed belongs to the messages that may still arrive: it is neither
+   emptied nor filled again. The same holds after an interrupt, until all messages have arrived.
+4. All ranks reduce the gradients of a group together, whether this rank has them or not. A flag for
+   each parameter travels along; a parameter without a gradient on any rank keeps `grad` None.
+5. Gradients are summed in rank order, then divided. float16 is divided by a power of two before.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import nn
+
+from sharding.engine.batches import AHEAD_BYTES, Gathers, PendingReduction, Reductions
+from sharding.engine.composition import Composition, GroupTags, Item, Purpose, key_of
+from sharding.engine.full_buffer import FullBuffer, KeptPart
+from sharding.engine.packing import ChunkPacking, FlatPacking
+from sharding.engine.parameter import Parameter, Precision
+from sharding.engine.peers import Sharing
+from sharding.engine.reduction import (
+    BackwardState,
+    GradHooks,
+    KeptGradients,
+    Reduction,
+    ReplicaSums,
+    divisors,
+    take_gradients,
+)
+from sharding.engine.transport import Gathering, Transport, transport_between
+from sharding.errors import TransferError
+
+
+class Bucket(ABC):
+    """See the rules at the top of this file."""
+
+    def __init__(
+        self, parameters: list[Parameter], sharing: Sharing, precision: Precision, number: int
+    ) -> None:
+        self.parameters = parameters
+        self.sharing = sharing
+        self.precision = precision
+        self.number = number
+        """Counts the groups of a process group, the same on all ranks."""
+        self.index = -1
+        """The place among the groups of the runtime, the same on all ranks."""
+        self.name = ", ".join([parameter.name for parameter in parameters][:2])
+        """For errors; the runtime sets a better one."""
+        self.full_precision = False
+        """True gathers in the dtype of the shards, whatever the policy."""
+        self.reduces = True
+        """False leaves the gradients of a backward to a later one."""
+        self.replicates = True
+        """False leaves the sum over replicas to a later backward."""
+        self.divide: float | None = None
+        """The divisor of summed gradients, in place of the number of ranks."""
+        self.on_gradient: Callable[[Bucket], None] = _nobody
+        """Called when an unsharded parameter has its gradient."""
+
+        self.is_whole = False
+        """Whether the unsharded buffer holds the parameters."""
+        self.holders: set[object] = set()
+        """The calls and others that need the parameters unsharded now."""
+        self.buffer: FullBuffer | None = None
+        self.backward = BackwardState()
+        self._buffers: dict[torch.dtype, FullBuffer] = {}
+        self._is_shown = False
+        """Whether the modules have the unsharded parameters."""
+        self._packing: ChunkPacking | FlatPacking | None = None
+        self._transport: Transport | None = None
+        self._gathering: Gathering | None = None
+        self._error: Exception | None = None
+        """The error that ended an all-gather: rule 3."""
+        self._gathered_versions: list[int] = []
+        self._kept: KeptPart | None = None
+        """The source of the next all-gather, where it is not the shards."""
+        self._tags = GroupTags()
+        self._grad_hooks = GradHooks(self.gradient_arrived)
+        self._wanted = 0
+        """How many of the unsharded parameters require a gradient."""
+        self._replica_sums = ReplicaSums(sharing.replicas)
+        self._kept_gradients = KeptGradients(len(parameters))
+
+    # The kinds of group implement these.
+
+    @property
+    @abstractmethod
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the shards."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the unsharded parameters. Raises RuntimeError for the meta device."""
+
+    @abstractmethod
+    def versions(self) -> list[int]:
+        """Version counters of the shards: most changes of the shards change them."""
+
+    @abstractmethod
+    def take_over_replaced(self) -> None:
+        """A tensor that a user put in place of a sharded parameter is the sharded parameter.
+
+        Raises TypeError or RuntimeError for a tensor that cannot take its place.
+        """
+
+    @abstractmethod
+    def _pack(self) -> ChunkPacking | FlatPacking:
+        """The place of each parameter in the unsharded buffer."""
+
+    @abstractmethod
+    def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The all-gather input: this rank's spans, flat, in `dtype`."""
+
+    @abstractmethod
+    def place_whole(self) -> None:
+        """The modules have the unsharded parameters."""
+
+    @abstractmethod
+    def place_sharded(self) -> None:
+        """The modules have the sharded parameters."""
+
+    @abstractmethod
+    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+        """Add reduced gradients to the accumulated gradients of the shards. Local.
+
+        `sums` are this rank's parts of the summed gradients, flat. `flags` are the sums over ranks
+        of the flags that `_flat_gradients` made: 0 where no rank has a gradient.
+        """
+
+    def wants_gradient(self, index: int) -> bool:
+        """Whether a parameter is to be trained."""
+        return self.parameters[index].sharded.requires_grad
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Every place in the modules that has a parameter of the group."""
+        for parameter in self.parameters:
+            yield from parameter.owners
+
+    def placed_more(self, parameter: Parameter) -> None:
+        """Fill the new places of a parameter like its other places."""
+        parameter.place(parameter.sharded)
+
+    # Dtypes.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the all-gather and of the unsharded parameters."""
+        stored = self.stored_dtype
+        if self.full_precision or not stored.is_floating_point:
+            return stored
+        return self.precision.param_dtype or stored
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are sent and summed."""
+        return self.precision.reduce_dtype or self.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """True when some parameter is to be trained."""
+        return any(self.wants_gradient(index) for index in range(len(self.parameters)))
+
+    @property
+    def is_trained(self) -> bool:
+        """True when some parameter is to be trained, here or on a rank that said so."""
+        return self.requires_grad or self.backward.trained_elsewhere
+
+    # Unshard and reshard.
+
+    @property
+    def whole(self) -> list[torch.Tensor]:
+        """The unsharded parameters; none before the first all-gather."""
+        return [] if self.buffer is None else self.buffer.leaves
+
+    @property
+    def is_used(self) -> bool:
+        """True once it has been gathered: its layout in memory is settled."""
+        return bool(self._buffers)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unsharded buffer, as last used; taken for large where there is none."""
+        return AHEAD_BYTES if self.buffer is None else self.buffer.full_bytes
+
+    def unshard(self, batch: Gathers) -> None:
+        """Start the all-gather with the batch, unless it is done or on its way.
+
+        All ranks of the group call it in the same order. Raises RuntimeError after an all-gather
+        that failed.
+        """
+        if self._error is not None:
+            names = ", ".join([parameter.name for parameter in self.parameters][:3])
+            raise RuntimeError(
+                f"the ranks could not gather the parameters {names} and those with them before "
+                f"({self._error}), and cannot any more in this process group: start the job again; "
+                "what is sharded can still be saved"
+            ) from self._error
+        if not self.is_gathered:
+            self.take_over_replaced()
+            self._gathered_versions = self.versions()
+            self._gathering = self._gather(batch)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True when the parameters are unsharded or on their way."""
+        return self.is_whole or self._gathering is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """True when the shards are known to have changed since they were gathered."""
+        return self.is_gathered and self._gathered_versions != self.versions()
+
+    def wait(self) -> None:
+        """Wait for the all-gather; then the unsharded parameters are in the modules."""
+        if self._gathering is not None:
+            self._await(self._gathering)
+            self._assemble()
+        if not self.is_whole:
+            self.is_whole = True
+            self._wanted = self._grad_hooks.prepare(self.whole, self.wants_gradient)
+            self._is_shown = False
+        if not self._is_shown:
+            self._is_shown = True
+            self.place_whole()
+
+    def _await(self, gathering: Gathering) -> None:
+        """Wait for an all-gather; an error ends it for good, an interrupt does not."""
+        try:
+            gathering.wait()
+        except Exception as error:
+            self._gathering, self._error = None, error
+            raise
+        self._gathering = None
+
+    def show_sharded(self) -> None:
+        """Put the sharded parameters into the modules; unsharded ones may stay in memory."""
+        if self._is_shown:
+            self._is_shown = False
+            self.place_sharded()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the modules and free the unsharded buffer."""
+        self.holders.clear()
+        if self._gathering is not None:
+            with suppress(TransferError):  # nobody needs it; whoever does later gets the error
+                self._await(self._gathering)
+                self._free()
+        if self.is_whole:
+            self.is_whole = False
+            self.show_sharded()
+            self._free()
+
+    def release(self, holder: object) -> None:
+        """Reshard when no other holder needs the parameters unsharded."""
+        self.holders.discard(holder)
+        if not self.holders:
+            self.reshard()
+
+    def keep_part(self, size: int) -> None:
+        """Before a release: keep this rank's part among `size` ranks for the next all-gather."""
+        if self.is_whole and self.buffer is not None and len(self.holders) <= 1:
+            self._kept = KeptPart.of(self.buffer, self.sharing.peers.part(size))
+
+    def drop_kept(self) -> None:
+        """Forget a kept part: the next all-gather reads the shards."""
+        self._kept = None
+
+    def fetch(self) -> FullBuffer:
+        """A new buffer, in `stored_dtype`, with the unsharded parameters. Collective; waits."""
+        packing, _ = self._settled()
+        buffer = FullBuffer.of(packing.slots, packing.numel, self.stored_dtype, self.device)
+        self.gather_now(self._outgoing(self.stored_dtype), buffer)
+        return buffer
+
+    def gather_now(self, mine: list[torch.Tensor], buffer: FullBuffer) -> None:
+        """Fill a buffer of the group's layout from all ranks' spans. Collective; waits."""
+        packing, transport = self._settled()
+        composition = Composition((self._next_item(Purpose.GATHER),))
+        transport.gather(mine, buffer.places(packing), composition).wait()
+
+    def sum_now(self, flat: torch.Tensor) -> None:
+        """All-reduce a flat tensor over the shard group, in place. Collective; waits."""
+        _, transport = self._settled()
+        transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE),)))
+
+    def _settled(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
+        if self._packing is None or self._transport is None:
+            self._packing = self._pack()
+            self._transport = transport_between(self.sharing.peers, self.device)
+        return self._packing, self._transport
+
+    def _gather(self, batch: Gathers) -> Gathering:
+        """Start filling the unsharded buffer."""
+        packing, transport = self._settled()
+        self.buffer = self._buffer(self.dtype)
+        self.buffer.allocate()
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            among = transport_between(kept.peers, self.device)
+            item = self._next_item(Purpose.REGATHER)
+            return batch.add(among, kept.part, kept.places(self.buffer), item)
+        if not self._needs_gathering(self.buffer):
+            return _Nothing()
+        mine = self.buffer.cut(packing.spans(self.sharing.peers.rank), self._outgoing(self.dtype))
+        item = self._next_item(Purpose.GATHER)
+        return batch.add(transport, mine, self.buffer.places(packing), item)
+
+    def _needs_gathering(self, buffer: FullBuffer) -> bool:
+        """False where the buffer is the memory of the shards."""
+        return True
+
+    def _buffer(self, dtype: torch.dtype) -> FullBuffer:
+        """The unsharded buffer of a dtype; it has memory when it is new."""
+        if dtype not in self._buffers:
+            packing, _ = self._settled()
+            leaf = self._leaf
+            buffer = FullBuffer(packing.slots, packing.numel, dtype, self.device, leaf)
+            self._buffers[dtype] = buffer
+            self._grad_hooks.clear()
+        return self._buffers[dtype]
+
+    def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
+        """The unsharded parameter over a view of the unsharded buffer."""
+        return nn.Parameter(view, requires_grad=False)
+
+    def _assemble(self) -> None:  # noqa: B027 - most kinds have nothing to do
+        """Make the unsharded parameters of an all-gather that has arrived."""
+
+    def _free(self) -> None:
+        """Give back the memory of the unsharded parameters."""
+        if self.buffer is not None:
+            self.buffer.free()
+
+    def _forget_forms(self) -> None:
+        """Forget buffers and layout: the parameters have another dtype, shape or device."""
+        self._buffers.clear()
+        self.buffer = None
+        self._packing = self._transport = None
+        self._grad_hooks.clear()
+
+    def named(self, name: str, parameters: list[str]) -> None:
+        """Set the name for errors; `parameters` are the names in the root module, for tags."""
+        self.name = name
+        self._tags.key = key_of(self.number, parameters, (p.shape for p in self.parameters))
+
+    def _next_item(self, purpose: Purpose) -> Item:
+        """This group's part of the next exchange for a purpose."""
+        if not self._tags.key:
+            self.named(self.name, [parameter.name for parameter in self.parameters])
+        return self._tags.next_item(self.name, purpose)
+
+    # From gradients of unsharded parameters to accumulated gradients.
+
+    def gradient_arrived(self, index: int) -> None:
+        """Note that backward has completed the gradient of an unsharded parameter."""
+        self.backward.arrived.add(index)
+        self.on_gradient(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """True when backward has reached every use and completed every gradient."""
+        return self.backward.due <= 0 and 0 < self._wanted == len(self.backward.arrived)
+
+    def hold_gradients(self) -> None:
+        """Keep gradients, in `reduce_dtype`, for a later backward that reduces. Local."""
+        self.backward.arrived.clear()
+        if self.reduce_dtype != self.dtype:
+            for index, gradient in enumerate(self._take_gradients()):
+                self._kept_gradients.add(index, gradient)
+
+    def reduce(self, batch: Reductions) -> PendingReduction:
+        """Take the gradients from the unsharded parameters; reduce them with the batch.
+
+        All ranks of the group call it in the same order. Raises TypeError for a sparse gradient.
+        """
+        packing, transport = self._settled()
+        self.backward.start_reduction()
+        present = [0] * len(self.parameters)
+        gradients = self._flat_gradients(present)
+        flags = torch.tensor(present, dtype=self.reduce_dtype, device=self.device)
+        before, after = divisors(self.sharing.size, self.reduce_dtype, self.divide)
+        if before != 1:
+            torch._foreach_div_(gradients, before)
+        parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
+        summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE))
+        item = self._next_item(Purpose.REPLICATE)
+        return Reduction(summing, partial(self._replicate, item), after, self.deliver)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all unsharded gradients in `reduce_dtype`."""
+        return self._settled()[0].numel * self.reduce_dtype.itemsize
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward that ended with an error."""
+        for buffer in self._buffers.values():
+            for leaf in buffer.leaves:
+                leaf.grad = None
+        self._kept_gradients = KeptGradients(len(self.parameters))
+        self.end_backward()
+        self.reshard()
+
+    def end_backward(self) -> None:
+        """Forget the state of a backward."""
+        self.backward = BackwardState()
+
+    def _parts(
+        self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
+    ) -> list[list[torch.Tensor]]:
+        """The reduce-scatter input: by rank, flat, its part of every slot's gradient."""
+        assert isinstance(packing, ChunkPacking)
+        return [
+            [flat[lo:hi] for flat, (lo, hi) in zip(gradients, packing.cuts(rank), strict=True)]
+            for rank in range(self.sharing.peers.size)
+        ]
+
+    def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums over all replicas of the shard; none where they are left to later. Waits."""
+        return self._replica_sums.over(sums, item, self.device, self.replicates)
+
+    def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
+        """By slot, the gradient, flat, rows first; zeros, and not present, where there is none."""
+        packing, _ = self._settled()
+        dtype, flat = self.reduce_dtype, []
+        for index, (slot, taken) in enumerate(
+            zip(packing.slots, self._take_gradients(), strict=True)
+        ):
+            gradient = self._kept_gradients.take(index, taken)
+            if gradient is None:
+                flat.append(torch.zeros(slot.numel, dtype=dtype, device=self.device))
+                continue
+            present[index] = 1
+            if slot.dim:
+                gradient = gradient.movedim(slot.dim, 0)
+            flat.append(gradient.contiguous().view(-1))
+        return flat
+
+    def _take_gradients(self) -> list[torch.Tensor | None]:
+        return take_gradients(self.parameters, self.whole, self.reduce_dtype)
+
+
+class _Nothing:
+    """The all-gather of a group that is not divided."""
+
+    def wait(self) -> None:
+        """Return: the parameters are there."""
+
+
+def _nobody(bucket: Bucket) -> None:
+    """The listener of a group that no runtime has yet."""

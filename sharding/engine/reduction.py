@@ -1,0 +1,204 @@
+"""The gradients of one parameter group on their way from the unsharded parameters to the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakMethod
+
+import torch
+
+from sharding.comm_hooks import predivide_factor
+from sharding.engine.composition import Composition, Item
+from sharding.engine.dtensors import local_of
+from sharding.engine.parameter import Parameter
+from sharding.engine.peers import Peers
+from sharding.engine.transport import Summing, Transport, transport_between
+
+
+@dataclass(slots=True)
+class BackwardState:
+    """The state of a group in one backward."""
+
+    first: int | None = None
+    """The time of its first use in the forwards that this backward reaches."""
+    outstanding: int = 0
+    """Uses in all forwards since the last backward that backward has not come to yet."""
+    due: int = 0
+    """Those of them in the forwards that this backward reaches."""
+    arrived: set[int] = field(default_factory=set)
+    """The parameters whose gradient is complete and not reduced yet."""
+    trained_elsewhere: bool = False
+    """Whether another rank has said that it trains the group in this iteration."""
+    reduced: bool = False
+    """Whether this backward has started a reduction."""
+
+    def start_reduction(self) -> None:
+        """The gradients that have arrived go into a reduction."""
+        self.reduced = True
+        self.arrived.clear()
+
+
+class Reduction:
+    """A reduction that was started with others (batches.py)."""
+
+    def __init__(
+        self,
+        summing: Summing,
+        replicate: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        divide: float,
+        deliver: Callable[[list[torch.Tensor], list[float]], None],
+    ) -> None:
+        self._summing = summing
+        self._replicate = replicate
+        self._divide = divide
+        self._deliver = deliver
+
+    def finish(self) -> None:
+        """Wait for the sums, divide them and add them to the accumulated gradients. Once only."""
+        summed = self._replicate(self._summing.wait())
+        if not summed:
+            return
+        *sums, flags = summed
+        if self._divide != 1 and sums:
+            torch._foreach_div_(sums, self._divide)
+        self._deliver(sums, flags.tolist())
+
+    def abandon(self) -> None:
+        """Wait and drop the sums: gloo does not recover from messages that nobody waits for."""
+        self._summing.wait()
+
+
+class Finished:
+    """A reduction that was done when it was started."""
+
+    def finish(self) -> None:
+        """Return: the shards have their gradients."""
+
+    def abandon(self) -> None:
+        """Return: nothing is on its way."""
+
+
+class ReplicaSums:
+    """The sums of one shard's gradients over the ranks that hold the same shard."""
+
+    def __init__(self, replicas: Peers) -> None:
+        self._replicas = replicas
+        self._transport: Transport | None = None
+        self._waiting: list[torch.Tensor] = []
+        """Sums of backwards that did not replicate."""
+
+    def over(
+        self, sums: list[torch.Tensor], item: Item, device: torch.device, replicates: bool
+    ) -> list[torch.Tensor]:
+        """The sums over replicas of these and of waiting ones; none where they are to wait.
+
+        All replicas call it; waits for them.
+        """
+        if self._replicas.size == 1:
+            return sums
+        if self._waiting:
+            torch._foreach_add_(sums, self._waiting)
+            self._waiting = []
+        if not replicates:
+            self._waiting = sums
+            return []
+        flat = torch.cat([part.reshape(-1) for part in sums])
+        self.all_reduce(flat, item, device)
+        return list(torch.split(flat, [part.numel() for part in sums]))
+
+    def all_reduce(self, flat: torch.Tensor, item: Item, device: torch.device) -> None:
+        """Sum a flat tensor over the replicas, in place. All of them call it; waits."""
+        if self._transport is None:
+            self._transport = transport_between(self._replicas, device)
+        self._transport.all_reduce(flat, Composition((item,)))
+
+
+class GradHooks:
+    """Hooks of unsharded parameters: autograd calls them when a gradient is complete."""
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        """`arrived` is a bound method, called with the index of the parameter."""
+        self._arrived = WeakMethod(arrived)  # no cycle: Python cannot collect one through a hook
+        self._hooked: set[int] = set()
+
+    def prepare(self, unsharded: Sequence[torch.Tensor], wants: Callable[[int], bool]) -> int:
+        """How many of the parameters require a gradient: those that `wants` says, from now on."""
+        count = 0
+        for index, leaf in enumerate(unsharded):
+            wanted = wants(index)
+            count += wanted
+            if leaf.requires_grad != wanted:
+                leaf.requires_grad_(wanted)
+            if wanted and id(leaf) not in self._hooked:
+                self._hooked.add(id(leaf))
+                hook = partial(_call, self._arrived, index)
+                leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return count
+
+    def clear(self) -> None:
+        """Forget the parameters: there are new ones."""
+        self._hooked.clear()
+
+
+def _call(arrived: WeakMethod[Callable[[int], None]], index: int, leaf: torch.Tensor) -> None:
+    method = arrived()
+    if method is not None:
+        method(index)
+
+
+class KeptGradients:
+    """By parameter, local gradients that no backward has reduced yet, in the reduction's dtype."""
+
+    def __init__(self, count: int) -> None:
+        self._kept: list[torch.Tensor | None] = [None] * count
+
+    def add(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Keep a gradient, added to the one that is kept."""
+        self._kept[index] = self.take(index, gradient)
+
+    def take(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient plus the kept one, which is kept no longer; None where neither is there."""
+        kept, self._kept[index] = self._kept[index], None
+        if kept is None or gradient is None:
+            return gradient if kept is None else kept
+        return kept + gradient
+
+
+def take_gradients(
+    parameters: Sequence[Parameter], unsharded: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    """By parameter, this rank's gradient in `dtype`; the unsharded parameters lose theirs.
+
+    `unsharded` may be empty, before the first all-gather. Raises TypeError for a sparse gradient.
+    """
+    taken: list[torch.Tensor | None] = [None] * len(parameters)
+    for index, whole in enumerate(unsharded):
+        gradient, whole.grad = whole.grad, None
+        if gradient is None:
+            continue
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"{parameters[index].name} has a gradient of layout {gradient.layout}, which "
+                "cannot be reduced to shards; make it dense, by sparse=False for an embedding"
+            )
+        taken[index] = local_of(gradient.detach(), parameters[index].distributed).to(dtype)
+    return taken
+
+
+def divisors(size: int, dtype: torch.dtype, chosen: float | None) -> tuple[float, float]:
+    """The divisors of gradients before and after they are summed over `size` ranks.
+
+    float16 would overflow, so a power of two divides its gradients before the sum. That costs range
+    and no precision. The other dtypes have the range, and a power of two would change nothing.
+
+    >>> divisors(8, torch.float32, None), divisors(8, torch.float16, None)
+    ((1.0, 8.0), (4.0, 2.0))
+    """
+    if chosen is not None:
+        return 1.0, chosen
+    if dtype != torch.float16:
+        return 1.0, float(size)
+    before = predivide_factor(size)
+    return before, size / before
