@@ -16,7 +16,7 @@ check_versions()
 
 if TYPE_CHECKING:
     from sharding.describe.local_part import LocalPart
-    from sharding.engine.flat_bucket import FlatParameter
+    from sharding.engine.flat_param_group import FlatParameter
     from sharding.fsdp1.wrapper import FullyShardedDataParallel
     from sharding.fsdp2.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
     from sharding.fsdp2.fully_shard import fully_shard
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
 
 _FROM = {
-    "FlatParameter": "engine.flat_bucket",
+    "FlatParameter": "engine.flat_param_group",
     "FullyShardedDataParallel": "fsdp1.wrapper",
     "FSDPModule": "fsdp2.fsdp_module",
     "LocalPart": "describe.local_part",

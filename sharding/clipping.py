@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.parameter import Parameter
 from sharding.engine.unit import units_of
 
@@ -27,11 +27,11 @@ def clip_grad_norm(
     divided: dict[Groups, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for unit in units_of((module,)):
-        for bucket in flat_buckets(unit.buckets):
-            seen |= {id(parameter) for parameter in bucket.seen()}
-            for index, parameter in enumerate(bucket.parameters):
-                if (part := bucket.gradient_part(index)) is not None:
-                    divided.setdefault(_groups(bucket, parameter), []).append(part)
+        for param_group in flat_param_groups(unit.param_groups):
+            seen |= {id(parameter) for parameter in param_group.seen()}
+            for index, parameter in enumerate(param_group.parameters):
+                if (part := param_group.gradient_part(index)) is not None:
+                    divided.setdefault(_groups(param_group, parameter), []).append(part)
     rest = [p.grad for p in module.parameters() if id(p) not in seen and p.grad is not None]
     divided.setdefault((), []).extend(rest)
     every = [gradient for gradients in divided.values() for gradient in gradients]
@@ -54,9 +54,9 @@ def clip_grad_norm(
     return total.to(widest.pop()) if len(widest) == 1 else total
 
 
-def _groups(bucket: FlatBucket, parameter: Parameter) -> Groups:
-    """The groups over which a parameter is divided: of the bucket, and of tensor parallelism."""
-    groups = [] if bucket.sharing.peers.group is None else [bucket.sharing.peers.group]
+def _groups(param_group: FlatParamGroup, parameter: Parameter) -> Groups:
+    """The process groups over which a parameter is divided, tensor parallelism included."""
+    groups = [] if param_group.sharing.peers.group is None else [param_group.sharing.peers.group]
     spec = parameter.distributed
     if spec is not None:
         axes = [axis for axis, placed in enumerate(spec.placements) if not placed.is_replicate()]

@@ -2,7 +2,8 @@
 
 A parameter may be in several modules, and in modules of several units: *tied*. Within a unit it is
 one parameter with several owners. Across units, the unit that sharded it first has it, and the
-others borrow its bucket; what ties them is an attribute that sharding leaves on the parameter.
+others borrow its parameter group; what ties them is an attribute that sharding leaves on the
+parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.unit import units_of
 
@@ -58,8 +59,8 @@ def free_parameters(
     taken: set[tuple[int, str]] = set()
     skipped = {part for module in ignored_modules for part in module.modules()}
     for unit in units_of(modules):
-        for bucket in unit.buckets:
-            taken |= {(id(owner), key) for owner, key in bucket.places()}
+        for param_group in unit.param_groups:
+            taken |= {(id(owner), key) for owner, key in param_group.places()}
     found: dict[int, Found] = {}
     for root in modules:
         for prefix, part in root.named_modules():
@@ -74,11 +75,11 @@ def free_parameters(
     yield from found.values()
 
 
-def borrowed_bucket(found: Found) -> Bucket | None:
-    """The bucket that has a tied parameter already, which gets the new places besides."""
+def borrowed_param_group(found: Found) -> ParamGroup | None:
+    """The parameter group that has a tied parameter already, which gets the new places besides."""
     entry = found.borrowed
-    if entry is None or not isinstance(entry.bucket, Bucket):
+    if entry is None or not isinstance(entry.param_group, ParamGroup):
         return None
     entry.owners += found.owners
-    entry.bucket.placed_more(entry)
-    return entry.bucket
+    entry.param_group.placed_more(entry)
+    return entry.param_group

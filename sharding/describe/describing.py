@@ -169,7 +169,7 @@ class _OwnMembers(Protocol):
 
 def _own_members() -> _OwnMembers | None:
     """The description of our flat parameters; None where no module can have one yet."""
-    if "sharding.engine.flat_bucket" not in sys.modules:
+    if "sharding.engine.flat_param_group" not in sys.modules:
         return None
     # Start-up: it imports the engine, which takes a second, and few states have flat parameters.
     from sharding.describe import own_members

@@ -16,45 +16,45 @@ from sharding.describe.dtensor import describe
 from sharding.describe.local_part import FlatSlice
 from sharding.describe.rank_grid import check_divides_evenly, grid_around
 from sharding.engine.dtensors import as_dtensor
-from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.peers import Peers
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
 
 NOWHERE = Mesh.grid((), ())
 
 
-def slices_of(bucket: FlatBucket) -> list[FlatSlice]:
+def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     """By parameter, what of it is in this rank's shard, and where."""
     found = []
     grids: dict[Mesh | None, tuple[Mesh, int]] = {}
-    sharing = bucket.sharing
+    sharing = param_group.sharing
     axes = {"replicate": _ranks(sharing.replicas), "shard": _ranks(sharing.peers)}
     me = axes["shard"][sharing.peers.rank]
-    for index, before in enumerate(_divided_before(bucket)):
-        begin, lo, hi = bucket.piece(index)
-        slot, stride = bucket.packing.slots[index], bucket.packing.shard_numel
+    for index, before in enumerate(_divided_before(param_group)):
+        begin, lo, hi = param_group.piece(index)
+        slot, stride = param_group.packing.slots[index], param_group.packing.shard_numel
         key = None if before is None else before.mesh
         if key not in grids:
             grids[key] = grid_around(me, axes, key)
         mesh, count = grids[key]
         own: list[Placement] = [Replicate()] * count
-        if bucket.is_divided and slot.numel:
+        if param_group.is_divided and slot.numel:
             own[-1] = FlatShard(slot.at, stride)
         if before is None:
             layout = Layout(slot.shape, mesh, tuple(own))
         else:
             layout = Layout(before.shape, mesh, (*own, *before.placements))
-        found.append(FlatSlice(begin, begin + hi - lo, layout, (id(bucket), index)))
+        found.append(FlatSlice(begin, begin + hi - lo, layout, (id(param_group), index)))
     return found
 
 
-def _divided_before(bucket: FlatBucket) -> Iterator[Layout | None]:
+def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
     """By parameter, how tensor parallelism divided it before it was flattened; None if it did not.
 
     Raises UnknownPlacementError where it divided one unevenly: the flat parameters of its ranks are
     cut in different places then, and no one layout says where.
     """
-    for entry in bucket.parameters:
+    for entry in param_group.parameters:
         if entry.distributed is None:
             yield None
             continue

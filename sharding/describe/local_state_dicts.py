@@ -34,7 +34,7 @@ import torch.distributed as dist
 from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import FLAT_PARAMETERS, LocalPart
 from sharding.describe.members import key_prefix
-from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.peers import Peers
 from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
@@ -45,16 +45,16 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnKeys:
-    """A flat bucket in one module's state dict, and the keys of its parameters there."""
+    """A flat parameter group in one module's state dict, and the keys of its parameters there."""
 
-    bucket: FlatBucket
+    param_group: FlatParamGroup
     keys: list[tuple[str, ...]]
     """By parameter: several where it is tied, none where it is outside the module."""
 
 
-def record_of(bucket: FlatBucket, names: list[tuple[str, ...]]) -> Record:
-    """What a bucket's part of a local state dict is; `names` are its parameters' in the module."""
-    form, packing, slots = bucket.form, bucket.packing, bucket.packing.slots
+def record_of(param_group: FlatParamGroup, names: list[tuple[str, ...]]) -> Record:
+    """The record of a flat parameter group; `names` are those of its parameters in the module."""
+    form, packing, slots = param_group.form, param_group.packing, param_group.packing.slots
     return {
         "key": None if form.use_orig_params else form.name,
         "fqns": tuple(names),
@@ -62,9 +62,9 @@ def record_of(bucket: FlatBucket, names: list[tuple[str, ...]]) -> Record:
         "offsets": tuple(slot.at for slot in slots),
         "numel": sum(slot.numel for slot in slots),
         "shard_numel": packing.shard_numel,
-        "layouts": tuple(_written(part.layout) for part in slices_of(bucket)),
-        "sharing": _ranks(bucket.sharing.peers),
-        "replicating": _ranks(bucket.sharing.replicas),
+        "layouts": tuple(_written(part.layout) for part in slices_of(param_group)),
+        "sharing": _ranks(param_group.sharing.peers),
+        "replicating": _ranks(param_group.sharing.replicas),
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
     }
@@ -150,14 +150,16 @@ def check_loadable(
             "local state dict: wrap it as it was then, or load a full or sharded state dict"
         )
     for index, each in enumerate(own):
-        bucket = each.bucket
-        first = prefix + (each.keys[0][0] if bucket.form.use_orig_params else bucket.form.name)
+        param_group = each.param_group
+        first = prefix + (
+            each.keys[0][0] if param_group.form.use_orig_params else param_group.form.name
+        )
         if records:
             check_made_by(first, records[index], rank, dist.get_world_size())
-            _check_same(first, records[index], record_of(bucket, each.keys))
-        sizes = {prefix + bucket.form.name: bucket.packing.shard_numel}
-        if bucket.form.use_orig_params:
-            pieces = [bucket.piece(number) for number in range(len(each.keys))]
+            _check_same(first, records[index], record_of(param_group, each.keys))
+        sizes = {prefix + param_group.form.name: param_group.packing.shard_numel}
+        if param_group.form.use_orig_params:
+            pieces = [param_group.piece(number) for number in range(len(each.keys))]
             sizes = {
                 prefix + key: hi - lo
                 for keys, (_, lo, hi) in zip(each.keys, pieces, strict=True)

@@ -11,7 +11,12 @@ from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import FlatSlice, LocalPart
 from sharding.describe.members import FlatMember, names_in
 from sharding.discovery import entry_of
-from sharding.engine.flat_bucket import FLATTENED, FlatBucket, FlatParameter, flat_buckets
+from sharding.engine.flat_param_group import (
+    FLATTENED,
+    FlatParameter,
+    FlatParamGroup,
+    flat_param_groups,
+)
 from sharding.engine.unit import Unit, units_of
 from sharding.errors import LocalShapeError, ShardingError
 
@@ -22,21 +27,23 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
     Original parameters that are not divided are not among them: they are what they were.
     """
     units = list(units_of((module,)))
-    owner = {id(bucket): unit for unit in units for bucket in unit.buckets}
-    buckets = list({id(b): b for unit in units for b in flat_buckets(unit.used)}.values())
-    every = iter(names_in(module, [p.owners for bucket in buckets for p in bucket.parameters]))
-    for bucket in buckets:
-        names = [next(every) for _ in bucket.parameters]
-        seen = _seen(bucket, owner.get(id(bucket)))
-        if _is_as_it_was(bucket):
+    owner = {id(param_group): unit for unit in units for param_group in unit.param_groups}
+    param_groups = list({id(b): b for unit in units for b in flat_param_groups(unit.used)}.values())
+    every = iter(
+        names_in(module, [p.owners for param_group in param_groups for p in param_group.parameters])
+    )
+    for param_group in param_groups:
+        names = [next(every) for _ in param_group.parameters]
+        seen = _seen(param_group, owner.get(id(param_group)))
+        if _is_as_it_was(param_group):
             continue
-        # A tied parameter may be in the module, and others of its bucket outside.
+        # A tied parameter may be in the module, and others of its parameter group outside.
         inside = [
             (index, tied, part)
-            for index, (tied, part) in enumerate(zip(names, slices_of(bucket), strict=True))
+            for index, (tied, part) in enumerate(zip(names, slices_of(param_group), strict=True))
             if tied
         ]
-        if not bucket.form.use_orig_params:
+        if not param_group.form.use_orig_params:
             tied_names = tuple(tied for _, tied, _ in inside)
             slices = tuple(part for _, _, part in inside)
             yield FlatMember(seen[0], tied_names, slices, is_original=False)
@@ -57,11 +64,15 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
     if not isinstance(tensor, nn.Parameter):
         return None
     entry = entry_of(tensor)
-    if entry is None or entry.sharded is not tensor or not isinstance(entry.bucket, FlatBucket):
+    if (
+        entry is None
+        or entry.sharded is not tensor
+        or not isinstance(entry.param_group, FlatParamGroup)
+    ):
         return None
-    if _is_as_it_was(entry.bucket):
+    if _is_as_it_was(entry.param_group):
         return None
-    found = slices_of(entry.bucket)[entry.bucket.parameters.index(entry)]
+    found = slices_of(entry.param_group)[entry.param_group.parameters.index(entry)]
     return LocalPart(tensor.detach(), found.layout, found.key)
 
 
@@ -72,26 +83,28 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 def check_is_whole(module: nn.Module) -> None:
     """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
-    inside = {id(bucket) for unit in units_of((module,)) for bucket in unit.used}
+    inside = {id(param_group) for unit in units_of((module,)) for param_group in unit.used}
     for path, part in module.named_modules():
-        for bucket in part.__dict__.get(FLATTENED, ()):
-            if id(bucket) not in inside:
+        for param_group in part.__dict__.get(FLATTENED, ()):
+            if id(param_group) not in inside:
                 raise ShardingError(
                     f"{path or type(module).__name__} has its parameters in the flat parameter of "
-                    f"the {type(bucket.form.home).__name__} around it; use that module, or wrap it "
-                    "with use_orig_params=True"
+                    f"the {type(param_group.form.home).__name__} around it; use that module, or "
+                    "wrap it with use_orig_params=True"
                 )
 
 
-def _is_as_it_was(bucket: FlatBucket) -> bool:
+def _is_as_it_was(param_group: FlatParamGroup) -> bool:
     """True where the optimizer sees what the modules had before they were wrapped."""
-    divided = bucket.is_divided or any(p.distributed is not None for p in bucket.parameters)
-    return bucket.form.use_orig_params and not divided
+    divided = param_group.is_divided or any(
+        p.distributed is not None for p in param_group.parameters
+    )
+    return param_group.form.use_orig_params and not divided
 
 
-def _seen(bucket: FlatBucket, unit: Unit | None) -> list[nn.Parameter]:
-    """What the optimizer sees of a bucket now, if the user replaced it: what it was replaced by."""
+def _seen(param_group: FlatParamGroup, unit: Unit | None) -> list[nn.Parameter]:
+    """The parameters that the optimizer sees now: those that the user put there, if any."""
     if unit is not None and unit.summoned:  # modules have whole parameters
-        return bucket.seen()
-    bucket.reshard()
-    return bucket.registered()
+        return param_group.seen()
+    param_group.reshard()
+    return param_group.registered()

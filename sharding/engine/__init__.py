@@ -6,10 +6,10 @@
 The words for tensors in the engine, with their shapes:
 
     sharded parameter    this rank's part, the tensor that the optimizer sees
-                           ChunkBucket  a DTensor; its local tensor has the shape of torch.chunk's
-                                        piece along `dim`, possibly empty
-                           FlatBucket   flat, (shard_numel,), with padding; or, for each original
-                                        parameter, a flat view of its elements in that shard
+                           ChunkParamGroup: a DTensor; its local tensor has the shape of
+                           torch.chunk's piece along `dim`, possibly empty
+                           FlatParamGroup: flat, (shard_numel,), with padding; or, for each original
+                           parameter, a flat view of its elements in that shard
     unsharded buffer     flat, (numel,), all parameters of the group end to end (packing.py)
     unsharded parameter  `Parameter.shape`, a view of the unsharded buffer and a leaf of autograd;
                          the modules have it while they compute

@@ -1,14 +1,15 @@
-"""What starts at the same time travels together: one message each way for many small buckets.
+"""Small parameter groups travel together: one message each way between two ranks.
 
 A message has a fixed price, whatever it carries: system calls, and processes that wake each other.
-Buckets that are shared by the same ranks and gathered or reduced in the same dtype share it.
+Parameter groups that are shared by the same ranks and gathered or reduced in the same dtype share
+it.
 
 Rules:
 
 1. All ranks put the same into a batch, in the same order: then their messages fit.
 2. Nothing is on its way before the batch starts.
 3. What travels together is named in full by its messages' tags (see composition.py).
-4. Only small buckets travel together: all ranks count their bytes alike.
+4. Only small parameter groups travel together: all ranks count their bytes alike.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Gathers:
 
 
 class JointGather:
-    """One gather for several buckets."""
+    """One gather for several parameter groups."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -95,7 +96,7 @@ class JointGather:
         self._error: Exception | None = None
 
     def add(self, mine: Tensors, places: Sequence[Tensors], item: Item) -> None:
-        """Another bucket's."""
+        """Another parameter group's."""
         self._items.append(item)
         self._mine += mine
         for of_rank, more in zip(self._places, places, strict=True):
@@ -112,7 +113,7 @@ class JointGather:
         self._mine, self._places = [], []
 
     def wait(self) -> None:
-        """What was gathered is in its places. Every bucket asks."""
+        """What was gathered is in its places. Every parameter group asks."""
         if self._arrived:
             return
         if self._error is not None:
@@ -139,13 +140,13 @@ class Reductions:
         """What travels together when enough has come."""
         self._in_flight: deque[list[PendingReduction]] = deque()
 
-    def reduce(self, bucket: Reducible) -> None:
-        """Reduce a bucket's gradients, now or when enough has come."""
-        if self._nbytes + bucket.gradient_bytes > TOGETHER_BYTES:
+    def reduce(self, param_group: Reducible) -> None:
+        """Reduce a parameter group's gradients, now or when enough has come."""
+        if self._nbytes + param_group.gradient_bytes > TOGETHER_BYTES:
             self.start()
             self._finish_all_but(IN_FLIGHT - 1)
-        self._waiting.append(bucket.reduce(self))
-        self._nbytes += bucket.gradient_bytes
+        self._waiting.append(param_group.reduce(self))
+        self._nbytes += param_group.gradient_bytes
         if self._nbytes > TOGETHER_BYTES:
             self.start()
 
@@ -185,7 +186,7 @@ class Reductions:
 
 
 class JointSum:
-    """One sum for several buckets."""
+    """One sum for several parameter groups."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -196,7 +197,7 @@ class JointSum:
         self._error: Exception | None = None
 
     def add(self, parts: Sequence[Tensors], item: Item) -> Summing:
-        """Another bucket's."""
+        """Another parameter group's."""
         self._items.append(item)
         own = self._parts[self._transport.peers.rank]
         first = len(own)
@@ -210,7 +211,7 @@ class JointSum:
         self._parts = []
 
     def wait(self) -> list[torch.Tensor]:
-        """All the sums. Every bucket asks."""
+        """All the sums. Every parameter group asks."""
         if self._error is not None:  # it is not waited for again
             raise self._error
         if self._summing is not None:
@@ -224,7 +225,7 @@ class JointSum:
 
 
 class _Share:
-    """One bucket's sums of several buckets'."""
+    """One parameter group's sums of several parameter groups'."""
 
     def __init__(self, joint: JointSum, first: int, end: int) -> None:
         self._joint = joint

@@ -1,8 +1,8 @@
 """Gathering and reducing by the library's collectives: where messages are not to be had or slower.
 
-NCCL prefers one collective per bucket, on a stream of its own; ranks that are threads of one
-process have nothing else. Parts are packed end to end, padded to the largest, and copied to their
-places. The order of a sum is the library's.
+NCCL prefers one collective per parameter group, on a stream of its own; ranks that are threads of
+one process have nothing else. Parts are packed end to end, padded to the largest, and copied to
+their places. The order of a sum is the library's.
 
 [Note: marks]
 A collective has no tag: ranks that run different units of one size would take part in each other's

@@ -1,8 +1,9 @@
 """What one exchange between ranks carries, and the tag of its messages, which says so.
 
-An exchange gathers or reduces one bucket, or several small ones together. Its composition is the
-list of those buckets, each with the purpose and the sequence number of its part. Gloo delivers a
-message to the receive with the same tag, and ends the process where the lengths of the two differ.
+An exchange gathers or reduces one parameter group, or several small ones together. Its composition
+is the list of those parameter groups, each with the purpose and the sequence number of its part.
+Gloo delivers a message to the receive with the same tag, and ends the process where the lengths of
+the two differ.
 
 Rules:
 
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 FIRST_TAG = 1 << 30
 """The lowest tag of these messages."""
 SHOWN = 4
-"""How many buckets of a composition its text names."""
+"""How many parameter groups of a composition its text names."""
 
 
 class Purpose(IntEnum):
-    """Why a bucket takes part in an exchange."""
+    """Why a parameter group takes part in an exchange."""
 
     GATHER = 0
     REDUCE = 1
@@ -61,15 +62,15 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One bucket's part of an exchange."""
+    """One parameter group's part of an exchange."""
 
     name: str
     """The unit's path in the root module."""
     key: int
-    """A hash of what the bucket is: see `key_of`."""
+    """A hash of what the parameter group is: see `key_of`."""
     purpose: Purpose
     sequence: int
-    """How often this bucket was gathered or reduced for this purpose before."""
+    """How often this parameter group was gathered or reduced for this purpose before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class GroupTags:
 
 
 def key_of(number: int, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> int:
-    """64 bits that tell buckets apart: by number in the group, parameters' names and shapes."""
+    """64 bits that identify a parameter group by its number, its parameters' names and shapes."""
     told = repr((number, tuple(names), [tuple(shape) for shape in shapes]))
     return int.from_bytes(blake2b(told.encode(), digest_size=8).digest(), "little")
 

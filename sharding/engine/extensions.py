@@ -37,11 +37,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.engine.batches import Gathers
-from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing, stored
+from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups, stored
 from sharding.engine.composition import Purpose
 from sharding.engine.joining import Form, Output
 from sharding.engine.packing import ChunkPacking, chunk, pack
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.transport import Gathering
 from sharding.policies import MixedPrecisionPolicy
@@ -63,35 +63,39 @@ def is_hooked(sharded: nn.Parameter, name: str) -> bool:
     return pre
 
 
-def settled(bucket: Bucket) -> list[Bucket]:
-    """The buckets for a bucket's parameters: those with hooks have one of their own.
+def settled(param_group: ParamGroup) -> list[ParamGroup]:
+    """The groups for the parameters of a group: parameters with hooks get a group of their own.
 
-    Asked before a bucket is first gathered; all units that use it get the same answer.
+    Asked before a parameter group is first gathered; all units that use it get the same answer.
     """
-    if bucket.is_used or isinstance(bucket, ExtensionBucket) or not isinstance(bucket, ChunkBucket):
-        return [bucket]
-    if all(parameter.bucket is bucket for parameter in bucket.parameters):
-        bucket.take_over_replaced()
-        hooked = [p for p in bucket.parameters if is_hooked(p.sharded, p.name)]
+    if (
+        param_group.is_used
+        or isinstance(param_group, ExtensionParamGroup)
+        or not isinstance(param_group, ChunkParamGroup)
+    ):
+        return [param_group]
+    if all(parameter.param_group is param_group for parameter in param_group.parameters):
+        param_group.take_over_replaced()
+        hooked = [p for p in param_group.parameters if is_hooked(p.sharded, p.name)]
         taken = {id(parameter) for parameter in hooked}
-        plain = [p for p in bucket.parameters if id(p) not in taken]
+        plain = [p for p in param_group.parameters if id(p) not in taken]
         if hooked:
-            placing, policy, number = bucket.placing, bucket.policy, bucket.number
-            _move(hooked, ExtensionBucket(hooked, placing, policy, number), bucket)
+            placing, policy, number = param_group.placing, param_group.policy, param_group.number
+            _move(hooked, ExtensionParamGroup(hooked, placing, policy, number), param_group)
             if plain:
-                _move(plain, ChunkBucket(plain, placing, policy, number), bucket)
-    found = (parameter.bucket for parameter in bucket.parameters)
-    return list(dict.fromkeys(each for each in found if isinstance(each, Bucket)))
+                _move(plain, ChunkParamGroup(plain, placing, policy, number), param_group)
+    found = (parameter.param_group for parameter in param_group.parameters)
+    return list(dict.fromkeys(each for each in found if isinstance(each, ParamGroup)))
 
 
-def _move(parameters: list[Parameter], to: ChunkBucket, of: ChunkBucket) -> None:
+def _move(parameters: list[Parameter], to: ChunkParamGroup, of: ChunkParamGroup) -> None:
     to.reduces, to.replicates, to.divide = of.reduces, of.replicates, of.divide
     to.reduced_hook, to.on_gradient = of.reduced_hook, of.on_gradient
     for parameter in parameters:
-        parameter.bucket = to
+        parameter.param_group = to
 
 
-class ExtensionBucket(ChunkBucket):
+class ExtensionParamGroup(ChunkParamGroup):
     """See the rules at the top of this file."""
 
     _extensions: Sequence[_Extension] = ()
@@ -188,9 +192,7 @@ class ExtensionBucket(ChunkBucket):
 class _Extension:
     """One parameter with hooks: what it gathers, and the whole parameter made of it."""
 
-    def __init__(
-        self, entry: Parameter, placing: MeshSharing, policy: MixedPrecisionPolicy
-    ) -> None:
+    def __init__(self, entry: Parameter, placing: MeshGroups, policy: MixedPrecisionPolicy) -> None:
         self.entry = entry
         self._peers = placing.sharing.peers
         self._mesh = _shard_mesh(placing.mesh)

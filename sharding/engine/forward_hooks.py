@@ -108,7 +108,7 @@ def _begin(call: Call, runtime: Runtime) -> None:
         unit.acquire(call)
         return
     check = runtime.order_check
-    if check is not None and unit.buckets and unit.modules[0].training:
+    if check is not None and unit.param_groups and unit.modules[0].training:
         _agree(call, runtime, check)
         return
     unit.acquire(call)
@@ -129,8 +129,8 @@ def _end(call: Call, runtime: Runtime) -> None:
         call.run.ended(call)
     if call.comes_back:
         runtime.hidden[unit] += not call.visible
-        for bucket in unit.used:
-            bucket.backward.outstanding += 1
+        for param_group in unit.used:
+            param_group.backward.outstanding += 1
     if not call.kept:
         _let_go(call)
     for served, trained in call.served:
@@ -148,8 +148,8 @@ def _let_go(call: Call) -> None:
     if not call.visible or reshard is True:
         unit.release(call)
     elif reshard is not False:
-        for bucket in unit.buckets:
-            bucket.keep_part(reshard)
+        for param_group in unit.param_groups:
+            param_group.keep_part(reshard)
         unit.release(call)
 
 
@@ -175,8 +175,8 @@ def _agree(call: Call, runtime: Runtime, check: OrderCheck) -> None:
 
 def _end_served(call: Call, trained: bool, runtime: Runtime) -> None:
     """Another rank has run a unit that this one has not: its backward is taken part in."""
-    for bucket in call.unit.buckets:
-        bucket.backward.trained_elsewhere |= trained
+    for param_group in call.unit.param_groups:
+        param_group.backward.trained_elsewhere |= trained
     call.visible = torch.is_grad_enabled()
     call.versions = call.unit.versions()
     _end(call, runtime)
@@ -215,13 +215,13 @@ def _await_backward(call: Call, output: object, runtime: Runtime) -> None:
             call.visible = True
     if call.visible:
         call.versions = call.unit.versions()
-    if not differentiable and any(bucket.requires_grad for bucket in call.unit.used):
+    if not differentiable and any(param_group.requires_grad for param_group in call.unit.used):
         call.kept = True  # backward may come by a way that cannot be seen
 
 
 def _hands_out_parameters(call: Call, output: object) -> bool:
     """Whether parameters or views of them are used after forward: then they stay whole."""
-    whole = {id(parameter) for bucket in call.unit.used for parameter in bucket.whole}
+    whole = {id(parameter) for param_group in call.unit.used for parameter in param_group.whole}
     return any(id(t) in whole or id(t._base) in whole for t in tensors_in(output))
 
 

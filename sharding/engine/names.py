@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.unit import Unit
 
 WRAPPER = "_fsdp_wrapped_module."
@@ -21,9 +21,9 @@ class Names:
             for path, part in module.named_modules(prefix=f"[{index}]" if several else ""):
                 self._paths.setdefault(part, path)
 
-    def parameters(self, bucket: Bucket) -> list[str]:
-        """The names of a bucket's parameters, in order."""
-        owners = [parameter.owners[0] for parameter in bucket.parameters]
+    def parameters(self, param_group: ParamGroup) -> list[str]:
+        """The names of a parameter group's parameters, in order."""
+        owners = [parameter.owners[0] for parameter in param_group.parameters]
         return [_shown(f"{self._paths.get(owner, '')}.{key}") for owner, key in owners]
 
     def unit(self, unit: Unit) -> str:
@@ -34,12 +34,12 @@ class Names:
         return "+".join(map(_shown, paths))
 
     def give(self, unit: Unit) -> None:
-        """A unit's buckets have the unit's name, with a parameter's where there are several."""
+        """Name a unit's groups like the unit, and after a parameter too where there are several."""
         name = self.unit(unit)
-        for bucket in unit.buckets:
-            parameters = self.parameters(bucket)
-            own = name if len(unit.buckets) == 1 else f"{name} (with {parameters[0]})"
-            bucket.named(own, parameters)
+        for param_group in unit.param_groups:
+            parameters = self.parameters(param_group)
+            own = name if len(unit.param_groups) == 1 else f"{name} (with {parameters[0]})"
+            param_group.named(own, parameters)
 
 
 def _shown(path: str) -> str:

@@ -43,10 +43,10 @@ class OrderCheck:
         RuntimeError in the first iteration where ranks differ.
         """
         index = units.index(unit)
-        trained = any(bucket.requires_grad for bucket in unit.buckets)
-        bucket = unit.buckets[0]
-        mine = torch.tensor([index, int(trained)], device=bucket.device)
-        group = bucket.sharing.group
+        trained = any(param_group.requires_grad for param_group in unit.param_groups)
+        param_group = unit.param_groups[0]
+        mine = torch.tensor([index, int(trained)], device=param_group.device)
+        group = param_group.sharing.group
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(all_of_them, mine, group=group)
         indices = [int(other[0]) for other in all_of_them]
@@ -102,4 +102,4 @@ class OrderCheck:
 def _names(unit: Unit, units: list[Unit]) -> list[str]:
     """The names of a unit's parameters in the root."""
     names = Names(units[0])
-    return [name for bucket in unit.buckets for name in names.parameters(bucket)]
+    return [name for param_group in unit.param_groups for name in names.parameters(param_group)]

@@ -1,4 +1,4 @@
-"""Where each parameter of a bucket lies: in the full buffer, and in every rank's shard.
+"""Where each parameter of a parameter group lies: in the full buffer, and in every rank's shard.
 
 The full buffer holds the parameters end to end, each in one contiguous *slot*, so that a parameter
 is a view of it and is never copied out. What a rank holds is a list of *spans*, ranges of the full

@@ -1,7 +1,8 @@
 """The parameters of a unit that share dtype and `requires_grad`: unsharded and reduced together.
 
 [Note: tensor names] in `sharding/engine/__init__.py` fixes the words for tensors and their shapes.
-The subclasses say how parameters are divided: `ChunkBucket`, `FlatBucket`, `ExtensionBucket`.
+The subclasses say how parameters are divided: `ChunkParamGroup`, `FlatParamGroup`,
+`ExtensionParamGroup`.
 
 Rules:
 
@@ -45,7 +46,7 @@ from sharding.engine.transport import Gathering, Transport, transport_between
 from sharding.errors import TransferError
 
 
-class Bucket(ABC):
+class ParamGroup(ABC):
     """See the rules at the top of this file."""
 
     def __init__(
@@ -68,7 +69,7 @@ class Bucket(ABC):
         """False leaves the sum over replicas to a later backward."""
         self.divide: float | None = None
         """The divisor of summed gradients, in place of the number of ranks."""
-        self.on_gradient: Callable[[Bucket], None] = _nobody
+        self.on_gradient: Callable[[ParamGroup], None] = _nobody
         """Called when an unsharded parameter has its gradient."""
 
         self.is_whole = False
@@ -461,5 +462,5 @@ class _Nothing:
         """Return: the parameters are there."""
 
 
-def _nobody(bucket: Bucket) -> None:
+def _nobody(param_group: ParamGroup) -> None:
     """The listener of a group that no runtime has yet."""

@@ -31,7 +31,7 @@ class Parameter:
     """The dimension that is divided; 0 in a flat parameter."""
     shape: tuple[int, ...]
     """Unsharded, on this rank: tensor parallelism may have divided it before."""
-    bucket: Holder | None = None
+    param_group: Holder | None = None
     """The group that has it."""
     distributed: DTensorSpec | None = None
     """The spec of the unsharded parameter, where tensor parallelism divides it; else None."""

@@ -84,5 +84,5 @@ class Sharing:
         return group
 
     def next_number(self) -> int:
-        """The number of a new bucket, the same on all ranks of the group."""
+        """The number of a new parameter group, the same on all ranks of the group."""
         return next(_numbers.setdefault(self.group, count()))

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Reductions start in one order on all ranks: buckets that forward used first come last. What has
-   no gradient on this rank takes its turn when backward has passed it (see calls.py), with zeros.
+1. Reductions start in one order on all ranks: parameter groups that forward used first come last.
+   What has no gradient on this rank takes its turn when backward has passed it (see calls.py), with
+   zeros.
 2. What autograd skips on this rank may be wanted by another: it is gathered here too, in turn.
 3. No more than `IN_FLIGHT` reductions are on their way when the next starts: memory is bounded by
    the size of units, not of the model. Waiting cannot block: all ranks start all of them, in order.
@@ -27,7 +28,7 @@ from sharding.engine.batches import AHEAD_BYTES, Reductions
 from sharding.engine.calls import Call, Run
 from sharding.engine.names import Names
 from sharding.engine.order_check import OrderCheck
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.unit import Unit, gather_together, units_of
 from sharding.policies import BackwardPrefetch
 
@@ -52,7 +53,7 @@ class Runtime:
         """Autograd's engine has the only reference to what it calls at the end of a backward: while
         that lives, so does the backward; it ended with an error when this is not None then."""
         self._reached: list[Run] = []
-        self._schedule: list[Bucket] = []
+        self._schedule: list[ParamGroup] = []
         """What this backward is still to reduce, in order."""
         self._passed = 0
         """The lowest end of the calls that backward has come to: what began later is done."""
@@ -66,21 +67,21 @@ class Runtime:
         runtime = cls(root, list(units_of(root.modules)))
         for unit in runtime.units:
             unit.runtime = runtime
-        runtime.number_buckets()
+        runtime.number_param_groups()
         for unit in runtime.units:
             unit.prepare()
         return runtime
 
-    def number_buckets(self) -> None:
-        """Every bucket knows its place and its name, which are the same on all ranks."""
-        for index, bucket in enumerate(self._buckets()):
-            bucket.index = index
+    def number_param_groups(self) -> None:
+        """Every parameter group knows its place and its name, which are the same on all ranks."""
+        for index, param_group in enumerate(self._param_groups()):
+            param_group.index = index
         for unit in self.units:
             self._names.give(unit)
 
-    def _buckets(self) -> Iterator[Bucket]:
+    def _param_groups(self) -> Iterator[ParamGroup]:
         for unit in self.units:
-            yield from unit.buckets
+            yield from unit.param_groups
 
     # Forward.
 
@@ -121,11 +122,11 @@ class Runtime:
         """The outermost unit has run: let go of what was gathered ahead and then not used."""
         if not self.in_backward:
             for unit in self.units:
-                for bucket in unit.buckets:
-                    if not bucket.holders:
-                        bucket.reshard()
+                for param_group in unit.param_groups:
+                    if not param_group.holders:
+                        param_group.reshard()
                     elif unit.policy.always_show_sharded:
-                        bucket.show_sharded()
+                        param_group.show_sharded()
 
     def gather_after(self, unit: Unit) -> None:
         """Gather ahead while a unit computes: what began after it the last time."""
@@ -179,8 +180,8 @@ class Runtime:
         """Forget a backward that ended with an error."""
         if self._ending is not None and not self.in_backward:
             self._ending = None
-            for bucket in self._buckets():
-                bucket.forget()
+            for param_group in self._param_groups():
+                param_group.forget()
             self._forget_backward()
 
     def begin(self, call: Call) -> None:
@@ -197,10 +198,10 @@ class Runtime:
             self._come_to(skipped)
         self._come_to(call)
 
-    def gradient_arrived(self, bucket: Bucket) -> None:
-        """A parameter of a bucket has its gradient."""
+    def gradient_arrived(self, param_group: ParamGroup) -> None:
+        """A parameter of a parameter group has its gradient."""
         self.enter_backward()
-        if bucket.is_complete and self._schedule and self._schedule[0] is bucket:
+        if param_group.is_complete and self._schedule and self._schedule[0] is param_group:
             self._advance()
 
     def left(self, call: Call) -> None:
@@ -218,11 +219,11 @@ class Runtime:
         self._reached.append(run)
         run.cursor = len(run.calls)
         for call in run.calls:
-            for bucket in call.unit.used:
-                bucket.backward.due += call.comes_back
-                if bucket.backward.first is None or call.start < bucket.backward.first:
-                    bucket.backward.first = call.start
-        due = [b for b in self._buckets() if b.backward.first is not None and b.is_trained]
+            for param_group in call.unit.used:
+                param_group.backward.due += call.comes_back
+                if param_group.backward.first is None or call.start < param_group.backward.first:
+                    param_group.backward.first = call.start
+        due = [b for b in self._param_groups() if b.backward.first is not None and b.is_trained]
         self._schedule = sorted(
             (b for b in due if not b.backward.reduced),
             key=lambda b: (-(b.backward.first or 0), b.index),
@@ -240,9 +241,9 @@ class Runtime:
         run.open.append(call)
         if unit.policy.unshard_in_backward:
             unit.acquire(call)
-        for bucket in unit.used:
-            bucket.backward.outstanding -= 1
-            bucket.backward.due -= 1
+        for param_group in unit.used:
+            param_group.backward.outstanding -= 1
+            param_group.backward.due -= 1
         if unit.policy.units_to_backward_prefetch is not None:
             gather_together(unit.policy.units_to_backward_prefetch)
         elif unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -257,20 +258,20 @@ class Runtime:
     def _advance(self, to_the_end: bool = False) -> None:
         """Reduce what is complete or passed, in order."""
         while self._schedule:
-            bucket = self._schedule[0]
-            state = bucket.backward
+            param_group = self._schedule[0]
+            state = param_group.backward
             passed = state.outstanding <= 0 and (state.first or 0) > self._passed
-            if not (to_the_end or passed or bucket.is_complete):
+            if not (to_the_end or passed or param_group.is_complete):
                 return
             self._schedule.pop(0)
-            self._complete(bucket)
+            self._complete(param_group)
 
-    def _complete(self, bucket: Bucket) -> None:
-        """A bucket has all the gradients it will get."""
-        if bucket.reduces:
-            self._reductions.reduce(bucket)
+    def _complete(self, param_group: ParamGroup) -> None:
+        """A parameter group has all the gradients it will get."""
+        if param_group.reduces:
+            self._reductions.reduce(param_group)
         else:
-            bucket.hold_gradients()
+            param_group.hold_gradients()
 
     def _end_backward(self) -> None:
         """The end of a backward: every gradient is in its shard, nothing is whole."""
@@ -278,12 +279,12 @@ class Runtime:
             for skipped in run.skipped(-1):
                 self._come_to(skipped)
         self._advance(to_the_end=True)
-        for bucket in self._buckets():  # reached by ways that forward did not show
-            if bucket.backward.arrived and bucket.is_trained:
-                self._complete(bucket)
+        for param_group in self._param_groups():  # reached by ways that forward did not show
+            if param_group.backward.arrived and param_group.is_trained:
+                self._complete(param_group)
         self._reductions.finish()
-        for bucket in self._buckets():
-            bucket.end_backward()
+        for param_group in self._param_groups():
+            param_group.end_backward()
         self._forget_backward()
         self._ending = None
         if self.order_check is not None:
@@ -332,9 +333,9 @@ def reset(units: Iterable[Unit]) -> None:
 
 def attach(unit: Unit) -> None:
     """Have the runtime of a new unit told of its gradients."""
-    for bucket in unit.buckets:
-        bucket.on_gradient = partial(_gradient_arrived, unit)
+    for param_group in unit.param_groups:
+        param_group.on_gradient = partial(_gradient_arrived, unit)
 
 
-def _gradient_arrived(unit: Unit, bucket: Bucket) -> None:
-    runtime_of(unit).gradient_arrived(bucket)
+def _gradient_arrived(unit: Unit, param_group: ParamGroup) -> None:
+    runtime_of(unit).gradient_arrived(param_group)

@@ -28,7 +28,7 @@ from torch import nn
 
 from sharding.engine.batches import Gathers
 from sharding.engine.extensions import settled
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.policies import BackwardPrefetch
 
 UNIT = "_sharding_unit"
@@ -69,8 +69,8 @@ class StepRuntime(Protocol):
 
     root: Unit
 
-    def number_buckets(self) -> None:
-        """Give every bucket its index and name; the unit has others than before."""
+    def number_param_groups(self) -> None:
+        """Give every parameter group its index and name; the unit has others than before."""
         ...
 
 
@@ -80,13 +80,13 @@ class Unit:
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
-        buckets: list[Bucket],
-        borrowed: list[Bucket],
+        param_groups: list[ParamGroup],
+        borrowed: list[ParamGroup],
         policy: UnitPolicy,
         prepare: Callable[[], None],
     ) -> None:
         self.modules = modules
-        self.buckets = buckets
+        self.param_groups = param_groups
         """What it gathers and reduces."""
         self.borrowed = borrowed
         """What it uses of other units: their parameters are tied to some of its modules'."""
@@ -117,7 +117,7 @@ class Unit:
     @property
     def full_precision(self) -> bool:
         """Whether it computes in the dtype that its parameters are kept in, whatever the policy."""
-        return any(bucket.full_precision for bucket in self.buckets)
+        return any(param_group.full_precision for param_group in self.param_groups)
 
     @property
     def is_root(self) -> bool:
@@ -125,9 +125,9 @@ class Unit:
         return self.runtime is not None and self.runtime.root is self
 
     @property
-    def used(self) -> tuple[Bucket, ...]:
+    def used(self) -> tuple[ParamGroup, ...]:
         """What it needs whole to run."""
-        return (*self.buckets, *self.borrowed)
+        return (*self.param_groups, *self.borrowed)
 
     def unshard(self) -> None:
         """Start gathering what this unit uses."""
@@ -136,68 +136,70 @@ class Unit:
     def join(self, batch: Gathers) -> None:
         """Gather what this unit uses with a batch."""
         self._settle()
-        for bucket in self.used:
-            bucket.unshard(batch)
+        for param_group in self.used:
+            param_group.unshard(batch)
 
     @property
     def is_gathered(self) -> bool:
         """True when what this unit uses is whole or on its way."""
-        return all(bucket.is_gathered for bucket in self.used)
+        return all(param_group.is_gathered for param_group in self.used)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of what it uses."""
-        return sum(bucket.full_bytes for bucket in self.used)
+        return sum(param_group.full_bytes for param_group in self.used)
 
     def wait(self) -> None:
         """What this unit uses is whole."""
-        for bucket in self.used:
-            bucket.wait()
+        for param_group in self.used:
+            param_group.wait()
 
     def acquire(self, holder: object) -> None:
         """What this unit uses is whole, and stays so until it is released by this holder."""
         self.unshard()
         self.wait()
-        for bucket in self.used:
-            bucket.holders.discard(BY_USER)
-            bucket.holders.discard(KEPT)
-            bucket.holders.add(holder)
+        for param_group in self.used:
+            param_group.holders.discard(BY_USER)
+            param_group.holders.discard(KEPT)
+            param_group.holders.add(holder)
 
     def release(self, holder: object) -> None:
         """What only this holder needed whole is sharded again."""
-        for bucket in self.used:
-            bucket.release(holder)
+        for param_group in self.used:
+            param_group.release(holder)
 
     def reshard(self) -> None:
         """The sharded parameters are in the modules, whoever needs them whole."""
-        for bucket in self.buckets:
-            bucket.reshard()
+        for param_group in self.param_groups:
+            param_group.reshard()
 
     def unshard_for_user(self) -> None:
         """Start gathering; what is whole stays so until the next forward, or until `reshard`."""
-        for bucket in self.used:
-            if bucket.is_stale:
-                bucket.reshard()
+        for param_group in self.used:
+            if param_group.is_stale:
+                param_group.reshard()
         self.unshard()
-        for bucket in self.used:
-            bucket.holders.add(BY_USER)
+        for param_group in self.used:
+            param_group.holders.add(BY_USER)
 
     def refresh(self) -> None:
         """Before the root runs: what is whole is what the shards say (rule 3)."""
-        for bucket in self.buckets:
-            bucket.drop_kept()
-            if not bucket.holders <= {BY_USER, KEPT} or bucket.is_stale:
-                bucket.reshard()
+        for param_group in self.param_groups:
+            param_group.drop_kept()
+            if not param_group.holders <= {BY_USER, KEPT} or param_group.is_stale:
+                param_group.reshard()
 
     def _settle(self) -> None:
-        """Parameters that gather themselves have buckets of their own."""
-        if all(bucket.is_used for bucket in self.used):
+        """Parameters that gather themselves have parameter groups of their own."""
+        if all(param_group.is_used for param_group in self.used):
             return
         before = self.used
-        self.buckets = [part for bucket in self.buckets for part in settled(bucket)]
-        self.borrowed = [part for bucket in self.borrowed for part in settled(bucket)]
+        self.param_groups = [
+            part for param_group in self.param_groups for part in settled(param_group)
+        ]
+        self.borrowed = [part for param_group in self.borrowed for part in settled(param_group)]
         if self.runtime is not None and self.used != before:
-            self.runtime.number_buckets()
+            self.runtime.number_param_groups()
 
     def _before_state_dict(self, *_: object) -> None:
         self.reshard()
@@ -219,23 +221,23 @@ class Unit:
 
     def end_backward(self) -> None:
         """Nothing is whole, but what is to be."""
-        for bucket in self.buckets:
-            if self._keeps_after_backward and bucket.is_whole:
-                bucket.holders.clear()
-                bucket.holders.add(KEPT)
+        for param_group in self.param_groups:
+            if self._keeps_after_backward and param_group.is_whole:
+                param_group.holders.clear()
+                param_group.holders.add(KEPT)
             else:
-                bucket.reshard()
+                param_group.reshard()
 
     @property
     def _keeps_after_backward(self) -> bool:
-        if any(bucket.reduces for bucket in self.buckets):
+        if any(param_group.reduces for param_group in self.param_groups):
             return not self.policy.reshard_after_backward
         reshards = self.policy.reshard_after_backward
         return not (reshards and self.policy.reshard_after_unreduced_backward)
 
     def versions(self) -> list[list[int]]:
         """The version counters of what it uses."""
-        return [bucket.versions() for bucket in self.used]
+        return [param_group.versions() for param_group in self.used]
 
 
 def gather_together(units: Iterable[Unit]) -> None:

@@ -122,8 +122,8 @@ def _told(rank: int, note: Note | None, mine: Note) -> str:
         unlike = (
             ", as this rank does"
             if note.digest == mine.digest
-            else ", but of another bucket: there it has other parameters, or another number of "
-            "units was sharded before"
+            else ", but of another parameter group: there it has other parameters, or another "
+            "number of units was sharded before"
         )
     return f"Rank {rank} waited in {note.text}{where}{unlike}."
 

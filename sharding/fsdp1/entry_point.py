@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sharding.device_rules import check_trainable_on, compute_device, device_given
-from sharding.engine.flat_bucket import CommHook, flat_buckets
+from sharding.engine.flat_param_group import CommHook, flat_param_groups
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.outputs import mapped
@@ -57,7 +57,7 @@ class FrontDoor:
             inner.has_outer = True
         self.unit = make_flat_unit(module, owner, settings, self._prepare)
         self.forward_hooks = ForwardHooks(self.unit)
-        devices = [bucket.device for bucket in self.unit.buckets]
+        devices = [param_group.device for param_group in self.unit.param_groups]
         self.compute_device = devices[0] if devices else _device_without_parameters(settings)
         self.buffers = [
             (part, name)
@@ -100,8 +100,8 @@ class FrontDoor:
     def choose_precision(self) -> None:
         """In evaluation everything is in full precision, where the environment asks for it."""
         full = self.full_precision_in_eval and not self.owner.training
-        for bucket in self.unit.buckets:
-            bucket.full_precision = full
+        for param_group in self.unit.param_groups:
+            param_group.full_precision = full
         if self.settings.mixed_precision.buffer_dtype is not None:
             self._cast_buffers(None if full else self.settings.mixed_precision.buffer_dtype)
 
@@ -120,12 +120,12 @@ class FrontDoor:
         """Raise, when the first forward begins, what is wrong with devices and settings."""
         if self.unit.is_root:
             _check_homogeneous(list(front_doors(self.owner)))
-        for bucket in flat_buckets(self.unit.buckets):
-            for parameter in bucket.registered():
+        for param_group in flat_param_groups(self.unit.param_groups):
+            for parameter in param_group.registered():
                 check_trainable_on(parameter.device, self.compute_device, self.settings.offload)
                 if (
                     hasattr(parameter, "_in_backward_optimizers")
-                    and not bucket.form.use_orig_params
+                    and not param_group.form.use_orig_params
                 ):
                     raise RuntimeError(
                         "FSDP optimizer in backward only supported with use_orig_params=True!"

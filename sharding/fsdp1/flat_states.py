@@ -5,9 +5,10 @@ rows, a DTensor. What changes hands between the two goes from rank to rank, and 
 
 Rules:
 
-1. Only the ranks that share a bucket talk: its replicas, and the ranks of a mesh that tensor
-   parallelism divided the parameters over before, do the same among themselves.
-2. The ranks that share a bucket call with the same parameters, names and dtypes, in one order.
+1. Only the ranks that share a parameter group talk: its replicas, and the ranks of a mesh that
+   tensor parallelism divided the parameters over before, do the same among themselves.
+2. The ranks that share a parameter group call with the same parameters, names and dtypes, in one
+   order.
 3. What is not divided comes out as plain tensors, and so does what has no dimensions.
 """
 
@@ -30,7 +31,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.local_part import check_holds
 from sharding.engine.dtensors import as_dtensor
-from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.group_references import release_with_groups
 from sharding.layout import FlatShard, Layout, Mesh, Placement, row_major
 from sharding.layout import Replicate as Everywhere
@@ -47,7 +48,7 @@ _grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMe
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:
-    """Elements of a state that is laid out as parameter `index` of a bucket: this rank's."""
+    """This rank's elements of a state that is laid out as parameter `index` of a group."""
 
     name: str
     index: int
@@ -56,7 +57,7 @@ class FlatPart:
 
 
 def by_rows(
-    bucket: FlatBucket,
+    param_group: FlatParamGroup,
     parts: Sequence[FlatPart],
     mesh: DeviceMesh | None = None,
     *,
@@ -64,20 +65,21 @@ def by_rows(
 ) -> list[torch.Tensor]:
     """Each part's tensor as a DTensor of which this rank has a chunk of rows, in its own memory.
 
-    Over `mesh`, which the bucket's wrapper was given, or one over the ranks that share the bucket.
+    Over `mesh`, which the parameter group's wrapper was given, or one over the ranks that share the
+    parameter group.
     """
     results: list[torch.Tensor] = []
 
     def moves() -> Iterator[Move]:
         for part in parts:
-            flat, rows = _layouts(bucket, part.index)
+            flat, rows = _layouts(param_group, part.index)
             device = torch.device("cpu") if to_cpu else part.local.device
             shape = rows.local_shape(dist.get_rank())
             target = torch.empty(shape, dtype=part.local.dtype, device=device)
-            results.append(_wrapped(bucket, part.index, target, mesh))
+            results.append(_wrapped(param_group, part.index, target, mesh))
             yield Move(part.name, part.local, flat, target, rows)
 
-    redistribute(moves(), group=bucket.sharing.peers.group)
+    redistribute(moves(), group=param_group.sharing.peers.group)
     return results
 
 
@@ -89,70 +91,80 @@ class Held:
     layout: Layout
 
 
-def fill_parts(bucket: FlatBucket, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
-    """Each part has its elements of a tensor that the ranks which share the bucket hold."""
+def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
+    """Fill each part with its elements of a tensor that the ranks of the group hold."""
     redistribute(
         (
-            Move(part.name, held.local, held.layout, part.local, _layouts(bucket, part.index)[0])
+            Move(
+                part.name, held.local, held.layout, part.local, _layouts(param_group, part.index)[0]
+            )
             for part, held in pairs
         ),
-        group=bucket.sharing.peers.group,
+        group=param_group.sharing.peers.group,
     )
 
 
 def held_among_peers(
-    bucket: FlatBucket, index: int, tensor: torch.Tensor, name: str, mesh: DeviceMesh | None
+    param_group: FlatParamGroup,
+    index: int,
+    tensor: torch.Tensor,
+    name: str,
+    mesh: DeviceMesh | None,
 ) -> Held | None:
-    """A tensor as the ranks that share the bucket hold it; None where others hold some of it.
+    """A tensor as the ranks of the group hold it; None where other ranks hold some of it.
 
     `name` is for messages. Raises as `sharding.describe.describing.describe` does.
     """
-    if isinstance(tensor, DTensor) and is_by_rows(bucket, index, tensor, mesh):
-        return Held(tensor.to_local(), _layouts(bucket, index)[1])
+    if isinstance(tensor, DTensor) and is_by_rows(param_group, index, tensor, mesh):
+        return Held(tensor.to_local(), _layouts(param_group, index)[1])
     local, layout = describe(tensor, name, Ranks().mesh)
-    among = set(_layouts(bucket, index)[0].mesh.ranks())
-    if bucket.parameters[index].distributed is None and among.issuperset(layout.mesh.ranks()):
+    among = set(_layouts(param_group, index)[0].mesh.ranks())
+    if param_group.parameters[index].distributed is None and among.issuperset(layout.mesh.ranks()):
         check_holds(name, local, layout, dist.get_rank())
         return Held(local, layout)
     return None
 
 
-def is_by_rows(bucket: FlatBucket, index: int, tensor: DTensor, mesh: DeviceMesh | None) -> bool:
-    """Whether a DTensor is placed as those that `by_rows` makes of a parameter of the bucket."""
-    if not bucket.is_divided or not bucket.packing.slots[index].shape:
+def is_by_rows(
+    param_group: FlatParamGroup, index: int, tensor: DTensor, mesh: DeviceMesh | None
+) -> bool:
+    """Whether a DTensor is placed as those that `by_rows` makes of this parameter."""
+    if not param_group.is_divided or not param_group.packing.slots[index].shape:
         return False
-    spec = _spec(bucket, index, tensor.dtype, mesh)
+    spec = _spec(param_group, index, tensor.dtype, mesh)
     same_ranks = torch.equal(spec.mesh.mesh, tensor.device_mesh.mesh)
     return same_ranks and spec.placements == tensor.placements and spec.shape == tensor.shape
 
 
-def whole_shape(bucket: FlatBucket, index: int) -> tuple[int, ...]:
+def whole_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
     """A parameter's shape before anything divided it."""
-    spec = bucket.parameters[index].distributed
-    return bucket.packing.slots[index].shape if spec is None else tuple(spec.shape)
+    spec = param_group.parameters[index].distributed
+    return param_group.packing.slots[index].shape if spec is None else tuple(spec.shape)
 
 
-def _layouts(bucket: FlatBucket, index: int) -> tuple[Layout, Layout]:
+def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
     """Of a parameter, among the ranks that share: cut flat, and by rows."""
-    slot, peers = bucket.packing.slots[index], bucket.sharing.peers
+    slot, peers = param_group.packing.slots[index], param_group.sharing.peers
     if peers.group is None:
         alone = Mesh.grid((), (), dist.get_rank())
         return Layout(slot.shape, alone, ()), Layout(slot.shape, alone, ())
     ranks = dist.get_process_group_ranks(peers.group)
     mesh = Mesh.of_ranks(("shard",), (peers.size,), [ranks[member] for member in peers.members])
-    divided = bucket.is_divided and slot.numel > 0
-    flat: Placement = FlatShard(slot.at, bucket.packing.shard_numel) if divided else Everywhere()
-    rows: Placement = Rows(0) if bucket.is_divided and slot.shape else Everywhere()
+    divided = param_group.is_divided and slot.numel > 0
+    flat: Placement = (
+        FlatShard(slot.at, param_group.packing.shard_numel) if divided else Everywhere()
+    )
+    rows: Placement = Rows(0) if param_group.is_divided and slot.shape else Everywhere()
     return Layout(slot.shape, mesh, (flat,)), Layout(slot.shape, mesh, (rows,))
 
 
 def _wrapped(
-    bucket: FlatBucket, index: int, local: torch.Tensor, mesh: DeviceMesh | None
+    param_group: FlatParamGroup, index: int, local: torch.Tensor, mesh: DeviceMesh | None
 ) -> torch.Tensor:
     """What stands in a state dict for local rows (rule 3)."""
-    before = bucket.parameters[index].distributed
-    if bucket.is_divided and bucket.packing.slots[index].shape:
-        return as_dtensor(local, _spec(bucket, index, local.dtype, mesh))
+    before = param_group.parameters[index].distributed
+    if param_group.is_divided and param_group.packing.slots[index].shape:
+        return as_dtensor(local, _spec(param_group, index, local.dtype, mesh))
     if before is None:
         return local
     meta = TensorMeta(before.shape, before.stride, local.dtype)
@@ -160,11 +172,11 @@ def _wrapped(
 
 
 def _spec(
-    bucket: FlatBucket, index: int, dtype: torch.dtype, given: DeviceMesh | None
+    param_group: FlatParamGroup, index: int, dtype: torch.dtype, given: DeviceMesh | None
 ) -> DTensorSpec:
     """How the rows of a parameter are placed; see [Note: which dimension comes first]."""
-    before = bucket.parameters[index].distributed
-    mesh = given or _mesh(bucket, before)
+    before = param_group.parameters[index].distributed
+    mesh = given or _mesh(param_group, before)
     rows: TorchPlacement = Shard(0)
     behind: tuple[TorchPlacement, ...] = ()
     if before is not None:
@@ -176,28 +188,28 @@ def _spec(
     replicated = [Replicate()] * (mesh.ndim - 1)
     if before is not None:
         mesh = _joined(mesh, before.mesh)
-    shape = whole_shape(bucket, index)
+    shape = whole_shape(param_group, index)
     meta = TensorMeta(torch.Size(shape), row_major(shape), dtype)
     return DTensorSpec(mesh, (*replicated, rows, *behind), tensor_meta=meta)
 
 
-def _mesh(bucket: FlatBucket, before: DTensorSpec | None) -> DeviceMesh:
-    """A mesh over the ranks that share a bucket; the last of two dimensions where it is replicated.
+def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh:
+    """A mesh over the ranks of a group; the last of two dimensions where it is replicated.
 
     Where tensor parallelism has a mesh of which those ranks are a dimension, it is that dimension.
     """
-    peers, replicas = bucket.sharing.peers, bucket.sharing.replicas
+    peers, replicas = param_group.sharing.peers, param_group.sharing.replicas
     if before is not None and replicas.group is None:
         root = root_mesh(before.mesh)
         for axis, name in enumerate(root.mesh_dim_names or ()):
             if root.get_group(axis) == peers.group:
                 return root[name]
     if replicas.group is None or peers.group is None:
-        return mesh_over(peers.group, bucket.device.type)
+        return mesh_over(peers.group, param_group.device.type)
     found = _grids.setdefault(peers.group, WeakKeyDictionary())
     if replicas.group not in found:
         found[replicas.group] = _from_groups(
-            [replicas.group, peers.group], bucket.device.type, ("replicate", "shard")
+            [replicas.group, peers.group], param_group.device.type, ("replicate", "shard")
         )
     return found[replicas.group]
 

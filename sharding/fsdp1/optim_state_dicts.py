@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from sharding.agreement.ranks import Ranks
 from sharding.describe.local_part import LocalPart
 from sharding.describe.members import NamedParameter
-from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.errors import OptimizerMismatchError
 from sharding.fsdp1.entry_point import front_doors
 from sharding.fsdp1.flat_states import FlatPart, by_rows
@@ -289,16 +289,16 @@ def _memory(value: torch.Tensor | LocalPart) -> int:
 
 def _rows(plan: _Plan, wanted: Wanted, module: nn.Module) -> Made:
     """What lies as flat parameters do, by rows. The ranks that share them call it."""
-    buckets: dict[int, tuple[FlatBucket, DeviceMesh | None]] = {}
+    param_groups: dict[int, tuple[FlatParamGroup, DeviceMesh | None]] = {}
     for door in front_doors(module):
-        for bucket in flat_buckets(door.unit.buckets):
-            buckets[id(bucket)] = bucket, mesh_given(door)
+        for param_group in flat_param_groups(door.unit.param_groups):
+            param_groups[id(param_group)] = param_group, mesh_given(door)
     parts: dict[int, list[FlatPart]] = {}
     places: dict[int, list[tuple[str, Any]]] = {}
     for named in plan.known.parameters.values():
         for name, own in zip(named.names, named.slices, strict=bool(named.slices)):
             at, index = own.key if isinstance(own.key, tuple) else (None, None)
-            if at not in buckets:
+            if at not in param_groups:
                 continue
             for entry, value in plan.entries.get(name, {}).items():
                 if isinstance(value, LocalPart):
@@ -307,8 +307,8 @@ def _rows(plan: _Plan, wanted: Wanted, module: nn.Module) -> Made:
                     places.setdefault(at, []).append((name, entry))
     made: Made = {}
     for at, found in parts.items():
-        bucket, mesh = buckets[at]
-        values = by_rows(bucket, found, mesh, to_cpu=wanted.to_cpu)
+        param_group, mesh = param_groups[at]
+        values = by_rows(param_group, found, mesh, to_cpu=wanted.to_cpu)
         made |= dict(zip(places[at], values, strict=True))
     return made
 

@@ -4,7 +4,7 @@ choose the groups    ->  who shares, who replicates
 materialize          ->  no parameter is on the meta device
 move                 ->  all are where the module computes
 synchronize          ->  all ranks have what the first has
-flatten              ->  a bucket for each dtype, of what is trained and of what is frozen
+flatten              ->  a parameter group for each dtype, of what is trained and of what is frozen
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sharding.device_rules import (
     device_given,
     warn_of_host_memory,
 )
-from sharding.discovery import Found, borrowed_bucket, free_parameters
+from sharding.discovery import Found, borrowed_param_group, free_parameters
 from sharding.engine.dtensors import local_of
-from sharding.engine.flat_bucket import FlatBucket, FlatForm
-from sharding.engine.param_group import Bucket
+from sharding.engine.flat_param_group import FlatForm, FlatParamGroup
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
 from sharding.engine.runtime import attach
@@ -89,24 +89,24 @@ def make_flat_unit(
         states: list[torch.Tensor] = [p.detach() for p in parameters] + buffers
         check_reachable(states, sharing)
         broadcast_states(states, sharing)
-    buckets, borrowed = _buckets(found, module, settings, compute)
-    unit = Unit((owner,), buckets, borrowed, _policy(settings), prepare)
+    param_groups, borrowed = _param_groups(found, module, settings, compute)
+    unit = Unit((owner,), param_groups, borrowed, _policy(settings), prepare)
     attach(unit)
     setattr(owner, UNIT, unit)
     return unit
 
 
-def _buckets(
+def _param_groups(
     found: Iterable[Found], module: nn.Module, settings: FlatSettings, compute: torch.device
-) -> tuple[list[Bucket], list[Bucket]]:
-    """The unit's buckets, and those of other units that it uses besides."""
+) -> tuple[list[ParamGroup], list[ParamGroup]]:
+    """The unit's parameter groups, and those of other units that it uses besides."""
     sharing = settings.sharing
     own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
-    borrowed: dict[int, Bucket] = {}
+    borrowed: dict[int, ParamGroup] = {}
     for each in found:
-        bucket = borrowed_bucket(each)
-        if bucket is not None:
-            borrowed[id(bucket)] = bucket
+        param_group = borrowed_param_group(each)
+        if param_group is not None:
+            borrowed[id(param_group)] = param_group
             continue
         parameter = each.parameter
         spec = parameter._spec if isinstance(parameter, DTensor) else None
@@ -118,18 +118,18 @@ def _buckets(
     mixed = settings.mixed_precision
     precision = Precision(mixed.param_dtype, mixed.reduce_dtype, mixed.keep_low_precision_grads)
     unsafe = os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"
-    buckets: list[Bucket] = []
+    param_groups: list[ParamGroup] = []
     for number, entries in enumerate(own.values()):
         name = "_flat_param" if number == 0 else f"_flat_param_{number}"
         form = FlatForm(settings.use_orig_params, module, name, unsafe)
-        bucket = FlatBucket(entries, sharing, precision, sharing.next_number(), form)
-        bucket.compute_device = compute
+        param_group = FlatParamGroup(entries, sharing, precision, sharing.next_number(), form)
+        param_group.compute_device = compute
         if settings.offload and compute.type != "cpu":
-            bucket.flat.data = bucket.flat.data.cpu()
-        buckets.append(bucket)
+            param_group.flat.data = param_group.flat.data.cpu()
+        param_groups.append(param_group)
         for entry in entries:
-            entry.bucket = bucket
-    return buckets, list(borrowed.values())
+            entry.param_group = param_group
+    return param_groups, list(borrowed.values())
 
 
 def _policy(settings: FlatSettings) -> UnitPolicy:

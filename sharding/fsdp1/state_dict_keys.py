@@ -12,7 +12,7 @@ from torch import nn
 
 from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import key_prefix
-from sharding.engine.flat_bucket import flat_buckets
+from sharding.engine.flat_param_group import flat_param_groups
 from sharding.fsdp1.entry_point import FrontDoor, front_doors
 
 EXTRA_STATE = "_extra_state"
@@ -21,29 +21,29 @@ EXTRA_STATE = "_extra_state"
 def own_keys(door: FrontDoor) -> list[OwnKeys]:
     """What is an instance's to put into a state dict, and to take from one.
 
-    Its unit's own buckets; and those that it uses of another unit, for tied parameters, unless that
-    unit is around it and sees to all of their places.
+    Its unit's own parameter groups; and those that it uses of another unit, for tied parameters,
+    unless that unit is around it and sees to all of their places.
     """
-    buckets = flat_buckets(door.unit.buckets)
-    for bucket in flat_buckets(door.unit.borrowed):
-        if not any(part is door.owner for part in bucket.form.home.modules()):
-            buckets.append(bucket)
+    param_groups = flat_param_groups(door.unit.param_groups)
+    for param_group in flat_param_groups(door.unit.borrowed):
+        if not any(part is door.owner for part in param_group.form.home.modules()):
+            param_groups.append(param_group)
     paths: dict[nn.Module, list[str]] = {}
     for path, part in door.module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(key_prefix(path))
     return [
         OwnKeys(
-            bucket,
+            param_group,
             [
                 tuple(
                     dict.fromkeys(
                         prefix + name for owner, name in p.owners for prefix in paths.get(owner, ())
                     )
                 )
-                for p in bucket.parameters
+                for p in param_group.parameters
             ],
         )
-        for bucket in buckets
+        for param_group in param_groups
     ]
 
 
@@ -62,8 +62,8 @@ def _expected(module: nn.Module) -> Iterator[str]:
     flattened = {
         part: names
         for door in front_doors(module)
-        for bucket in flat_buckets(door.unit.used)
-        for part, names in bucket.keys.items()
+        for param_group in flat_param_groups(door.unit.used)
+        for part, names in param_group.keys.items()
     }
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = key_prefix(path)

@@ -28,7 +28,7 @@ from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import state_key
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.engine.dtensors import local_of
-from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.errors import ShardingError
 from sharding.fsdp1.flat_states import FlatPart, Held, fill_parts, held_among_peers, whole_shape
@@ -38,7 +38,7 @@ from sharding.torch_versions import cut
 
 @dataclass(slots=True)
 class _Given:
-    """What a state dict has for a bucket's parameters, by how it gets to the shard."""
+    """What a state dict has for a parameter group's parameters, by how it gets to the shard."""
 
     near: list[tuple[FlatPart, Held]] = field(default_factory=list)
     spread: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class RowLoading:
-    """One bucket's values in a state dict, whose keys have `inside` in front."""
+    """One parameter group's values in a state dict, whose keys have `inside` in front."""
 
     own: OwnKeys
     mesh: DeviceMesh | None
@@ -76,16 +76,16 @@ class RowLoading:
         if the modules would not. Raises ShardingError, on all ranks, where they do not load the
         same names.
         """
-        bucket, keys = self.own.bucket, self.own.keys
-        flat = bucket.flat.detach().clone()
+        param_group, keys = self.own.param_group, self.own.keys
+        flat = param_group.flat.detach().clone()
 
         def reading() -> _Given:
             return self._given(flat, strict, missing, errors)
 
-        if bucket.sharing.peers.group is None:
+        if param_group.sharing.peers.group is None:
             given = reading()
         else:
-            ranks = Ranks(bucket.sharing.peers.group)
+            ranks = Ranks(param_group.sharing.peers.group)
             given, agreement = ranks.compare(
                 "reading a sharded state dict", reading, lambda found: (found.mark(),), 1
             )
@@ -97,33 +97,33 @@ class RowLoading:
                 )
         self._fill(given)
         for part in given.parts:
-            view = bucket.shard_view(part.index, flat).reshape(-1)
+            view = param_group.shard_view(part.index, flat).reshape(-1)
             if view.data_ptr() != part.local.data_ptr():  # of another dtype
                 view.copy_(part.local)
-        if bucket.form.use_orig_params:
+        if param_group.form.use_orig_params:
             for index, names in enumerate(keys):
                 for key in names:
                     if self.inside + key in self.state:
-                        self.state[self.inside + key] = bucket.shard_view(index, flat)
+                        self.state[self.inside + key] = param_group.shard_view(index, flat)
             return
         for names in keys:
             for key in names:
                 self.state.pop(self.inside + key, None)
         with torch.no_grad():
-            bucket.flat.copy_(flat)
+            param_group.flat.copy_(flat)
 
     def _given(
         self, flat: torch.Tensor, strict: bool, missing: list[str], errors: list[str]
     ) -> _Given:
-        bucket, given = self.own.bucket, _Given()
+        param_group, given = self.own.param_group, _Given()
         for index, names in enumerate(self.own.keys):
             there = [key for key in names if self.inside + key in self.state]
-            if strict and not bucket.form.use_orig_params:
+            if strict and not param_group.form.use_orig_params:
                 missing += [self.inside + key for key in names if key not in there]
             if not there:
                 continue
             key = self.inside + there[-1]
-            value, wanted = self.state[key], torch.Size(whole_shape(bucket, index))
+            value, wanted = self.state[key], torch.Size(whole_shape(param_group, index))
             if isinstance(value, torch.Tensor) and value.shape == (1,) and not wanted:
                 value = value[0]
             found = value.shape if isinstance(value, torch.Tensor) else type(value).__name__
@@ -133,16 +133,16 @@ class RowLoading:
                     f"the shape in current model is {wanted}."
                 )
                 continue
-            local = bucket.shard_view(index, flat).reshape(-1)
+            local = param_group.shard_view(index, flat).reshape(-1)
             if value.dtype != local.dtype:
                 local = torch.empty_like(local, dtype=value.dtype)
             part = FlatPart(key, index, local)
-            before = bucket.parameters[index].distributed
+            before = param_group.parameters[index].distributed
             is_spread = isinstance(value, DTensor) or is_sharded(value)
             if not is_spread or (before is not None and value.device_mesh == before.mesh):
                 given.whole.append((part, value))
                 continue
-            held = held_among_peers(bucket, index, value, key, self.mesh)
+            held = held_among_peers(param_group, index, value, key, self.mesh)
             if held is None:
                 given.spread.append((part, value))
             else:
@@ -150,23 +150,23 @@ class RowLoading:
         return given
 
     def _fill(self, given: _Given) -> None:
-        """Every part has its elements. All ranks that share the bucket call it alike."""
-        bucket = self.own.bucket
-        fill_parts(bucket, given.near)
+        """Every part has its elements. All ranks that share the parameter group call it alike."""
+        param_group = self.own.param_group
+        fill_parts(param_group, given.near)
         if given.spread:
-            _fill_spread(bucket, given.spread)
+            _fill_spread(param_group, given.spread)
         for part, value in given.whole:
-            _, lo, hi = bucket.piece(part.index)
-            parameter = bucket.parameters[part.index]
+            _, lo, hi = param_group.piece(part.index)
+            parameter = param_group.parameters[part.index]
             if not isinstance(value, DTensor):
                 value = whole_as_used(value, parameter)
             value = local_of(value, parameter.distributed)
             part.local.copy_(value.reshape(-1)[lo:hi])
 
 
-def _fill_spread(bucket: FlatBucket, pairs: list[tuple[FlatPart, torch.Tensor]]) -> None:
+def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.Tensor]]) -> None:
     """Fill parts from tensors that lie any way over all ranks, which all call it."""
-    ranks, slices = Ranks(), slices_of(bucket)
+    ranks, slices = Ranks(), slices_of(param_group)
 
     def moves() -> list[Move]:
         found = []

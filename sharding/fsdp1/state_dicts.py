@@ -31,7 +31,7 @@ from sharding.describe.local_part import FLAT_PARAMETERS
 from sharding.describe.local_state_dicts import OwnKeys, check_loadable, record_of
 from sharding.describe.members import key_prefix, state_key
 from sharding.engine.dtensors import local_of
-from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.unit import UNIT
 from sharding.errors import ShardingError
 from sharding.fsdp1.entry_point import FrontDoor, front_door_of, front_doors
@@ -121,7 +121,7 @@ def hook_state_dicts(door: FrontDoor) -> None:
     owner.register_load_state_dict_post_hook(hooks.after_loading)  # type: ignore[no-untyped-call]
 
 
-_shown: WeakKeyDictionary[FlatBucket, WholeParameters] = WeakKeyDictionary()
+_shown: WeakKeyDictionary[FlatParamGroup, WholeParameters] = WeakKeyDictionary()
 """What the modules have whole for the sake of a state dict that is being made or loaded."""
 
 
@@ -129,8 +129,8 @@ class _Hooks:
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
         self._own: list[OwnKeys] = []
-        self._open: list[FlatBucket] = []
-        """Those of the buckets that this instance has shown whole."""
+        self._open: list[FlatParamGroup] = []
+        """Those of the parameter groups that this instance has shown whole."""
         self._filled: list[str] = []
         """Keys of flat parameters that were loaded before their modules look for them."""
 
@@ -160,15 +160,15 @@ class _Hooks:
         if self._door.unit.summoned:
             return
         for own in self._own:
-            if own.bucket in _shown:
+            if own.param_group in _shown:
                 continue
-            own.bucket.reshard()
-            own.bucket.take_over_replaced()
+            own.param_group.reshard()
+            own.param_group.take_over_replaced()
             if self._kind is StateDictType.FULL_STATE_DICT:
                 if self._is_kept:
-                    self._show(own.bucket)
+                    self._show(own.param_group)
                 else:
-                    own.bucket.fetch()
+                    own.param_group.fetch()
 
     def after_saving(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
@@ -181,7 +181,7 @@ class _Hooks:
                 state[prefix + key[len(inside) :]] = state.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             if not door.unit.summoned:
-                records = tuple(record_of(own.bucket, own.keys) for own in self._own)
+                records = tuple(record_of(own.param_group, own.keys) for own in self._own)
                 metadata[FLAT_PARAMETERS] = records
         elif self._kind is StateDictType.FULL_STATE_DICT:
             if self._is_kept:
@@ -214,37 +214,39 @@ class _Hooks:
     def _make_rows(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
         """Values of the unit's parameters are DTensors; of flat ones there are as many as in it."""
         for own in self._own:
-            bucket = own.bucket
+            param_group = own.param_group
             parts, names = [], []
             for index, keys in enumerate(own.keys):
                 if not keys:
                     continue
-                if bucket.form.use_orig_params and not all(prefix + key in state for key in keys):
+                if param_group.form.use_orig_params and not all(
+                    prefix + key in state for key in keys
+                ):
                     raise ShardingError(
                         f"{prefix}{keys[0]} is not in the state dict: a hook of a module renamed "
                         "or removed it, which a sharded state dict cannot follow; take a full one"
                     )
-                local = self._elements(bucket, index, state.get(prefix + keys[0]))
+                local = self._elements(param_group, index, state.get(prefix + keys[0]))
                 parts.append(FlatPart(prefix + keys[0], index, local))
                 names.append(keys)
-            values = by_rows(bucket, parts, mesh_given(self._door), to_cpu=to_cpu)
+            values = by_rows(param_group, parts, mesh_given(self._door), to_cpu=to_cpu)
             for keys, value in zip(names, values, strict=True):
                 state.update({prefix + key: value for key in keys})
-            if not bucket.form.use_orig_params:
-                state.pop(prefix + bucket.form.name, None)
-        if any(not own.bucket.form.use_orig_params for own in self._own):
+            if not param_group.form.use_orig_params:
+                state.pop(prefix + param_group.form.name, None)
+        if any(not own.param_group.form.use_orig_params for own in self._own):
             inside = [key[len(prefix) :] for key in state if key.startswith(prefix)]
             for key in in_order(self._door.owner, inside):
                 state[prefix + key] = state.pop(prefix + key)
 
-    def _elements(self, bucket: FlatBucket, index: int, shown: Any) -> torch.Tensor:
+    def _elements(self, param_group: FlatParamGroup, index: int, shown: Any) -> torch.Tensor:
         """This rank's elements of a parameter: of the whole one, if a user has summoned that."""
         if self._door.unit.summoned and isinstance(shown, torch.Tensor):
-            whole = local_of(shown.detach(), bucket.parameters[index].distributed)
-            if whole.shape == bucket.packing.slots[index].shape:
-                _, lo, hi = bucket.piece(index)
+            whole = local_of(shown.detach(), param_group.parameters[index].distributed)
+            if whole.shape == param_group.packing.slots[index].shape:
+                _, lo, hi = param_group.piece(index)
                 return whole.reshape(-1)[lo:hi]
-        return bucket.shard_view(index, bucket.flat.detach()).reshape(-1)
+        return param_group.shard_view(index, param_group.flat.detach()).reshape(-1)
 
     def _keep_buffers(self, state: dict[str, Any], prefix: str) -> None:
         """Buffers have the dtype that they had before mixed precision cast them."""
@@ -278,8 +280,8 @@ class _Hooks:
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             _check_local(door.owner, state, prefix, metadata)
         for own in self._own:
-            own.bucket.reshard()
-            own.bucket.take_over_replaced()
+            own.param_group.reshard()
+            own.param_group.take_over_replaced()
         if door.prefix:
             for key in [key for key in state if key.startswith(prefix)]:
                 if not key.startswith(inside):
@@ -291,12 +293,12 @@ class _Hooks:
             for own in self._own:
                 loading = RowLoading(own, mesh_given(door), state, inside)
                 loading.load(strict, missing, errors)
-                self._filled.append(state_key(inside + own.bucket.form.name))
+                self._filled.append(state_key(inside + own.param_group.form.name))
             return
         for own in self._own:
-            if not door.unit.summoned and own.bucket not in _shown:
-                self._show(own.bucket)
-            for parameter, keys in zip(own.bucket.parameters, own.keys, strict=True):
+            if not door.unit.summoned and own.param_group not in _shown:
+                self._show(own.param_group)
+            for parameter, keys in zip(own.param_group.parameters, own.keys, strict=True):
                 given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
                 for key in keys if given else ():  # a tied name that is not there is another's
                     value = state[inside + (key if key in given else given[0])]
@@ -314,24 +316,24 @@ class _Hooks:
         The module that has a flat parameter may rename its keys, as activation checkpointing does.
         """
         for own in self._own:
-            key = inside + own.bucket.form.name
-            if not own.bucket.form.use_orig_params and key in state:
+            key = inside + own.param_group.form.name
+            if not own.param_group.form.use_orig_params and key in state:
                 with torch.no_grad():
-                    own.bucket.flat.copy_(state.pop(key))
+                    own.param_group.flat.copy_(state.pop(key))
                 self._filled.append(state_key(key))
 
     # Whole parameters in the modules.
 
-    def _show(self, bucket: FlatBucket) -> None:
+    def _show(self, param_group: FlatParamGroup) -> None:
         """The modules have whole parameters until `_close`. Waits for other ranks."""
-        _shown[bucket] = WholeParameters(bucket, with_grads=False, to_cpu=False)
-        _shown[bucket].show()
-        self._open.append(bucket)
+        _shown[param_group] = WholeParameters(param_group, with_grads=False, to_cpu=False)
+        _shown[param_group].show()
+        self._open.append(param_group)
 
     def _close(self, writeback: bool = False) -> None:
         while self._open:
-            bucket = self._open.pop()
-            whole = _shown.pop(bucket)
+            param_group = self._open.pop()
+            whole = _shown.pop(param_group)
             whole.hide()
             if writeback:
                 whole.write_back(from_first=False)

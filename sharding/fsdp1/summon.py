@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from sharding.engine.flat_bucket import FlatBucket, flat_buckets
+from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, units_of
 from sharding.fsdp1.unsharded_parameters import WholeParameters, is_first
@@ -43,9 +43,9 @@ def summoned(
             )
     with ExitStack() as stack:
         for unit in units:
-            for bucket in flat_buckets(unit.buckets):
+            for param_group in flat_param_groups(unit.param_groups):
                 stack.enter_context(
-                    _whole(bucket, writeback, rank0_only, offload_to_cpu, with_grads)
+                    _whole(param_group, writeback, rank0_only, offload_to_cpu, with_grads)
                 )
             stack.enter_context(_marked(unit))
         yield
@@ -62,10 +62,14 @@ def _marked(unit: Unit) -> Iterator[None]:
 
 @contextmanager
 def _whole(
-    bucket: FlatBucket, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    param_group: FlatParamGroup,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
 ) -> Iterator[None]:
-    parameters = WholeParameters(bucket, with_grads, offload_to_cpu)
-    shown = not rank0_only or is_first(bucket)
+    parameters = WholeParameters(param_group, with_grads, offload_to_cpu)
+    shown = not rank0_only or is_first(param_group)
     if shown:
         parameters.show()
     try:
@@ -73,5 +77,5 @@ def _whole(
     finally:
         if shown:
             parameters.hide()
-        if writeback or not bucket.is_divided:  # else there would be nothing to go back to
+        if writeback or not param_group.is_divided:  # else there would be nothing to go back to
             parameters.write_back(rank0_only)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name
-from sharding.engine.flat_bucket import FlatParameter
+from sharding.engine.flat_param_group import FlatParameter
 from sharding.fsdp1.entry_point import FrontDoor, front_doors
 from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.state_dicts import state_dict_type
@@ -113,9 +113,9 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _group_of(door: FrontDoor) -> ProcessGroup | None:
-    if door.settings.strategy in HYBRID or not door.unit.buckets:
+    if door.settings.strategy in HYBRID or not door.unit.param_groups:
         return None
-    return door.unit.buckets[0].sharing.group
+    return door.unit.param_groups[0].sharing.group
 
 
 def _door_of(module: nn.Module) -> FrontDoor | None:

@@ -1,4 +1,4 @@
-"""A flat bucket's parameters, whole, in memory of their own: for users and state dicts to look at.
+"""The unsharded parameters of a flat group, in new memory, for users and state dicts.
 
 They are in the dtype that shards are kept in, and are shown to users as parameters, in the places
 and in the order that the modules had them in before they were wrapped. Shards stay what they are
@@ -12,43 +12,43 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.engine.dtensors import local_of
-from sharding.engine.flat_bucket import FlatBucket
+from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.full_buffer import FullBuffer
 
 
 class WholeParameters:
     """Gathered when made; all ranks make one. See the top of this file."""
 
-    def __init__(self, bucket: FlatBucket, with_grads: bool, to_cpu: bool) -> None:
-        self._bucket = bucket
-        bucket.reshard()
-        self._buffer = bucket.fetch()
-        self._gradients = _whole_gradients(bucket) if with_grads else None
+    def __init__(self, param_group: FlatParamGroup, with_grads: bool, to_cpu: bool) -> None:
+        self._param_group = param_group
+        param_group.reshard()
+        self._buffer = param_group.fetch()
+        self._gradients = _whole_gradients(param_group) if with_grads else None
         if to_cpu:
             self._buffer = self._buffer.to(torch.device("cpu"))
 
     def show(self) -> None:
         """The modules have them."""
-        bucket = self._bucket
-        if not bucket.form.use_orig_params:
-            del bucket.form.home._parameters[bucket.form.name]
-        for index, parameter in enumerate(bucket.parameters):
-            leaf = bucket.as_it_was(index, self._buffer.leaves[index])
+        param_group = self._param_group
+        if not param_group.form.use_orig_params:
+            del param_group.form.home._parameters[param_group.form.name]
+        for index, parameter in enumerate(param_group.parameters):
+            leaf = param_group.as_it_was(index, self._buffer.leaves[index])
             whole = nn.Parameter(leaf, requires_grad=parameter.sharded.requires_grad)
             if self._gradients is not None:
                 whole.grad = self._gradients[index]
             for module, attribute in parameter.owners:
                 module.__dict__.pop(attribute, None)
                 module._parameters[attribute] = whole
-        for module, keys in bucket.keys.items():
+        for module, keys in param_group.keys.items():
             given = dict(module._parameters)
             module._parameters.clear()
             module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
 
     def hide(self) -> None:
         """The modules have what they have when sharded; what a user put there instead is noted."""
-        bucket = self._bucket
-        for index, parameter in enumerate(bucket.parameters):
+        param_group = self._param_group
+        for index, parameter in enumerate(param_group.parameters):
             module, attribute = parameter.owners[0]
             current = module._parameters.get(attribute)
             if current is None:
@@ -59,48 +59,48 @@ class WholeParameters:
                 leaf.copy_(mine)
             if self._gradients is not None:
                 self._gradients[index] = current.grad
-        if not bucket.form.use_orig_params:
-            bucket.form.home.register_parameter(bucket.form.name, bucket.flat)
-            for module, attribute in (place for p in bucket.parameters for place in p.owners):
+        if not param_group.form.use_orig_params:
+            param_group.form.home.register_parameter(param_group.form.name, param_group.flat)
+            for module, attribute in (place for p in param_group.parameters for place in p.owners):
                 module._parameters.pop(attribute, None)
-        bucket.place_sharded()
+        param_group.place_sharded()
 
     def write_back(self, from_first: bool) -> None:
         """The shards, and gradients, are this rank's parts of these; or of the first rank's."""
-        bucket, buffer = self._bucket, self._buffer
+        param_group, buffer = self._param_group, self._buffer
         if from_first:
-            for peers in (bucket.sharing.peers, bucket.sharing.replicas):
+            for peers in (param_group.sharing.peers, param_group.sharing.replicas):
                 if peers.group is not None:
                     first = dist.get_global_rank(peers.group, 0)
                     dist.broadcast(buffer.raw, first, group=peers.group)
-        [(lo, hi)] = bucket.packing.spans(bucket.sharing.peers.rank)
+        [(lo, hi)] = param_group.packing.spans(param_group.sharing.peers.rank)
         with torch.no_grad():
-            bucket.flat.data.copy_(buffer.raw[lo:hi])
+            param_group.flat.data.copy_(buffer.raw[lo:hi])
         for index, whole in enumerate(self._gradients or ()):
-            shard = bucket.gradient_part(index)
+            shard = param_group.gradient_part(index)
             if whole is not None and shard is not None:
-                _, lo, hi = bucket.piece(index)
+                _, lo, hi = param_group.piece(index)
                 shard.reshape(-1).copy_(whole.reshape(-1)[lo:hi])
 
 
-def is_first(bucket: FlatBucket) -> bool:
+def is_first(param_group: FlatParamGroup) -> bool:
     """True on the first of all ranks that share and replicate."""
-    return bucket.sharing.peers.rank == 0 and bucket.sharing.replicas.rank == 0
+    return param_group.sharing.peers.rank == 0 and param_group.sharing.replicas.rank == 0
 
 
-def _whole_gradients(bucket: FlatBucket) -> list[torch.Tensor | None]:
+def _whole_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
     """The whole gradients, None for those that no rank has. Waits."""
-    packing = bucket.packing
-    parts = [bucket.gradient_part(index) for index in range(len(bucket.parameters))]
-    dtype = next((part.dtype for part in parts if part is not None), bucket.flat.dtype)
-    shard = torch.zeros(packing.shard_numel, dtype=dtype, device=bucket.flat.device)
+    packing = param_group.packing
+    parts = [param_group.gradient_part(index) for index in range(len(param_group.parameters))]
+    dtype = next((part.dtype for part in parts if part is not None), param_group.flat.dtype)
+    shard = torch.zeros(packing.shard_numel, dtype=dtype, device=param_group.flat.device)
     for index, part in enumerate(parts):
         if part is not None:
-            bucket.shard_view(index, shard).copy_(part)
-    flags = torch.tensor([float(part is not None) for part in parts], device=bucket.device)
-    bucket.sum_now(flags)
-    full = FullBuffer.of(packing.slots, packing.numel, dtype, bucket.device)
-    bucket.gather_now([shard.to(bucket.device)], full)
+            param_group.shard_view(index, shard).copy_(part)
+    flags = torch.tensor([float(part is not None) for part in parts], device=param_group.device)
+    param_group.sum_now(flags)
+    full = FullBuffer.of(packing.slots, packing.numel, dtype, param_group.device)
+    param_group.gather_now([shard.to(param_group.device)], full)
     return [
         leaf if flag > 0 else None for leaf, flag in zip(full.leaves, flags.tolist(), strict=True)
     ]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.clipping import clip_grad_norm
-from sharding.engine.flat_bucket import CommHook, FlatParameter, flat_buckets
+from sharding.engine.flat_param_group import CommHook, FlatParameter, flat_param_groups
 from sharding.engine.unit import Unit, units_of
 from sharding.fsdp1 import state_dicts as states
 from sharding.fsdp1.entry_point import (
@@ -191,12 +191,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     @property
     def process_group(self) -> Any:
         """The ranks that it is sharded over, or replicated over where it is not sharded."""
-        return self._unit.buckets[0].sharing.group if self._unit.buckets else None
+        return self._unit.param_groups[0].sharing.group if self._unit.param_groups else None
 
     @property
     def params(self) -> list[FlatParameter]:
         """The flat parameters of this instance: none, one, or one for each dtype."""
-        return [bucket.flat for bucket in flat_buckets(self._unit.buckets)]
+        return [param_group.flat for param_group in flat_param_groups(self._unit.param_groups)]
 
     @property
     def _unit(self) -> Unit:
@@ -278,15 +278,17 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
                 "root FSDP module."
             )
-        buckets = [bucket for unit in units_of((self,)) for bucket in unit.buckets]
-        before = [bucket.reduces for bucket in buckets]
-        for bucket in buckets:
-            bucket.reduces = False
+        param_groups = [
+            param_group for unit in units_of((self,)) for param_group in unit.param_groups
+        ]
+        before = [param_group.reduces for param_group in param_groups]
+        for param_group in param_groups:
+            param_group.reduces = False
         try:
             yield
         finally:
-            for bucket, reduces in zip(buckets, before, strict=True):
-                bucket.reduces = reduces
+            for param_group, reduces in zip(param_groups, before, strict=True):
+                param_group.reduces = reduces
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -321,8 +323,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             door.hook = CommHook(state, hook)
             if isinstance(door.owner, FullyShardedDataParallel):
                 door.owner._comm_hook, door.owner._comm_hook_state = hook, state
-            for bucket in flat_buckets(door.unit.buckets):
-                bucket.hook = door.hook
+            for param_group in flat_param_groups(door.unit.param_groups):
+                param_group.hook = door.hook
 
     # Over all instances in a module.
 

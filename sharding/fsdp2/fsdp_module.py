@@ -11,9 +11,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from sharding.engine.chunk_bucket import ChunkBucket
+from sharding.engine.chunk_param_group import ChunkParamGroup
 from sharding.engine.forward_hooks import ForwardHooks
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.runtime import reset
 from sharding.engine.unit import UNIT, Unit, units_of
 
@@ -69,13 +69,13 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backward reduces gradients to the shards; else they add up on every rank."""
-        for bucket in _buckets(self, recurse):
-            bucket.reduces = bucket.replicates = requires_gradient_sync
+        for param_group in _param_groups(self, recurse):
+            param_group.reduces = param_group.replicates = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over replicas; else a shard's sums add up for one that does."""
-        for bucket in _buckets(self, recurse):
-            bucket.replicates = requires_all_reduce
+        for param_group in _param_groups(self, recurse):
+            param_group.replicates = requires_all_reduce
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -105,8 +105,8 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What sums of gradients are divided by, in place of the number of ranks."""
-        for bucket in _buckets(self, recurse=False):
-            bucket.divide = factor
+        for param_group in _param_groups(self, recurse=False):
+            param_group.divide = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The former name of `set_gradient_divide_factor`."""
@@ -118,8 +118,8 @@ class FSDPModule:
         It may change the tensor in place, by a sum over further ranks for one. Behind the
         gradients it has one more element for each parameter: positive where it has a gradient.
         """
-        for bucket in _buckets(self, recurse=False):
-            cast(ChunkBucket, bucket).reduced_hook = hook
+        for param_group in _param_groups(self, recurse=False):
+            cast(ChunkParamGroup, param_group).reduced_hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted, and without effect: gradients are always summed, then divided."""
@@ -159,9 +159,9 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """The whole parameters are in the modules, unless they were resharded since."""
-        for bucket in self._unit.used:
-            if bucket.holders:
-                bucket.wait()
+        for param_group in self._unit.used:
+            if param_group.holders:
+                param_group.wait()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -209,7 +209,7 @@ def _units_given(modules: Iterable[object]) -> tuple[Unit, ...]:
 
 def _peers(unit: Unit) -> int:
     """Over how many ranks a unit's own parameters are sharded."""
-    return unit.buckets[0].sharing.peers.size if unit.buckets else 1
+    return unit.param_groups[0].sharing.peers.size if unit.param_groups else 1
 
 
 def _units(module: object, recurse: bool) -> list[Unit]:
@@ -218,8 +218,8 @@ def _units(module: object, recurse: bool) -> list[Unit]:
     return list(units_of((cast(nn.Module, module),)))
 
 
-def _buckets(module: object, recurse: bool) -> list[Bucket]:
-    return [bucket for unit in _units(module, recurse) for bucket in unit.buckets]
+def _param_groups(module: object, recurse: bool) -> list[ParamGroup]:
+    return [param_group for unit in _units(module, recurse) for param_group in unit.param_groups]
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

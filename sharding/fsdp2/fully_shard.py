@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sharding.discovery import Found, borrowed_bucket, free_parameters
-from sharding.engine.chunk_bucket import ChunkBucket, MeshSharing
+from sharding.discovery import Found, borrowed_param_group, free_parameters
+from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
 from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.order_check import OrderCheck
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.runtime import attach, runtime_of
 from sharding.engine.unit import UNIT, Unit, UnitPolicy
@@ -103,7 +103,7 @@ def fully_shard(
     _check(modules)
     if mesh is None:
         mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
-    placing = MeshSharing.of(mesh)
+    placing = MeshGroups.of(mesh)
     reshard = reshard_setting(reshard_after_forward, placing.sharing.peers.size)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     free = list(free_parameters(modules, ignored_params or ()))
@@ -111,22 +111,22 @@ def fully_shard(
     # What can fail, for every parameter, before any is replaced.
     dims = [_dimension(found, shard_placement_fn) for found in taken]
     entries = list(map(partial(_sharded, placing, offload), taken, dims))
-    borrowed = list(dict.fromkeys(b for b in map(borrowed_bucket, free) if b is not None))
+    borrowed = list(dict.fromkeys(b for b in map(borrowed_param_group, free) if b is not None))
     alike: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     for found, entry in zip(taken, entries, strict=True):
         entry.place(entry.sharded)
         found.taken_as(entry)
         alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
-    buckets: list[Bucket] = []
+    param_groups: list[ParamGroup] = []
     for together in alike.values():
-        bucket = ChunkBucket(together, placing, mp_policy, placing.sharing.next_number())
-        buckets.append(bucket)
+        param_group = ChunkParamGroup(together, placing, mp_policy, placing.sharing.next_number())
+        param_groups.append(param_group)
         for entry in together:
-            entry.bucket = bucket
+            entry.param_group = param_group
     inputs = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     policy = UnitPolicy(inputs, inputs, mp_policy.output_dtype, reshard)
     check = OrderCheck.if_wanted()
-    unit = Unit(modules, buckets, borrowed, policy, lambda: _check_order(unit, check))
+    unit = Unit(modules, param_groups, borrowed, policy, lambda: _check_order(unit, check))
     attach(unit)
     forward_hooks = ForwardHooks(unit)
     for part in modules:
@@ -158,7 +158,7 @@ def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:
     return placement.dim % parameter.ndim
 
 
-def _sharded(placing: MeshSharing, offload: bool, found: Found, dim: int) -> Parameter:
+def _sharded(placing: MeshGroups, offload: bool, found: Found, dim: int) -> Parameter:
     parameter = found.parameter
     sharded = placing.parameter(parameter, dim, offload)
     is_hooked(sharded, found.name)

@@ -243,7 +243,9 @@ def test_a_conversion_or_a_state_dict_after_forward_sees_the_shards(clusters: Ca
 def gathered(model: Any) -> list[bool]:
     """Which blocks' parameters are whole or on their way, by the memory that they have."""
     units = [block._sharding_unit for block in model.blocks]
-    return [any(b.buffer is not None and b.buffer.nbytes for b in unit.buckets) for unit in units]
+    return [
+        any(b.buffer is not None and b.buffer.nbytes for b in unit.param_groups) for unit in units
+    ]
 
 
 def prefetched() -> list[tuple[str, int, list[bool]]]:
@@ -324,8 +326,8 @@ def not_gathered_in_backward() -> list[int]:
         model.table.set_unshard_in_backward(unshard)
         for part in model.children():
             part.set_modules_to_backward_prefetch([])
-        bucket = model.table._sharding_unit.buckets[0]
-        with patch.object(bucket, "_gather", side_effect=bucket._gather) as gather:
+        param_group = model.table._sharding_unit.param_groups[0]
+        with patch.object(param_group, "_gather", side_effect=param_group._gather) as gather:
             train(model, replica, steps(2))
             gathers.append(gather.call_count)
     return gathers

@@ -65,8 +65,10 @@ def steps(count: int = 2) -> list[torch.Tensor]:
 
 def live(model: nn.Module) -> int:
     """Bytes of whole parameters."""
-    buckets = [bucket for unit in units_of((model,)) for bucket in unit.buckets]
-    return sum(buffer.nbytes for bucket in buckets for buffer in bucket._buffers.values())
+    param_groups = [param_group for unit in units_of((model,)) for param_group in unit.param_groups]
+    return sum(
+        buffer.nbytes for param_group in param_groups for buffer in param_group._buffers.values()
+    )
 
 
 # Errors of the model's own, on all ranks alike.

@@ -21,7 +21,7 @@ from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.engine.batches import AHEAD_BYTES
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.unit import UNIT, units_of
 
 UNITS = 6
@@ -51,13 +51,16 @@ def sharded(model: nn.Sequential, **settings: object) -> nn.Sequential:
     return fully_shard(model, **settings)
 
 
-def buckets(model: nn.Module) -> list[Bucket]:
-    return [bucket for unit in units_of((model,)) for bucket in unit.buckets]
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    return [param_group for unit in units_of((model,)) for param_group in unit.param_groups]
 
 
 def live(model: nn.Module) -> list[int]:
-    """Bytes that the whole parameters of every bucket have now."""
-    return [sum(buffer.nbytes for buffer in bucket._buffers.values()) for bucket in buckets(model)]
+    """Bytes that the whole parameters of every parameter group have now."""
+    return [
+        sum(buffer.nbytes for buffer in param_group._buffers.values())
+        for param_group in param_groups(model)
+    ]
 
 
 class Watch:
@@ -191,22 +194,22 @@ def parts_kept() -> None:
     watch = Watch(model, lambda: live(model))
     loss = model(x_of()).square().mean()
     assert live(model) == [0] * UNITS
-    for bucket in buckets(model):
-        assert bucket._kept is not None
-        kept, peers = bucket._kept.part, bucket._kept.peers
+    for param_group in param_groups(model):
+        assert param_group._kept is not None
+        kept, peers = param_group._kept.part, param_group._kept.peers
         assert peers.members in ((0, 1), (2, 3))
         assert abs(sum(part.nbytes for part in kept) - UNIT_BYTES / 2) <= 64
     loss.backward()
-    assert all(bucket._kept is None for bucket in buckets(model))
+    assert all(param_group._kept is None for param_group in param_groups(model))
     assert watch.most("backward") <= 2
     model.zero_grad()
     train(model, replica, [x_of(1)], exact=False)
     with torch.no_grad():
         model(x_of())
-    assert all(bucket._kept is None for bucket in buckets(model))
+    assert all(param_group._kept is None for param_group in param_groups(model))
     model(x_of())
     model(x_of())  # what the first kept is gone
-    held = [bucket._kept for bucket in buckets(model)]
+    held = [param_group._kept for param_group in param_groups(model)]
     assert all(part is not None for part in held)
 
 
@@ -346,7 +349,7 @@ def small_units(width: int) -> list[int]:
 
 def live_bytes_of(model: nn.Module) -> int:
     """Bytes of the largest unit's full buffer."""
-    return max(bucket.full_bytes for bucket in buckets(model))
+    return max(param_group.full_bytes for param_group in param_groups(model))
 
 
 def test_small_units_travel_together(clusters: Callable) -> None:
@@ -376,7 +379,7 @@ def many_parameters() -> None:
         assert len(sent) == 2  # all that is small, and the one that is large
         loss.backward()
         assert len(sent) == 4
-    assert getattr(model, UNIT).buckets[0].parameters[-1].name == "large.bias"
+    assert getattr(model, UNIT).param_groups[0].parameters[-1].name == "large.bias"
 
 
 def test_small_parameters_of_a_unit_travel_in_one_message(clusters: Callable) -> None:

@@ -380,7 +380,7 @@ def test_models_that_ranks_run_in_different_orders_never_take_each_others_bytes(
     doomed_cluster: Callable[..., Any],
 ) -> None:
     for text in doomed_cluster(2).run(two_models):
-        assert "but of another bucket" in text
+        assert "but of another parameter group" in text
 
 
 def in_a_replica(door: str) -> str:

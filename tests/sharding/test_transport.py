@@ -168,8 +168,8 @@ def by_collectives() -> None:
         with asked_for("collectives"):
             train(sharded(model, **settings), replica, batches, exact=False)
         for unit in units_of((model,)):
-            for bucket in unit.buckets:
-                assert isinstance(bucket._transport, Collectives)
+            for param_group in unit.param_groups:
+                assert isinstance(param_group._transport, Collectives)
 
 
 def test_a_user_may_ask_for_the_librarys_collectives(clusters: Callable) -> None:

@@ -1,4 +1,4 @@
-"""The bucket of the wrapper class: all its parameters end to end in one flat parameter, cut evenly.
+"""The parameter group of FSDP1: parameters end to end in one flat parameter, cut evenly.
 
 The flat parameter is this rank's shard. What the optimizer sees is the flat parameter itself, or,
 with `use_orig_params`, the original parameters, each a view of what of it lies in this rank's
@@ -30,13 +30,13 @@ from sharding.engine.composition import Purpose
 from sharding.engine.dtensors import as_dtensor, local_of
 from sharding.engine.full_buffer import FullBuffer
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
 from sharding.engine.reduction import Finished
 
 FLATTENED = "_sharding_flattened"
-"""The attribute of a module that lists the flat buckets which have its parameters."""
+"""The attribute of a module that lists the flat parameter groups which have its parameters."""
 
 
 class FlatParameter(nn.Parameter):
@@ -60,7 +60,7 @@ class CommHook:
 
 @dataclass(frozen=True, slots=True)
 class FlatForm:
-    """What a user sees of a flat bucket."""
+    """What a user sees of a flat parameter group."""
 
     use_orig_params: bool
     home: nn.Module
@@ -70,7 +70,7 @@ class FlatForm:
     """Whether views go past a module's own `__setattr__`."""
 
 
-class FlatBucket(Bucket):
+class FlatParamGroup(ParamGroup):
     """See the rules at the top of this file."""
 
     def __init__(
@@ -105,7 +105,7 @@ class FlatBucket(Bucket):
             self._buffer(self.dtype).free()
         self.place_sharded()
 
-    # What the kinds of bucket say.
+    # What the kinds of parameter group say.
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -239,7 +239,7 @@ class FlatBucket(Bucket):
         return self.hook is not None and hasattr(self.hook.state, "parameter_type")
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Every place in the modules that has a parameter of the bucket, or the flat one."""
+        """Every place in the modules that has a parameter of the group, or the flat parameter."""
         yield from super().places()
         yield self.form.home, self.form.name
 
@@ -408,6 +408,6 @@ def _step_in_backward(parameter: nn.Parameter) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def flat_buckets(buckets: Sequence[Bucket]) -> list[FlatBucket]:
+def flat_param_groups(param_groups: Sequence[ParamGroup]) -> list[FlatParamGroup]:
     """Those that are flat."""
-    return [bucket for bucket in buckets if isinstance(bucket, FlatBucket)]
+    return [param_group for param_group in param_groups if isinstance(param_group, FlatParamGroup)]

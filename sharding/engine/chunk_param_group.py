@@ -1,4 +1,4 @@
-"""The bucket of `fully_shard`: each parameter a DTensor, divided by torch.chunk's rule.
+"""The parameter group of `fully_shard`: each parameter a DTensor, divided by torch.chunk's rule.
 
 Parameters that are DTensors already, over a mesh of tensor parallelism, are divided further: the
 whole parameter is then the DTensor that it was, on the memory of the full buffer.
@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from sharding.engine.dtensors import as_dtensor
 from sharding.engine.packing import ChunkPacking, pack
-from sharding.engine.param_group import Bucket
+from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Peers, Sharing
 from sharding.group_references import release_with_groups
@@ -33,14 +33,14 @@ ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class MeshSharing:
+class MeshGroups:
     """A mesh, and the ranks of it that share and that replicate."""
 
     mesh: DeviceMesh
     sharing: Sharing
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> MeshSharing:
+    def of(cls, mesh: DeviceMesh) -> MeshGroups:
         """Sharded over a mesh of one dimension; of two, replicated over the first."""
         release_with_groups(mesh)
         if mesh.ndim == 1:
@@ -100,13 +100,13 @@ def stored(parameter: Parameter) -> torch.Tensor:
     return tensor
 
 
-class ChunkBucket(Bucket):
+class ChunkParamGroup(ParamGroup):
     """See the top of this file."""
 
     def __init__(
         self,
         parameters: list[Parameter],
-        placing: MeshSharing,
+        placing: MeshGroups,
         policy: MixedPrecisionPolicy,
         number: int,
     ) -> None:
