@@ -22,7 +22,7 @@ from sharding.errors import LocalShapeError, ShardingError
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """What an optimizer sees of the flat parameters in a module; what was whole is resharded.
+    """What an optimizer sees of the flat parameters in a module; what was unsharded is resharded.
 
     Original parameters that are not divided are not among them: they are what they were.
     """
@@ -104,7 +104,7 @@ def _is_as_it_was(param_group: FlatParamGroup) -> bool:
 
 def _seen(param_group: FlatParamGroup, unit: Unit | None) -> list[nn.Parameter]:
     """The parameters that the optimizer sees now: those that the user put there, if any."""
-    if unit is not None and unit.summoned:  # modules have whole parameters
+    if unit is not None and unit.summoned:  # modules have unsharded parameters
         return param_group.seen()
     param_group.reshard()
     return param_group.registered()

@@ -26,9 +26,9 @@ from sharding.engine.transport import Gathering, Summing, Transport
 from sharding.errors import TransferError
 
 AHEAD_BYTES = 2 << 20
-"""Of full buffers that are gathered and not used yet."""
+"""Of unsharded buffers that are gathered and not used yet."""
 TOGETHER_BYTES = 1 << 20
-"""Of whole gradients that wait for others."""
+"""Of unsharded gradients that wait for others."""
 IN_FLIGHT = 1
 """How many batches of reductions may be on their way."""
 

@@ -58,7 +58,7 @@ class Call:
         self.begun = False
         """Whether backward has come to it."""
         self.kept = False
-        """Whether its parameters stay whole after forward."""
+        """Whether its parameters stay unsharded after forward."""
         self.versions: list[list[int]] = []
         """The version counters of its shards in forward."""
         self.served: list[tuple[Call, bool]] = []

@@ -1,7 +1,7 @@
 """The parameter group of `fully_shard`: each parameter a DTensor, divided by torch.chunk's rule.
 
 Parameters that are DTensors already, over a mesh of tensor parallelism, are divided further: the
-whole parameter is then the DTensor that it was, on the memory of the full buffer.
+unsharded parameter is then the DTensor that it was, on the memory of the unsharded buffer.
 
 [Note: which dimension comes first]
 Where tensor parallelism and sharding divide the same dimension, tensor parallelism did it first,
@@ -55,42 +55,45 @@ class MeshGroups:
 
     def parameter(self, given: nn.Parameter, dim: int, offload: bool) -> nn.Parameter:
         """The sharded parameter: this rank's part in memory of its own."""
-        whole = given.detach()
-        spec = self._spec(whole, dim)
-        if isinstance(whole, DTensor):
-            whole = whole.to_local()
-        part = whole
-        if whole.ndim:
-            parts, rank = torch.chunk(whole, self.sharing.peers.size, dim), self.sharing.peers.rank
-            part = parts[rank] if rank < len(parts) else whole.narrow(dim, 0, 0)
+        unsharded = given.detach()
+        spec = self._spec(unsharded, dim)
+        if isinstance(unsharded, DTensor):
+            unsharded = unsharded.to_local()
+        part = unsharded
+        if unsharded.ndim:
+            parts, rank = (
+                torch.chunk(unsharded, self.sharing.peers.size, dim),
+                self.sharing.peers.rank,
+            )
+            part = parts[rank] if rank < len(parts) else unsharded.narrow(dim, 0, 0)
         part = part.clone(memory_format=torch.contiguous_format)
         if offload and part.device.type not in ("cpu", "meta"):
             part = part.cpu()
         return nn.Parameter(as_dtensor(part, spec), requires_grad=given.requires_grad)
 
-    def _spec(self, whole: torch.Tensor, dim: int) -> DTensorSpec:
-        placement: Placement = Shard(dim) if whole.ndim else Replicate()
+    def _spec(self, unsharded: torch.Tensor, dim: int) -> DTensorSpec:
+        placement: Placement = Shard(dim) if unsharded.ndim else Replicate()
         mesh = self.mesh
         behind: tuple[Placement, ...] = ()
-        if isinstance(whole, DTensor):
-            joined = side_by_side(self.mesh, whole.device_mesh)
+        if isinstance(unsharded, DTensor):
+            joined = side_by_side(self.mesh, unsharded.device_mesh)
             if joined is None:
                 raise ValueError(
-                    f"a parameter over {whole.device_mesh} cannot be sharded over {self.mesh}: "
+                    f"a parameter over {unsharded.device_mesh} cannot be sharded over {self.mesh}: "
                     "give fully_shard a slice of the mesh that the parameter's is a slice of, with "
                     "named dimensions, and those of fully_shard first"
                 )
             mesh = joined
-            behind = tuple(whole.placements)
+            behind = tuple(unsharded.placements)
             cuts = 1
             for axis, other in enumerate(behind):
                 if isinstance(other, Shard | _StridedShard) and other.dim == dim:
-                    cuts *= whole.device_mesh.size(axis)
+                    cuts *= unsharded.device_mesh.size(axis)
             if cuts > 1:
                 placement = _StridedShard(dim, split_factor=cuts)
         replicated = [Replicate()] * (self.mesh.ndim - 1)
-        stride = torch.empty(whole.shape, device="meta").stride()
-        meta = TensorMeta(whole.shape, stride, whole.dtype)
+        stride = torch.empty(unsharded.shape, device="meta").stride()
+        meta = TensorMeta(unsharded.shape, stride, unsharded.dtype)
         return DTensorSpec(mesh, (*replicated, placement, *behind), tensor_meta=meta)
 
 
@@ -208,10 +211,10 @@ class ChunkParamGroup(ParamGroup):
             view = as_dtensor(view, spec)
         return nn.Parameter(view, requires_grad=False)
 
-    def place_whole(self) -> None:
-        """The modules have the whole parameters."""
-        for parameter, whole in zip(self.parameters, self.whole, strict=True):
-            parameter.place(whole)
+    def place_unsharded(self) -> None:
+        """The modules have the unsharded parameters."""
+        for parameter, unsharded in zip(self.parameters, self.unsharded, strict=True):
+            parameter.place(unsharded)
 
     def place_sharded(self) -> None:
         """The modules have the sharded parameters."""

@@ -15,8 +15,8 @@ Rules:
    first, where an input has fewer). Where a parameter divides unevenly, each input has this rank's
    rows, or is padded to the most that a rank has, and the padding does not travel.
 2. Outputs and the tensors to free keep their storages for good: emptied by `reshard`, filled again
-   by `unshard`. What autograd saved of the whole parameter is right again in backward, and to it
-   the whole parameter never changes.
+   by `unshard`. What autograd saved of the unsharded parameter is right again in backward, and to
+   it the unsharded parameter never changes.
 3. The hooks run without autograd, and on all ranks in the same order.
 4. A gradient of the shard's own subclass, if that is made of floating-point tensors of its own
    shape, is reduced tensor by tensor and is of that subclass again. Other gradients are reduced as
@@ -99,22 +99,22 @@ class ExtensionParamGroup(ChunkParamGroup):
     """See the rules at the top of this file."""
 
     _extensions: Sequence[_Extension] = ()
-    _wholes: Sequence[torch.Tensor] = ()
+    _unsharded: Sequence[torch.Tensor] = ()
 
     @property
-    def whole(self) -> list[torch.Tensor]:
-        """The whole parameters, as the hooks made them."""
-        return list(self._wholes)
+    def unsharded(self) -> list[torch.Tensor]:
+        """The unsharded parameters, as the hooks made them."""
+        return list(self._unsharded)
 
     @property
     def is_used(self) -> bool:
         """True once it has been gathered."""
-        return bool(self._wholes)
+        return bool(self._unsharded)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of all whole parameters together."""
-        dtypes = {whole.dtype for whole in self._wholes if whole.is_floating_point()}
+        """That of all unsharded parameters together."""
+        dtypes = {unsharded.dtype for unsharded in self._unsharded if unsharded.is_floating_point()}
         return reduce(torch.promote_types, dtypes) if dtypes else super().dtype
 
     def _pack(self) -> ChunkPacking:
@@ -141,8 +141,8 @@ class ExtensionParamGroup(ChunkParamGroup):
     def _assemble(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             wholes = [extension.finish() for extension in self._extensions]
-        if not self._wholes:
-            self._wholes = wholes
+        if not self._unsharded:
+            self._unsharded = wholes
             self._packing = self._pack()
 
     def _free(self) -> None:
@@ -156,13 +156,13 @@ class ExtensionParamGroup(ChunkParamGroup):
 
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
         flat: list[torch.Tensor] = []
-        for index, (extension, whole) in enumerate(
-            zip(self._extensions, self._wholes, strict=True)
+        for index, (extension, unsharded) in enumerate(
+            zip(self._extensions, self._unsharded, strict=True)
         ):
-            gradient, whole.grad = whole.grad, None
+            gradient, unsharded.grad = unsharded.grad, None
             gradient = self._kept_gradients.take(index, gradient)
             if gradient is None:
-                shape, device = extension.entry.shape, whole.device
+                shape, device = extension.entry.shape, unsharded.device
                 tensors = [torch.zeros(shape, dtype=self.reduce_dtype, device=device)]
                 tensors *= extension.parts_of_gradient
             else:
@@ -190,7 +190,7 @@ class ExtensionParamGroup(ChunkParamGroup):
 
 
 class _Extension:
-    """One parameter with hooks: what it gathers, and the whole parameter made of it."""
+    """One parameter with hooks: what it gathers, and the unsharded parameter made of it."""
 
     def __init__(self, entry: Parameter, placing: MeshGroups, policy: MixedPrecisionPolicy) -> None:
         self.entry = entry
@@ -199,9 +199,9 @@ class _Extension:
         self._policy = policy
         self._outputs: list[Output] = []
         self._metadata: object = None
-        self._whole: nn.Parameter | None = None
+        self._unsharded: nn.Parameter | None = None
         self._inner: list[torch.Tensor] = []
-        """The plain tensors to free, and those that the whole parameter is made of."""
+        """The plain tensors to free, and those that the unsharded parameter is made of."""
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         """What to free, and its bytes."""
         self._names: list[str] = []
@@ -234,24 +234,24 @@ class _Extension:
         return list(zip(pieces, self._outputs, strict=True))
 
     def finish(self) -> nn.Parameter:
-        """The whole parameter, made of the outputs, which have arrived."""
+        """The unsharded parameter, made of the outputs, which have arrived."""
         hook = getattr(stored(self.entry), "fsdp_post_all_gather")  # noqa: B009
         outputs = tuple(output.joined() for output in self._outputs)
         dtype = self.entry.sharded.dtype
         if dtype.is_floating_point:
             dtype = self._policy.param_dtype or dtype
         metadata, self._metadata = self._metadata, None
-        if self._whole is None:
-            whole, inner = hook(outputs, metadata, dtype)
-            self._whole = self._made(whole, inner)
-            return self._whole
+        if self._unsharded is None:
+            unsharded, inner = hook(outputs, metadata, dtype)
+            self._unsharded = self._made(unsharded, inner)
+            return self._unsharded
         for storage, nbytes in self._freed:
             storage.resize_(nbytes)
         with ExitStack() as kept:
-            for tensor in (self._whole, *self._inner):
+            for tensor in (self._unsharded, *self._inner):
                 kept.enter_context(_unsafe_preserve_version_counter(tensor))
-            hook(outputs, metadata, dtype, out=self._whole)
-        return self._whole
+            hook(outputs, metadata, dtype, out=self._unsharded)
+        return self._unsharded
 
     def free(self) -> None:
         """Outputs and inner tensors have no memory."""
@@ -333,25 +333,25 @@ class _Extension:
         rest = (*tensor.shape[:along], *tensor.shape[along + 1 :])
         return Form(counts, tuple(rest), along, tensor.dtype)
 
-    def _made(self, whole: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
-        """The whole parameter, and what is to be known of it from now on."""
+    def _made(self, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
+        """The unsharded parameter, and what is to be known of it from now on."""
         entry = self.entry
         size = torch.Size(entry.shape)
-        if whole.shape != size:
-            if whole.numel() < size.numel():
+        if unsharded.shape != size:
+            if unsharded.numel() < size.numel():
                 raise ValueError(
                     f"fsdp_post_all_gather of {entry.name} returned a tensor of shape "
-                    f"{tuple(whole.shape)}; the parameter has shape {entry.shape}"
+                    f"{tuple(unsharded.shape)}; the parameter has shape {entry.shape}"
                 )
-            whole = whole.as_strided(size, torch.empty(size, device="meta").stride())
-        parameter = nn.Parameter(whole, requires_grad=False)
+            unsharded = unsharded.as_strided(size, torch.empty(size, device="meta").stride())
+        parameter = nn.Parameter(unsharded, requires_grad=False)
         to_free = [plain for tensor in inner for plain in _plain_tensors(tensor)]
-        self._inner = [*to_free, *_plain_tensors(whole)]
+        self._inner = [*to_free, *_plain_tensors(unsharded)]
         self._freed = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in to_free]
         local = stored(entry)
-        if type(whole) is type(local) and hasattr(whole, "__tensor_flatten__"):
-            names: list[str] = list(whole.__tensor_flatten__()[0])
-            tensors = [getattr(whole, name) for name in names]
+        if type(unsharded) is type(local) and hasattr(unsharded, "__tensor_flatten__"):
+            names: list[str] = list(unsharded.__tensor_flatten__()[0])
+            tensors = [getattr(unsharded, name) for name in names]
             if all(t.shape == size and t.is_floating_point() for t in tensors):
                 self._names = names
         return parameter

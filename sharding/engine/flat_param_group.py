@@ -2,7 +2,7 @@
 
 The flat parameter is this rank's shard. What the optimizer sees is the flat parameter itself, or,
 with `use_orig_params`, the original parameters, each a view of what of it lies in this rank's
-shard, which may be nothing. Over one rank (NO_SHARD) the shard is the full buffer: nothing is
+shard, which may be nothing. Over one rank (NO_SHARD) the shard is the unsharded buffer: nothing is
 copied, and original parameters keep their shapes.
 
 Rules:
@@ -10,7 +10,8 @@ Rules:
 1. The shard's memory is the truth. A user who replaces the data of an original parameter
    (`param.data = ...`, `module.to(...)`) has it copied in before the next gather.
 2. With flat parameters, modules have plain tensors in the place of their parameters, always the
-   same: views of the full buffer, which are leaves of autograd and have no memory when sharded.
+   same: views of the unsharded buffer, which are leaves of autograd and have no memory when
+   sharded.
 3. A communication hook is called with the padded flat gradient, in the same order on all ranks;
    what it leaves is the gradient, in the dtype it leaves it in if its state has a `parameter_type`.
 """
@@ -28,12 +29,12 @@ from torch.distributed.tensor import DTensor
 from sharding.engine.batches import PendingReduction, Reductions
 from sharding.engine.composition import Purpose
 from sharding.engine.dtensors import as_dtensor, local_of
-from sharding.engine.full_buffer import FullBuffer
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
 from sharding.engine.reduction import Finished
+from sharding.engine.unsharded_buffer import UnshardedBuffer
 
 FLATTENED = "_sharding_flattened"
 """The attribute of a module that lists the flat parameter groups which have its parameters."""
@@ -260,15 +261,15 @@ class FlatParamGroup(ParamGroup):
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
         return [self.flat.detach().to(self.device, dtype)]
 
-    def _needs_gathering(self, buffer: FullBuffer) -> bool:
+    def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
         return not buffer.is_over(self.flat)
 
-    def _buffer(self, dtype: torch.dtype) -> FullBuffer:
+    def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
         if dtype not in self._buffers:
             shared = not self.is_divided and dtype == self.stored_dtype
             over = self.flat.data if shared and self.flat.device == self.device else None
             packing = self.packing
-            self._buffers[dtype] = FullBuffer(
+            self._buffers[dtype] = UnshardedBuffer(
                 packing.slots, packing.numel, dtype, self.device, self._leaf, over
             )
         return self._buffers[dtype]
@@ -280,7 +281,7 @@ class FlatParamGroup(ParamGroup):
         return view
 
     def as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        """The whole parameter: a DTensor, where it was divided before."""
+        """The unsharded parameter: a DTensor, where it was divided before."""
         spec = self.parameters[index].distributed
         return view if spec is None else as_dtensor(view, spec)
 
@@ -299,13 +300,13 @@ class FlatParamGroup(ParamGroup):
         return torch.cat(gradients)
 
     def _flattened(self) -> FlatParameter:
-        """This rank's shard, filled from the whole parameters."""
+        """This rank's shard, filled from the unsharded parameters."""
         first = self.parameters[0].sharded
         local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
         for index, parameter in enumerate(self.parameters):
             begin, lo, hi = self.piece(index)
-            whole = local_of(parameter.sharded.detach(), parameter.distributed).reshape(-1)
-            local[begin : begin + hi - lo].copy_(whole[lo:hi])
+            unsharded = local_of(parameter.sharded.detach(), parameter.distributed).reshape(-1)
+            local[begin : begin + hi - lo].copy_(unsharded[lo:hi])
         return self._named(FlatParameter(local, requires_grad=first.requires_grad))
 
     def _named(self, flat: FlatParameter) -> FlatParameter:
@@ -358,8 +359,8 @@ class FlatParamGroup(ParamGroup):
             for module, attribute in parameter.owners:
                 module._parameters.pop(attribute, None)
 
-    def place_whole(self) -> None:
-        """The modules have the whole parameters."""
+    def place_unsharded(self) -> None:
+        """The modules have the unsharded parameters."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, True)
 
@@ -368,8 +369,8 @@ class FlatParamGroup(ParamGroup):
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, False)
 
-    def _place_one(self, index: int, parameter: Parameter, whole: bool) -> None:
-        if not self.form.use_orig_params or whole:
+    def _place_one(self, index: int, parameter: Parameter, unsharded: bool) -> None:
+        if not self.form.use_orig_params or unsharded:
             leaves = (self.buffer or self._buffer(self.dtype)).leaves
             self._set(parameter, leaves[index])
         else:

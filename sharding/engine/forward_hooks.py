@@ -46,7 +46,7 @@ class ForwardHooks:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The parameters are whole; the inputs have the policy's dtype."""
+        """The parameters are unsharded; the inputs have the policy's dtype."""
         unit = self._unit
         runtime, policy = runtime_of(unit), unit.policy
         self._returned = False
@@ -99,7 +99,7 @@ class ForwardHooks:
 
 
 def _begin(call: Call, runtime: Runtime) -> None:
-    """A call's parameters are whole, and what follows is on its way."""
+    """A call's parameters are unsharded, and what follows is on its way."""
     unit = call.unit
     if runtime.in_backward:
         call.recomputed = True
@@ -220,9 +220,11 @@ def _await_backward(call: Call, output: object, runtime: Runtime) -> None:
 
 
 def _hands_out_parameters(call: Call, output: object) -> bool:
-    """Whether parameters or views of them are used after forward: then they stay whole."""
-    whole = {id(parameter) for param_group in call.unit.used for parameter in param_group.whole}
-    return any(id(t) in whole or id(t._base) in whole for t in tensors_in(output))
+    """Whether parameters or views of them are used after forward: then they stay unsharded."""
+    unsharded = {
+        id(parameter) for param_group in call.unit.used for parameter in param_group.unsharded
+    }
+    return any(id(t) in unsharded or id(t._base) in unsharded for t in tensors_in(output))
 
 
 def _is_given(call: Call, tensor: torch.Tensor) -> bool:

@@ -1,10 +1,10 @@
 """Gathering and reducing by messages: every byte straight from where it is to where it belongs.
 
 On a group that offers point-to-point messages in host memory (gloo), each rank sends its spans from
-the shard itself and receives the others' into their final places in the full buffer; gradients go
-the other way and are summed in rank order, so that the sum does not depend on timing. Small spans
-for one peer travel together. gloo's own all-gather and reduce-scatter stage through fresh buffers
-and take 3 times as long.
+the shard itself and receives the others' into their final places in the unsharded buffer; gradients
+go the other way and are summed in rank order, so that the sum does not depend on timing. Small
+spans for one peer travel together. gloo's own all-gather and reduce-scatter stage through fresh
+buffers and take 3 times as long.
 
 Rules:
 

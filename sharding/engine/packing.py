@@ -1,8 +1,8 @@
-"""Where each parameter of a parameter group lies: in the full buffer, and in every rank's shard.
+"""The place of each parameter of a group in the unsharded buffer and in every rank's shard.
 
-The full buffer holds the parameters end to end, each in one contiguous *slot*, so that a parameter
-is a view of it and is never copied out. What a rank holds is a list of *spans*, ranges of the full
-buffer; end to end they are its shard. There are two ways to divide:
+The unsharded buffer holds the parameters end to end, each in one contiguous *slot*, so that a
+parameter is a view of it and is never copied out. What a rank holds is a list of *spans*, ranges of
+the full buffer; end to end they are its shard. There are two ways to divide:
 
 - `ChunkPacking`: each parameter by torch.chunk's rule along one dimension, a span per parameter. A
   slot's rows run along that dimension (a parameter sharded on another than its first lies
@@ -25,18 +25,18 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in the full buffer."""
+    """One parameter's place in the unsharded buffer."""
 
     shape: tuple[int, ...]
     """The unsharded shape."""
     dim: int
     """The dimension whose indices are the slot's rows."""
     at: int
-    """The slot's first element in the full buffer."""
+    """The slot's first element in the unsharded buffer."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return prod(self.shape)
 
     @property
@@ -52,7 +52,7 @@ class Slot:
         return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     def chunk(self, size: int, rank: int) -> Span:
-        """What `rank` of `size` holds of the parameter by torch.chunk's rule, in the full buffer.
+        """The chunk of `rank` of `size` by torch.chunk's rule, as a range of the unsharded buffer.
 
         >>> Slot((5, 2), 0, 100).chunk(2, 1)
         (106, 110)
@@ -80,7 +80,7 @@ class ChunkPacking:
 
     @property
     def numel(self) -> int:
-        """Elements of the full buffer."""
+        """Elements of the unsharded buffer."""
         return _end(self.slots)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
@@ -123,7 +123,7 @@ class FlatPacking:
 
     @property
     def numel(self) -> int:
-        """Elements of the full buffer, with the padding."""
+        """Elements of the unsharded buffer, with the padding."""
         return self.shard_numel * self.size
 
     def spans(self, rank: int) -> tuple[Span, ...]:

@@ -29,7 +29,6 @@ from torch import nn
 
 from sharding.engine.batches import AHEAD_BYTES, Gathers, PendingReduction, Reductions
 from sharding.engine.composition import Composition, GroupTags, Item, Purpose, key_of
-from sharding.engine.full_buffer import FullBuffer, KeptPart
 from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.peers import Sharing
@@ -43,6 +42,7 @@ from sharding.engine.reduction import (
     take_gradients,
 )
 from sharding.engine.transport import Gathering, Transport, transport_between
+from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
 from sharding.errors import TransferError
 
 
@@ -72,13 +72,13 @@ class ParamGroup(ABC):
         self.on_gradient: Callable[[ParamGroup], None] = _nobody
         """Called when an unsharded parameter has its gradient."""
 
-        self.is_whole = False
+        self.is_unsharded = False
         """Whether the unsharded buffer holds the parameters."""
         self.holders: set[object] = set()
         """The calls and others that need the parameters unsharded now."""
-        self.buffer: FullBuffer | None = None
+        self.buffer: UnshardedBuffer | None = None
         self.backward = BackwardState()
-        self._buffers: dict[torch.dtype, FullBuffer] = {}
+        self._buffers: dict[torch.dtype, UnshardedBuffer] = {}
         self._is_shown = False
         """Whether the modules have the unsharded parameters."""
         self._packing: ChunkPacking | FlatPacking | None = None
@@ -128,7 +128,7 @@ class ParamGroup(ABC):
         """The all-gather input: this rank's spans, flat, in `dtype`."""
 
     @abstractmethod
-    def place_whole(self) -> None:
+    def place_unsharded(self) -> None:
         """The modules have the unsharded parameters."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class ParamGroup(ABC):
     # Unshard and reshard.
 
     @property
-    def whole(self) -> list[torch.Tensor]:
+    def unsharded(self) -> list[torch.Tensor]:
         """The unsharded parameters; none before the first all-gather."""
         return [] if self.buffer is None else self.buffer.leaves
 
@@ -194,9 +194,9 @@ class ParamGroup(ABC):
         return bool(self._buffers)
 
     @property
-    def full_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of the unsharded buffer, as last used; taken for large where there is none."""
-        return AHEAD_BYTES if self.buffer is None else self.buffer.full_bytes
+        return AHEAD_BYTES if self.buffer is None else self.buffer.unsharded_bytes
 
     def unshard(self, batch: Gathers) -> None:
         """Start the all-gather with the batch, unless it is done or on its way.
@@ -219,7 +219,7 @@ class ParamGroup(ABC):
     @property
     def is_gathered(self) -> bool:
         """True when the parameters are unsharded or on their way."""
-        return self.is_whole or self._gathering is not None
+        return self.is_unsharded or self._gathering is not None
 
     @property
     def is_stale(self) -> bool:
@@ -231,13 +231,13 @@ class ParamGroup(ABC):
         if self._gathering is not None:
             self._await(self._gathering)
             self._assemble()
-        if not self.is_whole:
-            self.is_whole = True
-            self._wanted = self._grad_hooks.prepare(self.whole, self.wants_gradient)
+        if not self.is_unsharded:
+            self.is_unsharded = True
+            self._wanted = self._grad_hooks.prepare(self.unsharded, self.wants_gradient)
             self._is_shown = False
         if not self._is_shown:
             self._is_shown = True
-            self.place_whole()
+            self.place_unsharded()
 
     def _await(self, gathering: Gathering) -> None:
         """Wait for an all-gather; an error ends it for good, an interrupt does not."""
@@ -261,8 +261,8 @@ class ParamGroup(ABC):
             with suppress(TransferError):  # nobody needs it; whoever does later gets the error
                 self._await(self._gathering)
                 self._free()
-        if self.is_whole:
-            self.is_whole = False
+        if self.is_unsharded:
+            self.is_unsharded = False
             self.show_sharded()
             self._free()
 
@@ -274,21 +274,21 @@ class ParamGroup(ABC):
 
     def keep_part(self, size: int) -> None:
         """Before a release: keep this rank's part among `size` ranks for the next all-gather."""
-        if self.is_whole and self.buffer is not None and len(self.holders) <= 1:
+        if self.is_unsharded and self.buffer is not None and len(self.holders) <= 1:
             self._kept = KeptPart.of(self.buffer, self.sharing.peers.part(size))
 
     def drop_kept(self) -> None:
         """Forget a kept part: the next all-gather reads the shards."""
         self._kept = None
 
-    def fetch(self) -> FullBuffer:
+    def fetch(self) -> UnshardedBuffer:
         """A new buffer, in `stored_dtype`, with the unsharded parameters. Collective; waits."""
         packing, _ = self._settled()
-        buffer = FullBuffer.of(packing.slots, packing.numel, self.stored_dtype, self.device)
+        buffer = UnshardedBuffer.of(packing.slots, packing.numel, self.stored_dtype, self.device)
         self.gather_now(self._outgoing(self.stored_dtype), buffer)
         return buffer
 
-    def gather_now(self, mine: list[torch.Tensor], buffer: FullBuffer) -> None:
+    def gather_now(self, mine: list[torch.Tensor], buffer: UnshardedBuffer) -> None:
         """Fill a buffer of the group's layout from all ranks' spans. Collective; waits."""
         packing, transport = self._settled()
         composition = Composition((self._next_item(Purpose.GATHER),))
@@ -321,16 +321,16 @@ class ParamGroup(ABC):
         item = self._next_item(Purpose.GATHER)
         return batch.add(transport, mine, self.buffer.places(packing), item)
 
-    def _needs_gathering(self, buffer: FullBuffer) -> bool:
+    def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
         """False where the buffer is the memory of the shards."""
         return True
 
-    def _buffer(self, dtype: torch.dtype) -> FullBuffer:
+    def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
         """The unsharded buffer of a dtype; it has memory when it is new."""
         if dtype not in self._buffers:
             packing, _ = self._settled()
             leaf = self._leaf
-            buffer = FullBuffer(packing.slots, packing.numel, dtype, self.device, leaf)
+            buffer = UnshardedBuffer(packing.slots, packing.numel, dtype, self.device, leaf)
             self._buffers[dtype] = buffer
             self._grad_hooks.clear()
         return self._buffers[dtype]
@@ -452,7 +452,7 @@ class ParamGroup(ABC):
         return flat
 
     def _take_gradients(self) -> list[torch.Tensor | None]:
-        return take_gradients(self.parameters, self.whole, self.reduce_dtype)
+        return take_gradients(self.parameters, self.unsharded, self.reduce_dtype)
 
 
 class _Nothing:

@@ -174,8 +174,8 @@ def take_gradients(
     `unsharded` may be empty, before the first all-gather. Raises TypeError for a sparse gradient.
     """
     taken: list[torch.Tensor | None] = [None] * len(parameters)
-    for index, whole in enumerate(unsharded):
-        gradient, whole.grad = whole.grad, None
+    for index, leaf in enumerate(unsharded):
+        gradient, leaf.grad = leaf.grad, None
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:

@@ -108,7 +108,7 @@ class Runtime:
         return call
 
     def begin_forward(self) -> None:
-        """The outermost unit begins to run: what was whole before may be out of date."""
+        """The outermost unit begins to run: what was unsharded before may be out of date."""
         self.recover()
         if self.in_backward:
             return
@@ -151,8 +151,8 @@ class Runtime:
                 continue
             if other.is_gathered and not chosen and unit is not self._halfway:
                 return
-            nbytes += other.full_bytes
-            if nbytes > AHEAD_BYTES and nbytes > other.full_bytes:
+            nbytes += other.unsharded_bytes
+            if nbytes > AHEAD_BYTES and nbytes > other.unsharded_bytes:
                 break
             if not other.is_gathered:
                 chosen.append(other)
@@ -185,7 +185,7 @@ class Runtime:
             self._forget_backward()
 
     def begin(self, call: Call) -> None:
-        """Backward has come to a call: its parameters are whole."""
+        """Backward has come to a call: its parameters are unsharded."""
         self.enter_backward()
         if call.begun:
             return
@@ -274,7 +274,7 @@ class Runtime:
             param_group.hold_gradients()
 
     def _end_backward(self) -> None:
-        """The end of a backward: every gradient is in its shard, nothing is whole."""
+        """The end of a backward: every gradient is in its shard, nothing is unsharded."""
         for run in list(self._reached):
             for skipped in run.skipped(-1):
                 self._come_to(skipped)

@@ -1,10 +1,10 @@
 """A unit: modules whose parameters are gathered and reduced together, and what it was told to do.
 
     before forward    gather, or await it; start the next unit's
-    after forward     let the whole parameters go, or keep them; ask for them again on the outputs
+    after forward     reshard, or keep the parameters unsharded; put hooks on the outputs
     before backward   gather; start the previous unit's
     gradients in      reduce to the shards
-    after backward    let the whole parameters go
+    after backward    let the unsharded parameters go
     end of backward   reduce what is left; await what is on its way
 
 Rules:
@@ -13,7 +13,7 @@ Rules:
    promise. Which of them are in the loss, and which of its parameters get a gradient, may differ.
 2. Parameters that were changed between a forward and its backward are an error, as in plain
    PyTorch, wherever torch's version counters tell.
-3. What stays whole after forward is gathered anew by the root's next forward, unless a backward
+3. What stays unsharded after forward is gathered anew by the root's next forward, unless a backward
    that did not reduce kept it: no counter tells of every optimizer's step.
 """
 
@@ -95,7 +95,7 @@ class Unit:
         """Called once, before the first forward, when the unit has its runtime."""
         self.runtime: StepRuntime | None = None
         self.summoned = False
-        """Whether a user has its whole parameters before them."""
+        """Whether a user has its unsharded parameters before them."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused, and with it that of its modules."""
@@ -141,21 +141,21 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """True when what this unit uses is whole or on its way."""
+        """True when what this unit uses is unsharded or on its way."""
         return all(param_group.is_gathered for param_group in self.used)
 
     @property
-    def full_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes of what it uses."""
-        return sum(param_group.full_bytes for param_group in self.used)
+        return sum(param_group.unsharded_bytes for param_group in self.used)
 
     def wait(self) -> None:
-        """What this unit uses is whole."""
+        """What this unit uses is unsharded."""
         for param_group in self.used:
             param_group.wait()
 
     def acquire(self, holder: object) -> None:
-        """What this unit uses is whole, and stays so until it is released by this holder."""
+        """What this unit uses is unsharded, and stays so until it is released by this holder."""
         self.unshard()
         self.wait()
         for param_group in self.used:
@@ -174,7 +174,7 @@ class Unit:
             param_group.reshard()
 
     def unshard_for_user(self) -> None:
-        """Start gathering; what is whole stays so until the next forward, or until `reshard`."""
+        """Start the all-gather; the unit stays unsharded until its next forward or `reshard`."""
         for param_group in self.used:
             if param_group.is_stale:
                 param_group.reshard()
@@ -183,7 +183,7 @@ class Unit:
             param_group.holders.add(BY_USER)
 
     def refresh(self) -> None:
-        """Before the root runs: what is whole is what the shards say (rule 3)."""
+        """Before the root runs: what is unsharded is what the shards say (rule 3)."""
         for param_group in self.param_groups:
             param_group.drop_kept()
             if not param_group.holders <= {BY_USER, KEPT} or param_group.is_stale:
@@ -220,9 +220,9 @@ class Unit:
             self.release(holder)
 
     def end_backward(self) -> None:
-        """Nothing is whole, but what is to be."""
+        """Nothing is unsharded, but what is to be."""
         for param_group in self.param_groups:
-            if self._keeps_after_backward and param_group.is_whole:
+            if self._keeps_after_backward and param_group.is_unsharded:
                 param_group.holders.clear()
                 param_group.holders.add(KEPT)
             else:

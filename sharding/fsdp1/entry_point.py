@@ -76,7 +76,7 @@ class FrontDoor:
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The unit's parameters are whole; inputs are where and what they must be."""
+        """The unit's parameters are unsharded; inputs are where and what they must be."""
         unit = self.unit
         runtime = runtime_of(unit)
         if unit.is_root:

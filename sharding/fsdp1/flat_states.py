@@ -136,7 +136,7 @@ def is_by_rows(
     return same_ranks and spec.placements == tensor.placements and spec.shape == tensor.shape
 
 
-def whole_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
+def unsharded_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
     """A parameter's shape before anything divided it."""
     spec = param_group.parameters[index].distributed
     return param_group.packing.slots[index].shape if spec is None else tuple(spec.shape)
@@ -188,7 +188,7 @@ def _spec(
     replicated = [Replicate()] * (mesh.ndim - 1)
     if before is not None:
         mesh = _joined(mesh, before.mesh)
-    shape = whole_shape(param_group, index)
+    shape = unsharded_shape(param_group, index)
     meta = TensorMeta(torch.Size(shape), row_major(shape), dtype)
     return DTensorSpec(mesh, (*replicated, rows, *behind), tensor_meta=meta)
 

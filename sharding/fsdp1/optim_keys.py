@@ -47,7 +47,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelNames:
-        """Those of a module; what of it is whole is sharded."""
+        """Those of a module; what of it is unsharded is sharded."""
         by_identity: dict[int, NamedParameter] = {}
         first: dict[str, str] = {}
         for member in flat_members(module):

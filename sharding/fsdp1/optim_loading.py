@@ -282,9 +282,9 @@ class _Loading:
             return copied
         shape = tuple(value.shape)
         device = parameter.device if shape == tuple(parameter.shape) else torch.device("cpu")
-        whole = torch.empty(shape, dtype=value.dtype, device=device)
-        self._move(path, value, whole, Layout(shape, self.ranks.mesh, (Replicate(),)))
-        return whole
+        full = torch.empty(shape, dtype=value.dtype, device=device)
+        self._move(path, value, full, Layout(shape, self.ranks.mesh, (Replicate(),)))
+        return full
 
     def _copied(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
         """A tensor that this rank has whole, in memory of its own; None if it has not."""

@@ -31,7 +31,7 @@ from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.errors import ShardingError
-from sharding.fsdp1.flat_states import FlatPart, Held, fill_parts, held_among_peers, whole_shape
+from sharding.fsdp1.flat_states import FlatPart, Held, fill_parts, held_among_peers, unsharded_shape
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.torch_versions import cut
 
@@ -42,19 +42,19 @@ class _Given:
 
     near: list[tuple[FlatPart, Held]] = field(default_factory=list)
     spread: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
-    whole: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
+    full: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
 
     @property
     def parts(self) -> Iterator[FlatPart]:
         """Everything that is filled."""
-        for pairs in (self.near, self.spread, self.whole):
+        for pairs in (self.near, self.spread, self.full):
             yield from (part for part, _ in pairs)
 
     def mark(self) -> int:
         """A hash of what all ranks must agree on."""
         seen = [
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
-            for pairs in (self.near, self.spread, self.whole)
+            for pairs in (self.near, self.spread, self.full)
         ]
         lying = [held.layout for _, held in self.near]
         return crc32(repr((seen, lying)).encode())
@@ -123,7 +123,7 @@ class RowLoading:
             if not there:
                 continue
             key = self.inside + there[-1]
-            value, wanted = self.state[key], torch.Size(whole_shape(param_group, index))
+            value, wanted = self.state[key], torch.Size(unsharded_shape(param_group, index))
             if isinstance(value, torch.Tensor) and value.shape == (1,) and not wanted:
                 value = value[0]
             found = value.shape if isinstance(value, torch.Tensor) else type(value).__name__
@@ -140,7 +140,7 @@ class RowLoading:
             before = param_group.parameters[index].distributed
             is_spread = isinstance(value, DTensor) or is_sharded(value)
             if not is_spread or (before is not None and value.device_mesh == before.mesh):
-                given.whole.append((part, value))
+                given.full.append((part, value))
                 continue
             held = held_among_peers(param_group, index, value, key, self.mesh)
             if held is None:
@@ -155,11 +155,11 @@ class RowLoading:
         fill_parts(param_group, given.near)
         if given.spread:
             _fill_spread(param_group, given.spread)
-        for part, value in given.whole:
+        for part, value in given.full:
             _, lo, hi = param_group.piece(part.index)
             parameter = param_group.parameters[part.index]
             if not isinstance(value, DTensor):
-                value = whole_as_used(value, parameter)
+                value = unsharded_as_used(value, parameter)
             value = local_of(value, parameter.distributed)
             part.local.copy_(value.reshape(-1)[lo:hi])
 
@@ -179,8 +179,8 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
     redistribute(ranks.attempt("loading a sharded state dict", moves))
 
 
-def whole_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    """A loaded value as the whole parameter takes it."""
+def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    """A loaded value as the unsharded parameter takes it."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     spec = parameter.distributed

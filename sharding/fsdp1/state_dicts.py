@@ -37,8 +37,8 @@ from sharding.errors import ShardingError
 from sharding.fsdp1.entry_point import FrontDoor, front_door_of, front_doors
 from sharding.fsdp1.flat_states import FlatPart, by_rows
 from sharding.fsdp1.state_dict_keys import in_order, own_keys
-from sharding.fsdp1.state_dict_loading import RowLoading, whole_as_used
-from sharding.fsdp1.unsharded_parameters import WholeParameters
+from sharding.fsdp1.state_dict_loading import RowLoading, unsharded_as_used
+from sharding.fsdp1.unsharded_parameters import UnshardedParameters
 from sharding.policies import (
     FullStateDictConfig,
     OptimStateDictConfig,
@@ -112,7 +112,7 @@ def mesh_given(door: FrontDoor) -> DeviceMesh | None:
 
 
 def hook_state_dicts(door: FrontDoor) -> None:
-    """Have the module's `state_dict()` and `load_state_dict()` mean whole parameters."""
+    """Have the module's `state_dict()` and `load_state_dict()` mean unsharded parameters."""
     hooks = _Hooks(door)
     owner = door.owner
     owner.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ def hook_state_dicts(door: FrontDoor) -> None:
     owner.register_load_state_dict_post_hook(hooks.after_loading)  # type: ignore[no-untyped-call]
 
 
-_shown: WeakKeyDictionary[FlatParamGroup, WholeParameters] = WeakKeyDictionary()
+_shown: WeakKeyDictionary[FlatParamGroup, UnshardedParameters] = WeakKeyDictionary()
 """What the modules have whole for the sake of a state dict that is being made or loaded."""
 
 
@@ -154,7 +154,7 @@ class _Hooks:
     # Making one.
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """For a full state dict the unit's parameters are whole, else they are sharded."""
+        """For a full state dict the unit's parameters are unsharded, else they are sharded."""
         self._close()  # what a state dict left that an error ended
         self._own = own_keys(self._door)
         if self._door.unit.summoned:
@@ -185,7 +185,7 @@ class _Hooks:
                 metadata[FLAT_PARAMETERS] = records
         elif self._kind is StateDictType.FULL_STATE_DICT:
             if self._is_kept:
-                self._make_whole(state, prefix, config.offload_to_cpu)
+                self._make_full(state, prefix, config.offload_to_cpu)
         else:
             self._make_rows(state, prefix, config.offload_to_cpu)
         self._close()
@@ -198,7 +198,7 @@ class _Hooks:
                 if key.startswith(prefix) and isinstance(value, torch.Tensor):
                     state[key] = value.cpu()
 
-    def _make_whole(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
+    def _make_full(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
         """Values of the unit's parameters are plain tensors in memory of their own."""
         for own in self._own:
             for keys in own.keys:
@@ -242,10 +242,10 @@ class _Hooks:
     def _elements(self, param_group: FlatParamGroup, index: int, shown: Any) -> torch.Tensor:
         """This rank's elements of a parameter: of the whole one, if a user has summoned that."""
         if self._door.unit.summoned and isinstance(shown, torch.Tensor):
-            whole = local_of(shown.detach(), param_group.parameters[index].distributed)
-            if whole.shape == param_group.packing.slots[index].shape:
+            unsharded = local_of(shown.detach(), param_group.parameters[index].distributed)
+            if unsharded.shape == param_group.packing.slots[index].shape:
                 _, lo, hi = param_group.piece(index)
-                return whole.reshape(-1)[lo:hi]
+                return unsharded.reshape(-1)[lo:hi]
         return param_group.shard_view(index, param_group.flat.detach()).reshape(-1)
 
     def _keep_buffers(self, state: dict[str, Any], prefix: str) -> None:
@@ -302,7 +302,7 @@ class _Hooks:
                 given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
                 for key in keys if given else ():  # a tied name that is not there is another's
                     value = state[inside + (key if key in given else given[0])]
-                    state[inside + key] = whole_as_used(value, parameter)
+                    state[inside + key] = unsharded_as_used(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:
         """The shards are what was loaded; names in complaints are those of the module."""
@@ -322,21 +322,21 @@ class _Hooks:
                     own.param_group.flat.copy_(state.pop(key))
                 self._filled.append(state_key(key))
 
-    # Whole parameters in the modules.
+    # unsharded parameters in the modules.
 
     def _show(self, param_group: FlatParamGroup) -> None:
-        """The modules have whole parameters until `_close`. Waits for other ranks."""
-        _shown[param_group] = WholeParameters(param_group, with_grads=False, to_cpu=False)
+        """The modules have unsharded parameters until `_close`. Waits for other ranks."""
+        _shown[param_group] = UnshardedParameters(param_group, with_grads=False, to_cpu=False)
         _shown[param_group].show()
         self._open.append(param_group)
 
     def _close(self, writeback: bool = False) -> None:
         while self._open:
             param_group = self._open.pop()
-            whole = _shown.pop(param_group)
-            whole.hide()
+            unsharded = _shown.pop(param_group)
+            unsharded.hide()
             if writeback:
-                whole.write_back(from_first=False)
+                unsharded.write_back(from_first=False)
 
 
 def _check_local(

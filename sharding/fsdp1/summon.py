@@ -1,4 +1,4 @@
-"""Whole parameters for a user to look at and to change: in memory of their own, for a while."""
+"""unsharded parameters for a user to look at and to change: in memory of their own, for a while."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, units_of
-from sharding.fsdp1.unsharded_parameters import WholeParameters, is_first
+from sharding.fsdp1.unsharded_parameters import UnshardedParameters, is_first
 
 
 @contextmanager
@@ -23,12 +23,12 @@ def summoned(
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> Iterator[None]:
-    """Inside, modules have whole parameters; see `FullyShardedDataParallel.summon_full_params`."""
+    """Inside, modules have unsharded parameters (`FullyShardedDataParallel.summon_full_params`)."""
     if offload_to_cpu and not rank0_only:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in "
-            "the whole parameters being copied to CPU memory on every rank of the same machine, "
-            "which may not have memory for all of them. Use rank0_only=True as well.",
+            "the unsharded parameters being copied to CPU memory on every rank of the same "
+            "machine, which may not have memory for all of them. Use rank0_only=True as well.",
             stacklevel=4,
         )
     units = list(units_of((module,)))
@@ -45,7 +45,7 @@ def summoned(
         for unit in units:
             for param_group in flat_param_groups(unit.param_groups):
                 stack.enter_context(
-                    _whole(param_group, writeback, rank0_only, offload_to_cpu, with_grads)
+                    _unsharded(param_group, writeback, rank0_only, offload_to_cpu, with_grads)
                 )
             stack.enter_context(_marked(unit))
         yield
@@ -61,14 +61,14 @@ def _marked(unit: Unit) -> Iterator[None]:
 
 
 @contextmanager
-def _whole(
+def _unsharded(
     param_group: FlatParamGroup,
     writeback: bool,
     rank0_only: bool,
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> Iterator[None]:
-    parameters = WholeParameters(param_group, with_grads, offload_to_cpu)
+    parameters = UnshardedParameters(param_group, with_grads, offload_to_cpu)
     shown = not rank0_only or is_first(param_group)
     if shown:
         parameters.show()

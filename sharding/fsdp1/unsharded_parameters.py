@@ -13,17 +13,17 @@ from torch import nn
 
 from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
-from sharding.engine.full_buffer import FullBuffer
+from sharding.engine.unsharded_buffer import UnshardedBuffer
 
 
-class WholeParameters:
+class UnshardedParameters:
     """Gathered when made; all ranks make one. See the top of this file."""
 
     def __init__(self, param_group: FlatParamGroup, with_grads: bool, to_cpu: bool) -> None:
         self._param_group = param_group
         param_group.reshard()
         self._buffer = param_group.fetch()
-        self._gradients = _whole_gradients(param_group) if with_grads else None
+        self._gradients = _unsharded_gradients(param_group) if with_grads else None
         if to_cpu:
             self._buffer = self._buffer.to(torch.device("cpu"))
 
@@ -34,12 +34,12 @@ class WholeParameters:
             del param_group.form.home._parameters[param_group.form.name]
         for index, parameter in enumerate(param_group.parameters):
             leaf = param_group.as_it_was(index, self._buffer.leaves[index])
-            whole = nn.Parameter(leaf, requires_grad=parameter.sharded.requires_grad)
+            unsharded = nn.Parameter(leaf, requires_grad=parameter.sharded.requires_grad)
             if self._gradients is not None:
-                whole.grad = self._gradients[index]
+                unsharded.grad = self._gradients[index]
             for module, attribute in parameter.owners:
                 module.__dict__.pop(attribute, None)
-                module._parameters[attribute] = whole
+                module._parameters[attribute] = unsharded
         for module, keys in param_group.keys.items():
             given = dict(module._parameters)
             module._parameters.clear()
@@ -76,11 +76,11 @@ class WholeParameters:
         [(lo, hi)] = param_group.packing.spans(param_group.sharing.peers.rank)
         with torch.no_grad():
             param_group.flat.data.copy_(buffer.raw[lo:hi])
-        for index, whole in enumerate(self._gradients or ()):
+        for index, unsharded in enumerate(self._gradients or ()):
             shard = param_group.gradient_part(index)
-            if whole is not None and shard is not None:
+            if unsharded is not None and shard is not None:
                 _, lo, hi = param_group.piece(index)
-                shard.reshape(-1).copy_(whole.reshape(-1)[lo:hi])
+                shard.reshape(-1).copy_(unsharded.reshape(-1)[lo:hi])
 
 
 def is_first(param_group: FlatParamGroup) -> bool:
@@ -88,8 +88,8 @@ def is_first(param_group: FlatParamGroup) -> bool:
     return param_group.sharing.peers.rank == 0 and param_group.sharing.replicas.rank == 0
 
 
-def _whole_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
-    """The whole gradients, None for those that no rank has. Waits."""
+def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
+    """The unsharded gradients, None for those that no rank has. Waits."""
     packing = param_group.packing
     parts = [param_group.gradient_part(index) for index in range(len(param_group.parameters))]
     dtype = next((part.dtype for part in parts if part is not None), param_group.flat.dtype)
@@ -99,7 +99,7 @@ def _whole_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
             param_group.shard_view(index, shard).copy_(part)
     flags = torch.tensor([float(part is not None) for part in parts], device=param_group.device)
     param_group.sum_now(flags)
-    full = FullBuffer.of(packing.slots, packing.numel, dtype, param_group.device)
+    full = UnshardedBuffer.of(packing.slots, packing.numel, dtype, param_group.device)
     param_group.gather_now([shard.to(param_group.device)], full)
     return [
         leaf if flag > 0 else None for leaf, flag in zip(full.leaves, flags.tolist(), strict=True)

@@ -211,7 +211,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return self._door.check_is_root()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward returns, with whole parameters."""
+        """What the module's forward returns, with unsharded parameters."""
         args, kwargs = self._door.before_forward(args, kwargs)
         output = self.module(*args, **kwargs)
         return self._door.forward_hooks.after(self, args, output)
@@ -241,7 +241,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         self.__reduce_ex__(memo)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Calls `fn` with every module inside, whose parameters are whole and written back."""
+        """Calls `fn` with every module inside, whose parameters are unsharded and written back."""
         with self.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 
@@ -259,7 +259,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return name.replace(f"{WRAPPED}.", "") if self._unit.summoned else name
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
-        """`to`, `half`, `cuda`: what of the whole parameters is there is let go of before."""
+        """`to`, `half`, `cuda`: what of the unsharded parameters is there is let go of before."""
         for unit in units_of((self,)):
             unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -343,11 +343,11 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside, modules have whole parameters, in the dtype and memory they are kept in.
+        """Inside, modules have unsharded parameters, in the dtype and memory they are kept in.
 
         All ranks enter and leave it. What is changed inside is kept with `writeback`, and only on
         the first rank's say with `rank0_only`, where the others have their shards as always.
-        `with_grads` has whole gradients with them. Not in forward or backward: AssertionError.
+        `with_grads` has unsharded gradients with them. Not in forward or backward: AssertionError.
         """
         return summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 

@@ -42,7 +42,7 @@ class FSDPModule:
         return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """The unit's parameters are whole; with `async_op`, when the handle's `wait` returns."""
+        """Unshard the unit; with `async_op`, only the `wait` of the handle waits for it."""
         unit = _unit(self)
         unit.unshard_for_user()
         handle = UnshardHandle(unit)
@@ -52,7 +52,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """The unit's parameters are sharded, and the memory of the whole ones is free."""
+        """The unit's parameters are sharded, and the memory of the unsharded ones is free."""
         _unit(self).reshard()
 
     def reset_iter_state(self) -> None:
@@ -80,7 +80,7 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
     ) -> None:
-        """Whether the whole parameters are freed after forward; a number as in `fully_shard`."""
+        """Set whether forward frees the unsharded parameters; a number as in `fully_shard`."""
         units = _units(self, recurse)
         settings = [reshard_setting(reshard_after_forward, _peers(unit)) for unit in units]
         for unit, setting in zip(units, settings, strict=True):
@@ -89,7 +89,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the whole parameters are freed after backward."""
+        """Whether the unsharded parameters are freed after backward."""
         for unit in _units(self, recurse):
             unit.policy = replace(unit.policy, reshard_after_backward=reshard_after_backward)
 
@@ -152,13 +152,13 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """Whole parameters on their way."""
+    """unsharded parameters on their way."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """The whole parameters are in the modules, unless they were resharded since."""
+        """The unsharded parameters are in the modules, unless they were resharded since."""
         for param_group in self._unit.used:
             if param_group.holders:
                 param_group.wait()

@@ -72,18 +72,15 @@ def fully_shard(
     first, then on the outermost, and make the optimizer afterwards. All ranks of the mesh call it,
     in the same order; it does not communicate, so ranks must have equal parameters, or load them.
 
-    Args:
-        mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
-            all ranks of the default process group. Parameters that are DTensors over another
-            dimension of the same root mesh (tensor parallelism) are sharded further.
-        reshard_after_forward: whether to free the whole parameters after forward and gather them
-            again for backward; by default all but the outermost module do. A number of ranks, a
-            divisor of the mesh's: keep that part of the whole parameters on each of so many ranks,
-            and gather from those, which may be nearer.
-        shard_placement_fn: gives the dimension to shard a parameter on; None is the first.
-        mp_policy: dtypes to gather, reduce and compute in.
-        offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients in host memory.
-        ignored_params: parameters to leave as they are.
+    Args: mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
+    all ranks of the default process group. Parameters that are DTensors over another dimension of
+    the same root mesh (tensor parallelism) are sharded further. reshard_after_forward: whether to
+    free the unsharded parameters after forward and gather them again for backward; by default all
+    but the outermost module do. A number of ranks, a divisor of the mesh's: keep that part of the
+    unsharded parameters on each of so many ranks, and gather from those, which may be nearer.
+    shard_placement_fn: gives the dimension to shard a parameter on; None is the first. mp_policy:
+    dtypes to gather, reduce and compute in. offload_policy: `CPUOffloadPolicy()` keeps shards and
+    their gradients in host memory. ignored_params: parameters to leave as they are.
 
     Raises:
         ValueError: the module has been given to `fully_shard` before, or is a container without a
@@ -163,8 +160,8 @@ def _sharded(placing: MeshGroups, offload: bool, found: Found, dim: int) -> Para
     sharded = placing.parameter(parameter, dim, offload)
     is_hooked(sharded, found.name)
     distributed = parameter._spec if isinstance(parameter, DTensor) else None
-    whole = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    entry = Parameter(found.name, found.owners, sharded, dim, tuple(whole.shape))
+    unsharded = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    entry = Parameter(found.name, found.owners, sharded, dim, tuple(unsharded.shape))
     entry.distributed = distributed
     return entry
 

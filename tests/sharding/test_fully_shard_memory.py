@@ -349,7 +349,7 @@ def small_units(width: int) -> list[int]:
 
 def live_bytes_of(model: nn.Module) -> int:
     """Bytes of the largest unit's full buffer."""
-    return max(param_group.full_bytes for param_group in param_groups(model))
+    return max(param_group.unsharded_bytes for param_group in param_groups(model))
 
 
 def test_small_units_travel_together(clusters: Callable) -> None:

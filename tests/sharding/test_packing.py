@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.comm_hooks import predivide_factor
-from sharding.engine.full_buffer import FullBuffer, plain
 from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, chunk, pack
+from sharding.engine.unsharded_buffer import UnshardedBuffer, plain
 
 SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -114,7 +114,7 @@ def test_the_pieces_of_a_flat_parameter_tile_it_in_rank_order(packing: ChunkPack
 @given(packings())
 def test_leaves_are_views_of_their_slots(packing: ChunkPacking) -> None:
     cpu = torch.device("cpu")
-    buffer = FullBuffer(packing.slots, packing.numel, torch.float64, cpu, plain)
+    buffer = UnshardedBuffer(packing.slots, packing.numel, torch.float64, cpu, plain)
     buffer.raw.copy_(torch.arange(packing.numel))
     for slot, leaf in zip(packing.slots, buffer.leaves, strict=True):
         assert leaf.shape == slot.shape
@@ -132,9 +132,9 @@ def test_a_buffer_in_slabs_has_the_elements_of_one_in_one_piece(
 ) -> None:
     packing = FlatPacking(chunks.slots, chunks.size) if is_flat else chunks
     cpu = torch.device("cpu")
-    whole = FullBuffer.of(packing.slots, packing.numel, torch.float64, cpu)
+    whole = UnshardedBuffer.of(packing.slots, packing.numel, torch.float64, cpu)
     whole.raw.copy_(torch.arange(packing.numel))
-    buffer = FullBuffer(
+    buffer = UnshardedBuffer(
         packing.slots, packing.numel, torch.float64, cpu, plain, slab_bytes=slab_bytes
     )
     for rank, places in enumerate(buffer.places(packing)):
@@ -150,7 +150,7 @@ def test_a_buffer_in_slabs_has_the_elements_of_one_in_one_piece(
 
 def test_a_buffer_is_emptied_and_filled_in_the_same_storage() -> None:
     slots = pack([(3, 2), (4,)], [0, 0])
-    buffer = FullBuffer(slots, 10, torch.float32, torch.device("cpu"), plain)
+    buffer = UnshardedBuffer(slots, 10, torch.float32, torch.device("cpu"), plain)
     matrix, vector = buffer.leaves
     for turn in range(3):
         assert buffer.nbytes == 40
@@ -160,7 +160,9 @@ def test_a_buffer_is_emptied_and_filled_in_the_same_storage() -> None:
         buffer.free()
         assert buffer.nbytes == matrix.untyped_storage().nbytes() == 0
         buffer.allocate()
-    over = FullBuffer(slots, 10, torch.float32, torch.device("cpu"), plain, over=torch.arange(10.0))
+    over = UnshardedBuffer(
+        slots, 10, torch.float32, torch.device("cpu"), plain, over=torch.arange(10.0)
+    )
     over.free()
     assert over.leaves[1].tolist() == [6, 7, 8, 9]
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from sharding import fully_shard
 from sharding.engine.composition import Composition, Item, Purpose
-from sharding.engine.full_buffer import FullBuffer
 from sharding.engine.messages import Exchange, Messages
 from sharding.engine.packing import ChunkPacking, pack
 from sharding.engine.peers import Peers
+from sharding.engine.unsharded_buffer import UnshardedBuffer
 
 NUMEL = 1 << 16
 """Of one rank's part."""
@@ -28,10 +28,10 @@ def carried(sequence: int) -> Composition:
     return Composition((Item("test", 1, Purpose.GATHER, sequence),))
 
 
-def buffer_of(size: int) -> tuple[FullBuffer, list[list[torch.Tensor]]]:
+def buffer_of(size: int) -> tuple[UnshardedBuffer, list[list[torch.Tensor]]]:
     """A full buffer, and the places in it by rank."""
     packing = ChunkPacking(pack([(size * NUMEL,)], [0]), size)
-    buffer = FullBuffer.of(packing.slots, packing.numel, torch.float32, torch.device("cpu"))
+    buffer = UnshardedBuffer.of(packing.slots, packing.numel, torch.float32, torch.device("cpu"))
     return buffer, buffer.places(packing)
 
 

@@ -27,7 +27,7 @@ from sharding import (
 )
 from sharding.describe.local_part import LocalPart
 from sharding.describe.local_state_dicts import FLAT_PARAMETERS, local_parts
-from sharding.engine.full_buffer import FullBuffer
+from sharding.engine.unsharded_buffer import UnshardedBuffer
 from sharding.wrap import ModuleWrapPolicy
 from tests.conftest import RankFailed
 from tests.networks import ScaledBlock
@@ -471,26 +471,26 @@ class Buffers:
 
     def __enter__(self) -> Buffers:
         self.made = self.most = self._alive = 0
-        self._init = FullBuffer.__init__
-        self._del = getattr(FullBuffer, "__del__", None)
+        self._init = UnshardedBuffer.__init__
+        self._del = getattr(UnshardedBuffer, "__del__", None)
         watch = self
 
-        def made(buffer: FullBuffer, *arguments: Any, **keywords: Any) -> None:
+        def made(buffer: UnshardedBuffer, *arguments: Any, **keywords: Any) -> None:
             watch._init(buffer, *arguments, **keywords)
             watch.made += 1
             watch._alive += 1
             watch.most = max(watch.most, watch._alive)
 
-        def gone(buffer: FullBuffer) -> None:
+        def gone(buffer: UnshardedBuffer) -> None:
             watch._alive -= 1
 
-        FullBuffer.__init__ = made  # type: ignore[method-assign]
-        FullBuffer.__del__ = gone  # type: ignore[attr-defined]
+        UnshardedBuffer.__init__ = made  # type: ignore[method-assign]
+        UnshardedBuffer.__del__ = gone  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *_: object) -> None:
-        FullBuffer.__init__ = self._init  # type: ignore[method-assign]
-        del FullBuffer.__del__
+        UnshardedBuffer.__init__ = self._init  # type: ignore[method-assign]
+        del UnshardedBuffer.__del__
 
 
 def memory(form: str) -> list[tuple[int, int]]:

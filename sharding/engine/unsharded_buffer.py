@@ -1,4 +1,4 @@
-"""The memory that whole parameters are views of: it comes and goes, its storages stay.
+"""The memory that unsharded parameters are views of: it comes and goes, its storages stay.
 
 Autograd saves views of parameters in forward and reads them in backward. The buffer is emptied in
 between and filled again, in the same storages: what was saved is right again. What fills it writes
@@ -29,7 +29,7 @@ Leaf = Callable[[int, torch.Tensor], torch.Tensor]
 """Makes the parameter of a slot's index and the view of its elements."""
 
 
-class FullBuffer:
+class UnshardedBuffer:
     """One buffer, and a leaf of autograd for every slot."""
 
     def __init__(
@@ -57,12 +57,12 @@ class FullBuffer:
             self.leaves = [
                 leaf(index, self._slab_of(slot.at).view(slot)) for index, slot in enumerate(slots)
             ]
-            """By slot, the whole parameter."""
+            """By slot, the unsharded parameter."""
 
     @classmethod
     def of(
         cls, slots: tuple[Slot, ...], numel: int, dtype: torch.dtype, device: torch.device
-    ) -> FullBuffer:
+    ) -> UnshardedBuffer:
         """A buffer in one piece, whose leaves are plain tensors."""
         return cls(slots, numel, dtype, device, plain, slab_bytes=numel * dtype.itemsize)
 
@@ -78,7 +78,7 @@ class FullBuffer:
         return sum(slab.nbytes for slab in self._slabs)
 
     @property
-    def full_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes when it has memory."""
         return self.numel * self.dtype.itemsize
 
@@ -98,11 +98,11 @@ class FullBuffer:
         """Whether the buffer's memory is a tensor's."""
         return self._slabs[0].raw.data_ptr() == tensor.data_ptr()
 
-    def to(self, device: torch.device) -> FullBuffer:
+    def to(self, device: torch.device) -> UnshardedBuffer:
         """A buffer in one piece on another device, with leaves that are plain tensors."""
         if self.device == device:
             return self
-        moved = FullBuffer.of(self.slots, self.numel, self.dtype, device)
+        moved = UnshardedBuffer.of(self.slots, self.numel, self.dtype, device)
         moved.raw.copy_(self.raw)
         return moved
 
@@ -143,12 +143,12 @@ class KeptPart:
     peers: Peers
 
     @classmethod
-    def of(cls, buffer: FullBuffer, peers: Peers) -> KeptPart:
+    def of(cls, buffer: UnshardedBuffer, peers: Peers) -> KeptPart:
         """A copy of one of `peers.size` equal parts of a buffer."""
         span = chunk(buffer.numel, peers.size, peers.rank)
         return cls([part.clone() for part in buffer.parts([span])], peers)
 
-    def places(self, buffer: FullBuffer) -> list[list[torch.Tensor]]:
+    def places(self, buffer: UnshardedBuffer) -> list[list[torch.Tensor]]:
         """By rank of the peers, the ranges of a buffer that its part fills."""
         spans = [chunk(buffer.numel, self.peers.size, r) for r in range(self.peers.size)]
         return [buffer.parts([span]) for span in spans]
@@ -166,13 +166,13 @@ class _Slab:
         over: torch.Tensor | None,
     ) -> None:
         self.lo = lo
-        self._full_bytes = (hi - lo) * dtype.itemsize
+        self._unsharded_bytes = (hi - lo) * dtype.itemsize
         with torch.inference_mode(False), torch.no_grad():
             full = torch.empty(0, dtype=dtype, device=device)
             self._storage = full.untyped_storage() if over is None else over.untyped_storage()
             offset = 0 if over is None else over.storage_offset()
             if over is None:
-                self._storage.resize_(self._full_bytes)
+                self._storage.resize_(self._unsharded_bytes)
             self._full = full.set_(self._storage, offset, (hi - lo,), (1,))
             self.raw = torch.empty(0, dtype=dtype, device=device)
             """The slab as who fills it sees it."""
@@ -183,8 +183,8 @@ class _Slab:
         return self._storage.nbytes()
 
     def allocate(self) -> None:
-        if self._storage.nbytes() != self._full_bytes:
-            self._storage.resize_(self._full_bytes)
+        if self._storage.nbytes() != self._unsharded_bytes:
+            self._storage.resize_(self._unsharded_bytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
