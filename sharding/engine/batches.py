@@ -22,12 +22,12 @@ from typing import Protocol
 import torch
 
 from sharding.engine.composition import Composition, Item
-from sharding.engine.transport import Gathering, Summing, Transport
+from sharding.engine.transport import PendingAllGather, PendingReduceScatter, Transport
 from sharding.errors import TransferError
 
-AHEAD_BYTES = 2 << 20
+PREFETCH_BYTES = 2 << 20
 """Of unsharded buffers that are gathered and not used yet."""
-TOGETHER_BYTES = 1 << 20
+BATCH_BYTES = 1 << 20
 """Of unsharded gradients that wait for others."""
 IN_FLIGHT = 1
 """How many batches of reductions may be on their way."""
@@ -55,27 +55,27 @@ class Reducible(Protocol):
         """Bytes of all its gradients as they are reduced."""
         ...
 
-    def reduce(self, batch: Reductions) -> PendingReduction:
+    def reduce(self, batch: ReduceScatters) -> PendingReduction:
         """Put its gradients into a batch."""
         ...
 
 
-class Gathers:
+class AllGather:
     """Gathers that start when the `with` ends."""
 
     def __init__(self) -> None:
-        self._joint: dict[object, JointGather] = {}
+        self._joint: dict[object, JointAllGather] = {}
 
     def add(
         self, transport: Transport, mine: Tensors, places: Sequence[Tensors], item: Item
-    ) -> Gathering:
-        """One more: what `transport.gather` would return."""
+    ) -> PendingAllGather:
+        """One more: what `transport.all_gather` would return."""
         key = transport.peers, mine[0].dtype, mine[0].device
-        joint = self._joint.setdefault(key, JointGather(transport))
+        joint = self._joint.setdefault(key, JointAllGather(transport))
         joint.add(mine, places, item)
         return joint
 
-    def __enter__(self) -> Gathers:
+    def __enter__(self) -> AllGather:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +83,7 @@ class Gathers:
             joint.start()
 
 
-class JointGather:
+class JointAllGather:
     """One gather for several parameter groups."""
 
     def __init__(self, transport: Transport) -> None:
@@ -91,7 +91,7 @@ class JointGather:
         self._items: list[Item] = []
         self._mine: list[torch.Tensor] = []
         self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
-        self._gathering: Gathering | None = None
+        self._all_gather: PendingAllGather | None = None
         self._arrived = False
         self._error: Exception | None = None
 
@@ -106,7 +106,7 @@ class JointGather:
         """It is on its way."""
         try:
             composition = Composition(tuple(self._items))
-            self._gathering = self._transport.gather(self._mine, self._places, composition)
+            self._all_gather = self._transport.all_gather(self._mine, self._places, composition)
         except BaseException as error:
             self._error = error if isinstance(error, Exception) else _interrupted(error)
             raise
@@ -118,23 +118,23 @@ class JointGather:
             return
         if self._error is not None:
             raise self._error
-        if self._gathering is None:  # what started before it ended with an error
+        if self._all_gather is None:  # what started before it ended with an error
             self.start()
-        assert self._gathering is not None
+        assert self._all_gather is not None
         try:
-            self._gathering.wait()
+            self._all_gather.wait()
         except Exception as error:
             self._error = error
             raise
         self._arrived = True
-        self._gathering = None
+        self._all_gather = None
 
 
-class Reductions:
+class ReduceScatters:
     """The reductions of a backward: in order, small ones together, few on their way."""
 
     def __init__(self) -> None:
-        self._joint: dict[object, JointSum] = {}
+        self._joint: dict[object, JointReduceScatter] = {}
         self._nbytes = 0
         self._waiting: list[PendingReduction] = []
         """What travels together when enough has come."""
@@ -142,19 +142,21 @@ class Reductions:
 
     def reduce(self, param_group: Reducible) -> None:
         """Reduce a parameter group's gradients, now or when enough has come."""
-        if self._nbytes + param_group.gradient_bytes > TOGETHER_BYTES:
+        if self._nbytes + param_group.gradient_bytes > BATCH_BYTES:
             self.start()
             self._finish_all_but(IN_FLIGHT - 1)
         self._waiting.append(param_group.reduce(self))
         self._nbytes += param_group.gradient_bytes
-        if self._nbytes > TOGETHER_BYTES:
+        if self._nbytes > BATCH_BYTES:
             self.start()
 
-    def add(self, transport: Transport, parts: Sequence[Tensors], item: Item) -> Summing:
-        """One more: what `transport.reduce` would return."""
+    def add(
+        self, transport: Transport, parts: Sequence[Tensors], item: Item
+    ) -> PendingReduceScatter:
+        """One more: what `transport.reduce_scatter` would return."""
         own = parts[transport.peers.rank]
         key = transport.peers, own[0].dtype, own[0].device
-        return self._joint.setdefault(key, JointSum(transport)).add(parts, item)
+        return self._joint.setdefault(key, JointReduceScatter(transport)).add(parts, item)
 
     def start(self) -> None:
         """What came is on its way."""
@@ -185,29 +187,29 @@ class Reductions:
                 reduction.finish()
 
 
-class JointSum:
+class JointReduceScatter:
     """One sum for several parameter groups."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._items: list[Item] = []
         self._parts: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
-        self._summing: Summing | None = None
+        self._summing: PendingReduceScatter | None = None
         self._sums: list[torch.Tensor] = []
         self._error: Exception | None = None
 
-    def add(self, parts: Sequence[Tensors], item: Item) -> Summing:
+    def add(self, parts: Sequence[Tensors], item: Item) -> PendingReduceScatter:
         """Another parameter group's."""
         self._items.append(item)
         own = self._parts[self._transport.peers.rank]
         first = len(own)
         for of_rank, more in zip(self._parts, parts, strict=True):
             of_rank += more
-        return _Share(self, first, len(own))
+        return _GroupSums(self, first, len(own))
 
     def start(self) -> None:
         """It is on its way."""
-        self._summing = self._transport.reduce(self._parts, Composition(tuple(self._items)))
+        self._summing = self._transport.reduce_scatter(self._parts, Composition(tuple(self._items)))
         self._parts = []
 
     def wait(self) -> list[torch.Tensor]:
@@ -224,10 +226,10 @@ class JointSum:
         return self._sums
 
 
-class _Share:
+class _GroupSums:
     """One parameter group's sums of several parameter groups'."""
 
-    def __init__(self, joint: JointSum, first: int, end: int) -> None:
+    def __init__(self, joint: JointReduceScatter, first: int, end: int) -> None:
         self._joint = joint
         self._first = first
         self._end = end

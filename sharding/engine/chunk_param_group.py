@@ -168,7 +168,7 @@ class ChunkParamGroup(ParamGroup):
         if before is not None and self.stored_dtype != before:  # module.to(dtype)
             self._forget_forms()
 
-    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+    def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """The shards have got what was reduced."""
         sums, flags = self._through_hook(sums, flags)
         for parameter, flag, flat in zip(self.parameters, flags, sums, strict=True):

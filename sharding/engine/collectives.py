@@ -41,7 +41,7 @@ MARKS = 2 * BITS
 """Elements that travel with a reduction. See [Note: marks]."""
 
 
-class Gathering:
+class CollectiveAllGather:
     """An all-gather on its way."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Gathering:
                 torch._foreach_copy_(list(places), list(parts))
 
 
-class Summing:
+class CollectiveReduceScatter:
     """A reduce-scatter on its way."""
 
     def __init__(
@@ -89,16 +89,16 @@ class Summing:
         return list(torch.split(self._result[: sum(self._sizes)], self._sizes))
 
 
-class Collectives:
+class CollectiveTransport:
     """The transport of all ranks of a group."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         _group_of(peers)
 
-    def gather(
+    def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
-    ) -> Gathering:
+    ) -> CollectiveAllGather:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
         size = self.peers.size
         numel = max(sum(_sizes(of_rank)) for of_rank in places)
@@ -107,13 +107,15 @@ class Collectives:
         own = packed[self.peers.rank * numel :][: sum(_sizes(mine))]
         torch.cat(list(mine), out=own)
         if size == 1:
-            return Gathering(None, packed, places, size)
+            return CollectiveAllGather(None, packed, places, size)
         self._note(composition)
         padded = packed[self.peers.rank * numel :][:numel].clone()
         work = _all_gather(packed, padded, group=_group_of(self.peers), async_op=True)
-        return Gathering(work, packed, places, size)
+        return CollectiveAllGather(work, packed, places, size)
 
-    def reduce(self, parts: Sequence[Tensors], composition: Composition) -> Summing:
+    def reduce_scatter(
+        self, parts: Sequence[Tensors], composition: Composition
+    ) -> CollectiveReduceScatter:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
         size, mine = self.peers.size, parts[self.peers.rank]
         numel = max(sum(_sizes(of_rank)) for of_rank in parts) + MARKS
@@ -122,12 +124,12 @@ class Collectives:
             torch.cat(list(of_rank), out=packed[rank * numel :][: sum(_sizes(of_rank))])
         unlike = partial(report_unlike, self.peers, composition)
         if size == 1:
-            return Summing(None, packed, _sizes(mine), unlike, [])
+            return CollectiveReduceScatter(None, packed, _sizes(mine), unlike, [])
         marks = self._note(composition)
         packed.view(size, numel)[:, -MARKS:] = torch.tensor(marks, device=packed.device)
         result = packed.new_empty(numel)
         work = _reduce_scatter(result, packed, group=_group_of(self.peers), async_op=True)
-        return Summing(work, result, _sizes(mine), unlike, marks)
+        return CollectiveReduceScatter(work, result, _sizes(mine), unlike, marks)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks', on all of them the same. Waits."""

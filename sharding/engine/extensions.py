@@ -36,14 +36,14 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.engine.batches import Gathers
+from sharding.engine.batches import AllGather
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups, stored
 from sharding.engine.composition import Purpose
 from sharding.engine.joining import Form, Output
 from sharding.engine.packing import ChunkPacking, chunk, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
-from sharding.engine.transport import Gathering
+from sharding.engine.transport import PendingAllGather
 from sharding.policies import MixedPrecisionPolicy
 
 PLAIN, PARTED = 1, 2
@@ -122,7 +122,7 @@ class ExtensionParamGroup(ChunkParamGroup):
         packed = pack([p.shape for p in slots], [p.dim for p in slots])
         return ChunkPacking(packed, self.sharing.peers.size)
 
-    def _gather(self, batch: Gathers) -> Gathering:
+    def _gather(self, batch: AllGather) -> PendingAllGather:
         _, transport = self._settled()
         if not self._extensions:
             self._extensions = [
@@ -176,7 +176,7 @@ class ExtensionParamGroup(ChunkParamGroup):
                 flat.append(rows_first.contiguous().view(-1))
         return flat
 
-    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+    def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """The shards have got what was reduced, put together again."""
         sums, flags = self._through_hook(sums, flags)
         left = iter(sums)

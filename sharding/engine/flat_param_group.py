@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.engine.batches import PendingReduction, Reductions
+from sharding.engine.batches import PendingReduction, ReduceScatters
 from sharding.engine.composition import Purpose
 from sharding.engine.dtensors import as_dtensor, local_of
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
@@ -194,7 +194,7 @@ class FlatParamGroup(ParamGroup):
         if moved:
             self._take_over_originals()
 
-    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+    def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """The shards have got what was reduced."""
         [summed] = sums
         if not any(flag > 0 for flag in flags):
@@ -210,7 +210,7 @@ class FlatParamGroup(ParamGroup):
                 _accumulate(parameter.sharded, self.shard_view(index, summed))
                 _step_in_backward(parameter.sharded)
 
-    def reduce(self, batch: Reductions) -> PendingReduction:
+    def reduce(self, batch: ReduceScatters) -> PendingReduction:
         """Start reducing; or, with a communication hook, have it done by that."""
         if self.hook is None:
             return super().reduce(batch)
@@ -218,7 +218,7 @@ class FlatParamGroup(ParamGroup):
         present = [0] * len(self.parameters)
         gradient = self._padded(self._flat_gradients(present))
         flags = torch.tensor(present, dtype=torch.float32, device=self.device)
-        self.sum_now(flags)
+        self.all_reduce_now(flags)
         output = gradient
         if self.is_divided:
             output = torch.empty(self._shard_numel, dtype=gradient.dtype, device=gradient.device)
@@ -227,7 +227,7 @@ class FlatParamGroup(ParamGroup):
             item = self._next_item(Purpose.REPLICATE)
             self._replica_sums.all_reduce(flags, item, self.device)
             self.hook.hook(self.hook.state, gradient)
-        self.deliver([output], flags.tolist())
+        self.accumulate_shard_grads([output], flags.tolist())
         return Finished()
 
     @property

@@ -103,8 +103,8 @@ def _begin(call: Call, runtime: Runtime) -> None:
     unit = call.unit
     if runtime.in_backward:
         call.recomputed = True
-        call.imminent = runtime.hidden[unit] > 0
-        runtime.hidden[unit] -= call.imminent
+        call.imminent = runtime.pending_recomputes[unit] > 0
+        runtime.pending_recomputes[unit] -= call.imminent
         unit.acquire(call)
         return
     check = runtime.order_check
@@ -112,7 +112,7 @@ def _begin(call: Call, runtime: Runtime) -> None:
         _agree(call, runtime, check)
         return
     unit.acquire(call)
-    runtime.gather_after(unit)
+    runtime.prefetch_forward(unit)
 
 
 def _end(call: Call, runtime: Runtime) -> None:
@@ -128,7 +128,7 @@ def _end(call: Call, runtime: Runtime) -> None:
     if call.comes_back or call.kept:
         call.run.ended(call)
     if call.comes_back:
-        runtime.hidden[unit] += not call.visible
+        runtime.pending_recomputes[unit] += not call.visible
         for param_group in unit.used:
             param_group.backward.outstanding += 1
     if not call.kept:

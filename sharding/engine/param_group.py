@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from sharding.engine.batches import AHEAD_BYTES, Gathers, PendingReduction, Reductions
+from sharding.engine.batches import PREFETCH_BYTES, AllGather, PendingReduction, ReduceScatters
 from sharding.engine.composition import Composition, GroupTags, Item, Purpose, key_of
 from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
@@ -41,7 +41,7 @@ from sharding.engine.reduction import (
     divisors,
     take_gradients,
 )
-from sharding.engine.transport import Gathering, Transport, transport_between
+from sharding.engine.transport import PendingAllGather, Transport, transport_between
 from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
 from sharding.errors import TransferError
 
@@ -83,7 +83,7 @@ class ParamGroup(ABC):
         """Whether the modules have the unsharded parameters."""
         self._packing: ChunkPacking | FlatPacking | None = None
         self._transport: Transport | None = None
-        self._gathering: Gathering | None = None
+        self._all_gather: PendingAllGather | None = None
         self._error: Exception | None = None
         """The error that ended an all-gather: rule 3."""
         self._gathered_versions: list[int] = []
@@ -136,7 +136,7 @@ class ParamGroup(ABC):
         """The modules have the sharded parameters."""
 
     @abstractmethod
-    def deliver(self, sums: list[torch.Tensor], flags: list[float]) -> None:
+    def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """Add reduced gradients to the accumulated gradients of the shards. Local.
 
         `sums` are this rank's parts of the summed gradients, flat. `flags` are the sums over ranks
@@ -196,9 +196,9 @@ class ParamGroup(ABC):
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded buffer, as last used; taken for large where there is none."""
-        return AHEAD_BYTES if self.buffer is None else self.buffer.unsharded_bytes
+        return PREFETCH_BYTES if self.buffer is None else self.buffer.unsharded_bytes
 
-    def unshard(self, batch: Gathers) -> None:
+    def unshard(self, batch: AllGather) -> None:
         """Start the all-gather with the batch, unless it is done or on its way.
 
         All ranks of the group call it in the same order. Raises RuntimeError after an all-gather
@@ -214,12 +214,12 @@ class ParamGroup(ABC):
         if not self.is_gathered:
             self.take_over_replaced()
             self._gathered_versions = self.versions()
-            self._gathering = self._gather(batch)
+            self._all_gather = self._gather(batch)
 
     @property
     def is_gathered(self) -> bool:
         """True when the parameters are unsharded or on their way."""
-        return self.is_unsharded or self._gathering is not None
+        return self.is_unsharded or self._all_gather is not None
 
     @property
     def is_stale(self) -> bool:
@@ -228,8 +228,8 @@ class ParamGroup(ABC):
 
     def wait(self) -> None:
         """Wait for the all-gather; then the unsharded parameters are in the modules."""
-        if self._gathering is not None:
-            self._await(self._gathering)
+        if self._all_gather is not None:
+            self._await(self._all_gather)
             self._assemble()
         if not self.is_unsharded:
             self.is_unsharded = True
@@ -239,14 +239,14 @@ class ParamGroup(ABC):
             self._is_shown = True
             self.place_unsharded()
 
-    def _await(self, gathering: Gathering) -> None:
+    def _await(self, gathering: PendingAllGather) -> None:
         """Wait for an all-gather; an error ends it for good, an interrupt does not."""
         try:
             gathering.wait()
         except Exception as error:
-            self._gathering, self._error = None, error
+            self._all_gather, self._error = None, error
             raise
-        self._gathering = None
+        self._all_gather = None
 
     def show_sharded(self) -> None:
         """Put the sharded parameters into the modules; unsharded ones may stay in memory."""
@@ -257,9 +257,9 @@ class ParamGroup(ABC):
     def reshard(self) -> None:
         """Put the sharded parameters into the modules and free the unsharded buffer."""
         self.holders.clear()
-        if self._gathering is not None:
+        if self._all_gather is not None:
             with suppress(TransferError):  # nobody needs it; whoever does later gets the error
-                self._await(self._gathering)
+                self._await(self._all_gather)
                 self._free()
         if self.is_unsharded:
             self.is_unsharded = False
@@ -285,16 +285,16 @@ class ParamGroup(ABC):
         """A new buffer, in `stored_dtype`, with the unsharded parameters. Collective; waits."""
         packing, _ = self._settled()
         buffer = UnshardedBuffer.of(packing.slots, packing.numel, self.stored_dtype, self.device)
-        self.gather_now(self._outgoing(self.stored_dtype), buffer)
+        self.all_gather_now(self._outgoing(self.stored_dtype), buffer)
         return buffer
 
-    def gather_now(self, mine: list[torch.Tensor], buffer: UnshardedBuffer) -> None:
+    def all_gather_now(self, mine: list[torch.Tensor], buffer: UnshardedBuffer) -> None:
         """Fill a buffer of the group's layout from all ranks' spans. Collective; waits."""
         packing, transport = self._settled()
         composition = Composition((self._next_item(Purpose.GATHER),))
-        transport.gather(mine, buffer.places(packing), composition).wait()
+        transport.all_gather(mine, buffer.places(packing), composition).wait()
 
-    def sum_now(self, flat: torch.Tensor) -> None:
+    def all_reduce_now(self, flat: torch.Tensor) -> None:
         """All-reduce a flat tensor over the shard group, in place. Collective; waits."""
         _, transport = self._settled()
         transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE),)))
@@ -305,7 +305,7 @@ class ParamGroup(ABC):
             self._transport = transport_between(self.sharing.peers, self.device)
         return self._packing, self._transport
 
-    def _gather(self, batch: Gathers) -> Gathering:
+    def _gather(self, batch: AllGather) -> PendingAllGather:
         """Start filling the unsharded buffer."""
         packing, transport = self._settled()
         self.buffer = self._buffer(self.dtype)
@@ -384,7 +384,7 @@ class ParamGroup(ABC):
             for index, gradient in enumerate(self._take_gradients()):
                 self._kept_gradients.add(index, gradient)
 
-    def reduce(self, batch: Reductions) -> PendingReduction:
+    def reduce(self, batch: ReduceScatters) -> PendingReduction:
         """Take the gradients from the unsharded parameters; reduce them with the batch.
 
         All ranks of the group call it in the same order. Raises TypeError for a sparse gradient.
@@ -400,7 +400,9 @@ class ParamGroup(ABC):
         parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
         summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE))
         item = self._next_item(Purpose.REPLICATE)
-        return Reduction(summing, partial(self._replicate, item), after, self.deliver)
+        return Reduction(
+            summing, partial(self._replicate, item), after, self.accumulate_shard_grads
+        )
 
     @property
     def gradient_bytes(self) -> int:

@@ -14,7 +14,7 @@ from sharding.engine.composition import Composition, Item
 from sharding.engine.dtensors import local_of
 from sharding.engine.parameter import Parameter
 from sharding.engine.peers import Peers
-from sharding.engine.transport import Summing, Transport, transport_between
+from sharding.engine.transport import PendingReduceScatter, Transport, transport_between
 
 
 @dataclass(slots=True)
@@ -45,15 +45,15 @@ class Reduction:
 
     def __init__(
         self,
-        summing: Summing,
+        summing: PendingReduceScatter,
         replicate: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         divide: float,
-        deliver: Callable[[list[torch.Tensor], list[float]], None],
+        accumulate_shard_grads: Callable[[list[torch.Tensor], list[float]], None],
     ) -> None:
         self._summing = summing
         self._replicate = replicate
         self._divide = divide
-        self._deliver = deliver
+        self._accumulate = accumulate_shard_grads
 
     def finish(self) -> None:
         """Wait for the sums, divide them and add them to the accumulated gradients. Once only."""
@@ -63,7 +63,7 @@ class Reduction:
         *sums, flags = summed
         if self._divide != 1 and sums:
             torch._foreach_div_(sums, self._divide)
-        self._deliver(sums, flags.tolist())
+        self._accumulate(sums, flags.tolist())
 
     def abandon(self) -> None:
         """Wait and drop the sums: gloo does not recover from messages that nobody waits for."""

@@ -24,12 +24,12 @@ from weakref import ref
 import torch
 from torch.autograd import Variable
 
-from sharding.engine.batches import AHEAD_BYTES, Reductions
+from sharding.engine.batches import PREFETCH_BYTES, ReduceScatters
 from sharding.engine.calls import Call, Run
 from sharding.engine.names import Names
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.param_group import ParamGroup
-from sharding.engine.unit import Unit, gather_together, units_of
+from sharding.engine.unit import Unit, units_of, unshard_together
 from sharding.policies import BackwardPrefetch
 
 
@@ -43,7 +43,7 @@ class Runtime:
         self.order_check: OrderCheck | None = None
         self.running: dict[Unit, list[Call]] = {}
         """By unit, the calls that run now, the innermost last; no unit without one."""
-        self.hidden: Counter[Unit] = Counter()
+        self.pending_recomputes: Counter[Unit] = Counter()
         """By unit, its calls without gradients that a checkpoint may run again."""
         self.run = Run(False)
         self._last_run = self.run
@@ -57,7 +57,7 @@ class Runtime:
         """What this backward is still to reduce, in order."""
         self._passed = 0
         """The lowest end of the calls that backward has come to: what began later is done."""
-        self._reductions = Reductions()
+        self._reductions = ReduceScatters()
         self._halfway: Unit | None = None
         """Of what was gathered ahead, the unit where to gather more."""
 
@@ -128,19 +128,19 @@ class Runtime:
                     elif unit.policy.always_show_sharded:
                         param_group.show_sharded()
 
-    def gather_after(self, unit: Unit) -> None:
+    def prefetch_forward(self, unit: Unit) -> None:
         """Gather ahead while a unit computes: what began after it the last time."""
         position = len(self.run.started)
         self.run.started.append(unit)
         if unit.policy.units_to_forward_prefetch is not None:
-            gather_together(unit.policy.units_to_forward_prefetch)
+            unshard_together(unit.policy.units_to_forward_prefetch)
             return
         last = self._last_run.started
         if self.root.policy.forward_prefetch and last[position : position + 1] == [unit]:
-            self._gather_some(unit, islice(last, position + 1, None))
+            self._prefetch(unit, islice(last, position + 1, None))
 
-    def _gather_some(self, unit: Unit, following: Iterable[Unit]) -> None:
-        """Gather what follows a unit: the next; or, of small ones, as many as `AHEAD_BYTES` hold.
+    def _prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
+        """Unshard the units that follow: one; or, of small ones, all that `PREFETCH_BYTES` hold.
 
         The next time when half of them have run: then those on their way have time to arrive.
         """
@@ -152,13 +152,13 @@ class Runtime:
             if other.is_gathered and not chosen and unit is not self._halfway:
                 return
             nbytes += other.unsharded_bytes
-            if nbytes > AHEAD_BYTES and nbytes > other.unsharded_bytes:
+            if nbytes > PREFETCH_BYTES and nbytes > other.unsharded_bytes:
                 break
             if not other.is_gathered:
                 chosen.append(other)
         if chosen:
             self._halfway = chosen[len(chosen) // 2]
-            gather_together(chosen)
+            unshard_together(chosen)
 
     # Backward.
 
@@ -210,7 +210,7 @@ class Runtime:
             call.run.open.remove(call)
             call.unit.leave(call)
             if call.unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-                self._gather_ahead(call)
+                self._prefetch_backward(call)
 
     def _reach(self, run: Run) -> None:
         """Backward has come to a run: what it used is to be reduced."""
@@ -245,15 +245,15 @@ class Runtime:
             param_group.backward.outstanding -= 1
             param_group.backward.due -= 1
         if unit.policy.units_to_backward_prefetch is not None:
-            gather_together(unit.policy.units_to_backward_prefetch)
+            unshard_together(unit.policy.units_to_backward_prefetch)
         elif unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._gather_ahead(call)
+            self._prefetch_backward(call)
 
-    def _gather_ahead(self, call: Call) -> None:
+    def _prefetch_backward(self, call: Call) -> None:
         """Start gathering what backward comes to after a call."""
         if call.index >= 0:
             due = (before.unit for before in call.run.before(call) if not before.begun)
-            self._gather_some(call.unit, (unit for unit in due if unit.policy.unshard_in_backward))
+            self._prefetch(call.unit, (unit for unit in due if unit.policy.unshard_in_backward))
 
     def _advance(self, to_the_end: bool = False) -> None:
         """Reduce what is complete or passed, in order."""
@@ -289,7 +289,7 @@ class Runtime:
         self._ending = None
         if self.order_check is not None:
             self.order_check.end_backward()
-        self.hidden.clear()
+        self.pending_recomputes.clear()
         self._stop_recomputed()
         for unit in self.units:
             unit.end_backward()

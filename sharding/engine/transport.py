@@ -2,7 +2,7 @@
 
 The environment variable SHARDING_TRANSPORT, read where a unit is first gathered, chooses by hand:
 `collectives` for gloo's own, to compare with, or where many ranks share a network that point-to-
-point messages overload; `messages`, the default with gloo. It must be the same on all ranks. Some
+point messages overload; `p2p`, the default with gloo. It must be the same on all ranks. Some
 ranks of a gloo group (`reshard_after_forward=2`) always use messages: collectives would need a
 group of their own, which torch makes reliably only where all ranks of the default group take part.
 
@@ -20,13 +20,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from sharding.engine.collectives import Collectives
+from sharding.engine.collectives import CollectiveTransport
 from sharding.engine.composition import Composition
-from sharding.engine.messages import Messages
+from sharding.engine.p2p import P2PTransport
 from sharding.engine.peers import Peers
 
 
-class Gathering(Protocol):
+class PendingAllGather(Protocol):
     """A gather on its way."""
 
     def wait(self) -> None:
@@ -34,7 +34,7 @@ class Gathering(Protocol):
         ...
 
 
-class Summing(Protocol):
+class PendingReduceScatter(Protocol):
     """A sum on its way."""
 
     def wait(self) -> list[torch.Tensor]:
@@ -47,16 +47,18 @@ class Transport(Protocol):
 
     peers: Peers
 
-    def gather(
+    def all_gather(
         self,
         mine: Sequence[torch.Tensor],
         places: Sequence[Sequence[torch.Tensor]],
         composition: Composition,
-    ) -> Gathering:
+    ) -> PendingAllGather:
         """Start to fill `places[r]` with what rank r has as `mine`, this rank's own included."""
         ...
 
-    def reduce(self, parts: Sequence[Sequence[torch.Tensor]], composition: Composition) -> Summing:
+    def reduce_scatter(
+        self, parts: Sequence[Sequence[torch.Tensor]], composition: Composition
+    ) -> PendingReduceScatter:
         """Start to sum, on every rank r, what all ranks have as `parts[r]`."""
         ...
 
@@ -71,20 +73,20 @@ def transport_between(peers: Peers, device: torch.device) -> Transport:
     Raises ValueError where the way asked for does not exist.
     """
     asked = os.environ.get("SHARDING_TRANSPORT", "")
-    if asked not in ("", "messages", "collectives"):
+    if asked not in ("", "p2p", "collectives"):
         raise ValueError(
-            f"SHARDING_TRANSPORT={asked!r}: there are 'messages' and 'collectives'; unset it for "
+            f"SHARDING_TRANSPORT={asked!r}: there are 'p2p' and 'collectives'; unset it for "
             "the faster of them"
         )
     if peers.group is None:
-        return Messages(peers)
+        return P2PTransport(peers)
     by_message = "gloo" in str(dist.get_backend(peers.group)) and device.type == "cpu"
-    if asked == "messages" and not by_message:
+    if asked == "p2p" and not by_message:
         raise ValueError(
-            f"SHARDING_TRANSPORT='messages' needs gloo and tensors in host memory, not "
+            f"SHARDING_TRANSPORT='p2p' needs gloo and tensors in host memory, not "
             f"{dist.get_backend(peers.group)} and {device}; unset it"
         )
     is_part = peers.size < dist.get_world_size(peers.group)
     if by_message and (is_part or asked != "collectives"):
-        return Messages(peers)
-    return Collectives(peers)
+        return P2PTransport(peers)
+    return CollectiveTransport(peers)

@@ -26,7 +26,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch import nn
 
-from sharding.engine.batches import Gathers
+from sharding.engine.batches import AllGather
 from sharding.engine.extensions import settled
 from sharding.engine.param_group import ParamGroup
 from sharding.policies import BackwardPrefetch
@@ -131,9 +131,9 @@ class Unit:
 
     def unshard(self) -> None:
         """Start gathering what this unit uses."""
-        gather_together([self])
+        unshard_together([self])
 
-    def join(self, batch: Gathers) -> None:
+    def join(self, batch: AllGather) -> None:
         """Gather what this unit uses with a batch."""
         self._settle()
         for param_group in self.used:
@@ -240,9 +240,9 @@ class Unit:
         return [param_group.versions() for param_group in self.used]
 
 
-def gather_together(units: Iterable[Unit]) -> None:
+def unshard_together(units: Iterable[Unit]) -> None:
     """Start gathering what units use, in as few messages as may be."""
-    with Gathers() as batch:
+    with AllGather() as batch:
         for unit in units:
             unit.join(batch)
 

@@ -98,9 +98,9 @@ def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | Non
         if part is not None:
             param_group.shard_view(index, shard).copy_(part)
     flags = torch.tensor([float(part is not None) for part in parts], device=param_group.device)
-    param_group.sum_now(flags)
+    param_group.all_reduce_now(flags)
     full = UnshardedBuffer.of(packing.slots, packing.numel, dtype, param_group.device)
-    param_group.gather_now([shard.to(param_group.device)], full)
+    param_group.all_gather_now([shard.to(param_group.device)], full)
     return [
         leaf if flag > 0 else None for leaf, flag in zip(full.leaves, flags.tolist(), strict=True)
     ]

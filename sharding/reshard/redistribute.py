@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from sharding.agreement.channel import waiting_seconds
 from sharding.agreement.links import MOST_SECONDS
 from sharding.agreement.ranks import Ranks, message_device
-from sharding.engine.posted import Posted
+from sharding.engine.pending_work import PendingWork
 from sharding.errors import TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
@@ -37,7 +37,7 @@ BUDGET_BYTES = 64 << 20
 ALIGNMENT = 16
 """Where a copy begins in a message: no element is wider."""
 TAG = 1 << 15
-"""Of all messages here; those of `sharding.engine.messages` have higher ones."""
+"""Of all messages here; those of `sharding.engine.p2p` have higher ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,18 +173,18 @@ def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> Non
 
     Raises TransferError when one does not in the time that ranks have for one another.
     """
-    posted = Posted(dist.group.WORLD if group is None else group)
+    pending_work = PendingWork(dist.group.WORLD if group is None else group)
     message = messages[0]
     try:
         for message in messages:
             work = message.op(message.tensor, message.peer, group=group, tag=message.tag)
-            posted.add(work, message.tensor)
+            pending_work.add(work, message.tensor)
     except RuntimeError as error:
         raise TransferError(f"rank {message.peer} cannot be reached: {error}") from error
     try:
-        posted.wait(min(waiting_seconds(), MOST_SECONDS))
+        pending_work.wait(min(waiting_seconds(), MOST_SECONDS))
     except RuntimeError as error:
-        message = messages[posted.arrived]
+        message = messages[pending_work.arrived]
         way = "came from" if message.op is dist.irecv else "could be sent to"
         raise TransferError(
             f"nothing {way} rank {message.peer} within {waiting_seconds():g} s, or it has ended: "

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.engine.batches import AHEAD_BYTES
+from sharding.engine.batches import PREFETCH_BYTES
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.unit import UNIT, units_of
 
@@ -343,7 +343,7 @@ def small_units(width: int) -> list[int]:
             loss.backward()
             counts.append(len(sent) - counts[-1])
         assert live(model) == [0] * 40
-    assert most <= AHEAD_BYTES + 2 * live_bytes_of(model)
+    assert most <= PREFETCH_BYTES + 2 * live_bytes_of(model)
     return counts
 
 

@@ -22,14 +22,14 @@ sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know thi
 from replica import batch, pair, train
 
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.engine.collectives import Collectives
+from sharding.engine.collectives import CollectiveTransport
 from sharding.engine.composition import Composition, Item, Purpose
-from sharding.engine.messages import SMALL_BYTES, Messages
+from sharding.engine.p2p import SMALL_BYTES, P2PTransport
 from sharding.engine.peers import Peers, Sharing
 from sharding.engine.transport import Transport, transport_between
 from sharding.engine.unit import units_of
 
-WAYS: list[Callable[[Peers], Transport]] = [Messages, Collectives]
+WAYS: list[Callable[[Peers], Transport]] = [P2PTransport, CollectiveTransport]
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES // 4 + 3
 """Elements of a tensor that does not travel with others."""
@@ -58,10 +58,12 @@ SIZES = [
 def gathered(way: str) -> None:
     peers = Peers.of(dist.group.WORLD)
     rank, size = peers.rank, peers.size
-    transport = WAYS[["messages", "collectives"].index(way)](peers)
+    transport = WAYS[["p2p", "collectives"].index(way)](peers)
     for turn, sizes in enumerate(SIZES):
         places = [[torch.full((n,), -1.0) for n in sizes[r]] for r in range(size)]
-        transport.gather(numbers(rank, sizes[rank]), places, turn_of(Purpose.GATHER, turn)).wait()
+        transport.all_gather(
+            numbers(rank, sizes[rank]), places, turn_of(Purpose.GATHER, turn)
+        ).wait()
         for r in range(size):
             for place, wanted in zip(places[r], numbers(r, sizes[r]), strict=True):
                 assert torch.equal(place, wanted), (turn, r)
@@ -70,17 +72,17 @@ def gathered(way: str) -> None:
 def reduced(way: str) -> None:
     peers = Peers.of(dist.group.WORLD)
     rank, size = peers.rank, peers.size
-    transport = WAYS[["messages", "collectives"].index(way)](peers)
+    transport = WAYS[["p2p", "collectives"].index(way)](peers)
     for turn, sizes in enumerate(SIZES):
         parts = [numbers(rank, sizes[r], to=1 + r) for r in range(size)]
         copies = [[part.clone() for part in of_rank] for of_rank in parts]
-        sums = transport.reduce(parts, turn_of(Purpose.REDUCE, turn)).wait()
+        sums = transport.reduce_scatter(parts, turn_of(Purpose.REDUCE, turn)).wait()
         wanted = numbers(0, sizes[rank], to=1 + rank)
         for r in range(1, size):
             for total, part in zip(wanted, numbers(r, sizes[rank], to=1 + rank), strict=True):
                 total += part
         for mine, total in zip(sums, wanted, strict=True):
-            if way == "messages":
+            if way == "p2p":
                 assert torch.equal(mine, total)  # in rank order
             else:
                 torch.testing.assert_close(mine, total)
@@ -93,7 +95,7 @@ def reduced(way: str) -> None:
 
 def reduced_to_all(way: str) -> None:
     peers = Peers.of(dist.group.WORLD)
-    transport = WAYS[["messages", "collectives"].index(way)](peers)
+    transport = WAYS[["p2p", "collectives"].index(way)](peers)
     for turn, numel in enumerate((0, 1, 2, 5, 1001, LARGE * 4)):
         flat = numbers(peers.rank, [numel])[0]
         transport.all_reduce(flat, turn_of(Purpose.REPLICATE, turn))
@@ -105,7 +107,7 @@ def reduced_to_all(way: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("way", ["messages", "collectives"])
+@pytest.mark.parametrize("way", ["p2p", "collectives"])
 def test_both_ways_gather_and_sum_alike(clusters: Callable, way: str, world_size: int) -> None:
     for function in (gathered, reduced, reduced_to_all):
         clusters(world_size).run(function, way)
@@ -114,14 +116,14 @@ def test_both_ways_gather_and_sum_alike(clusters: Callable, way: str, world_size
 def many_on_their_way() -> None:
     """Turns that overlap, awaited in another order than they were started in."""
     peers = Peers.of(dist.group.WORLD)
-    transport = Messages(peers)
+    transport = P2PTransport(peers)
     sizes = [3, LARGE, 1]
     started = []
     for turn in range(8):
         places = [[torch.zeros(n) for n in sizes] for _ in range(peers.size)]
         mine = [tensor + turn for tensor in numbers(peers.rank, sizes)]
-        gathering = transport.gather(mine, places, turn_of(Purpose.GATHER, 100 + turn))
-        summing = transport.reduce(
+        gathering = transport.all_gather(mine, places, turn_of(Purpose.GATHER, 100 + turn))
+        summing = transport.reduce_scatter(
             [[t + turn for t in mine] for _ in range(peers.size)],
             turn_of(Purpose.REDUCE, 100 + turn),
         )
@@ -169,7 +171,7 @@ def by_collectives() -> None:
             train(sharded(model, **settings), replica, batches, exact=False)
         for unit in units_of((model,)):
             for param_group in unit.param_groups:
-                assert isinstance(param_group._transport, Collectives)
+                assert isinstance(param_group._transport, CollectiveTransport)
 
 
 def test_a_user_may_ask_for_the_librarys_collectives(clusters: Callable) -> None:
@@ -180,13 +182,13 @@ def asked_wrongly() -> None:
     with asked_for("pigeons"), pytest.raises(ValueError, match="SHARDING_TRANSPORT='pigeons'"):
         sharded(blocks())(batch(0, 4, 7))
     peers = Peers.of(dist.group.WORLD)
-    with asked_for("messages"):
-        assert isinstance(transport_between(peers, CPU), Messages)
+    with asked_for("p2p"):
+        assert isinstance(transport_between(peers, CPU), P2PTransport)
         with pytest.raises(ValueError, match="needs gloo and tensors in host memory"):
             transport_between(peers, torch.device("meta"))
-    assert isinstance(transport_between(peers, CPU), Messages)
-    assert isinstance(transport_between(peers, torch.device("meta")), Collectives)
-    assert isinstance(transport_between(Peers.alone(), CPU), Messages)
+    assert isinstance(transport_between(peers, CPU), P2PTransport)
+    assert isinstance(transport_between(peers, torch.device("meta")), CollectiveTransport)
+    assert isinstance(transport_between(Peers.alone(), CPU), P2PTransport)
 
 
 def test_a_way_that_does_not_exist_is_refused(clusters: Callable) -> None:

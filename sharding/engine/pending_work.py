@@ -27,7 +27,7 @@ Message = tuple[Work, torch.Tensor]
 _kept: WeakKeyDictionary[ProcessGroup, list[Message]] = WeakKeyDictionary()
 
 
-class Posted:
+class PendingWork:
     """Messages of one group, awaited together."""
 
     __slots__ = ("_arrived", "_kept", "_messages")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from sharding import fully_shard
 from sharding.engine.composition import Composition, Item, Purpose
-from sharding.engine.messages import Exchange, Messages
+from sharding.engine.p2p import P2PExchange, P2PTransport
 from sharding.engine.packing import ChunkPacking, pack
 from sharding.engine.peers import Peers
 from sharding.engine.unsharded_buffer import UnshardedBuffer
@@ -51,7 +51,7 @@ def miss_one() -> None:
     model: Any = fully_shard(nn.Linear(64, 64))
     model(torch.ones(2, 64)).sum().backward()
     mine = [torch.full((NUMEL,), float(rank))]
-    exchange, (_, places) = Exchange(peers, carried(1)), buffer_of(3)
+    exchange, (_, places) = P2PExchange(peers, carried(1)), buffer_of(3)
     if rank == 0:
         for other in (1, 2):
             exchange.receive(places[other], other)
@@ -68,7 +68,9 @@ def miss_one() -> None:
         exchange.wait()
     del exchange
     _, places = buffer_of(2)
-    Messages(Peers(peers.reference, (0, 2), rank // 2)).gather(mine, places, carried(2)).wait()
+    P2PTransport(Peers(peers.reference, (0, 2), rank // 2)).all_gather(
+        mine, places, carried(2)
+    ).wait()
     assert [place.unique().tolist() for [place] in places] == [[0.0], [2.0]]
     gather_with_nobody(model)
 
@@ -87,13 +89,13 @@ def interrupt() -> list[list[float]]:
     rank, peers = dist.get_rank(), Peers.of(dist.group.WORLD)
     store = dist.PrefixStore("interrupt", dist.distributed_c10d._get_default_store())
     _, places = buffer_of(2)
-    transport, mine = Messages(peers), [torch.full((NUMEL,), float(rank))]
+    transport, mine = P2PTransport(peers), [torch.full((NUMEL,), float(rank))]
     if rank == 1:
         os.kill(int(store.get("waiting")), signal.SIGUSR1)
-        transport.gather(mine, places, carried(3)).wait()
+        transport.all_gather(mine, places, carried(3)).wait()
         return [place.unique().tolist() for [place] in places]
     before = signal.signal(signal.SIGUSR1, interrupted)
-    gathering, is_interrupted = transport.gather(mine, places, carried(3)), False
+    gathering, is_interrupted = transport.all_gather(mine, places, carried(3)), False
     try:
         store.set("waiting", str(os.getpid()))
         gathering.wait()

@@ -13,7 +13,7 @@ Rules:
 2. Nothing here is seen by autograd.
 3. `wait` ends with a TransferError when a peer's process ends or when the group's time-out is over;
    it says what this rank and others waited for (waits.py). Then the memory of what was to arrive
-   stays as it is: see `sharding.engine.posted`.
+   stays as it is: see `sharding.engine.pending_work`.
 4. Nothing waits but `wait` and `all_reduce`: what ranks do in the same order cannot block them.
 """
 
@@ -29,7 +29,7 @@ from torch.distributed import Work
 from sharding.engine.composition import Composition, tag_of
 from sharding.engine.packing import chunk
 from sharding.engine.peers import Peers
-from sharding.engine.posted import Posted
+from sharding.engine.pending_work import PendingWork
 from sharding.engine.waits import Missed, report
 from sharding.errors import TransferError
 
@@ -41,16 +41,16 @@ Way = Callable[..., "Work | None"]
 """`dist.isend` or `dist.irecv`."""
 
 
-class Exchange:
+class P2PExchange:
     """Messages on their way, all of one composition."""
 
-    __slots__ = ("_composition", "_copies", "_digest", "_peers", "_posted", "_sides")
+    __slots__ = ("_composition", "_copies", "_digest", "_peers", "_pending", "_sides")
 
     def __init__(self, peers: Peers, composition: Composition) -> None:
         self._peers = peers
         self._composition = composition
         self._digest = composition.digest
-        self._posted = Posted(peers.group)
+        self._pending = PendingWork(peers.group)
         self._sides: list[_Side] = []
         """As many as are posted, in order."""
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -59,9 +59,9 @@ class Exchange:
     def wait(self) -> None:
         """All messages have arrived and are in their places."""
         try:
-            self._posted.wait()
+            self._pending.wait()
         except RuntimeError as error:
-            raise self._report(self._sides[self._posted.arrived], error) from error
+            raise self._report(self._sides[self._pending.arrived], error) from error
         if self._copies[0]:
             torch._foreach_copy_(self._copies[1], self._copies[0])
 
@@ -107,7 +107,7 @@ class Exchange:
                     f"no message to or from rank {member} could be started: this process is not a "
                     "member of the process group that the module is sharded over"
                 )
-            self._posted.add(work, tensor)
+            self._pending.add(work, tensor)
             self._sides.append(side)
 
     def _report(self, side: _Side, error: RuntimeError) -> TransferError:
@@ -128,17 +128,17 @@ class _Side:
     tensor: torch.Tensor
 
 
-class Messages:
+class P2PTransport:
     """The transport between some ranks of a gloo group, in host memory."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
 
-    def gather(
+    def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
-    ) -> Exchange:
+    ) -> P2PExchange:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
-        exchange, peers = Exchange(self.peers, composition), self.peers
+        exchange, peers = P2PExchange(self.peers, composition), self.peers
         for other in peers.others:
             exchange.receive(places[other], other)
         for other in peers.others:
@@ -146,16 +146,18 @@ class Messages:
         torch._foreach_copy_(list(places[peers.rank]), list(mine))
         return exchange
 
-    def reduce(self, parts: Sequence[Tensors], composition: Composition) -> Sum:
+    def reduce_scatter(
+        self, parts: Sequence[Tensors], composition: Composition
+    ) -> P2PReduceScatter:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
-        exchange, peers = Exchange(self.peers, composition), self.peers
+        exchange, peers = P2PExchange(self.peers, composition), self.peers
         mine = parts[peers.rank]
         received = [mine if r == peers.rank else _empty_like(mine) for r in range(peers.size)]
         for other in peers.others:
             exchange.receive(received[other], other)
         for other in peers.others:
             exchange.send(parts[other], other)
-        return Sum(exchange, received, peers.rank)
+        return P2PReduceScatter(exchange, received, peers.rank)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks' in rank order, on all of them the same. Waits."""
@@ -163,17 +165,17 @@ class Messages:
         if peers.size == 1:
             return
         slices = [flat[slice(*chunk(flat.numel(), peers.size, r))] for r in range(peers.size)]
-        [mine] = self.reduce([[part] for part in slices], composition).wait()
+        [mine] = self.reduce_scatter([[part] for part in slices], composition).wait()
         then = replace(composition, stage=1)
-        self.gather([mine], [[part] for part in slices], then).wait()
+        self.all_gather([mine], [[part] for part in slices], then).wait()
 
 
-class Sum:
+class P2PReduceScatter:
     """The sums over ranks of this rank's part, on their way."""
 
     __slots__ = ("_exchange", "_parts", "_rank")
 
-    def __init__(self, exchange: Exchange, parts: list[Tensors], rank: int) -> None:
+    def __init__(self, exchange: P2PExchange, parts: list[Tensors], rank: int) -> None:
         self._exchange = exchange
         self._parts = parts
         """By rank, what it has of this rank's part."""
