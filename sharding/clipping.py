@@ -56,7 +56,7 @@ def clip_grad_norm(
 
 def _groups(param_group: FlatParamGroup, parameter: Parameter) -> Groups:
     """The process groups over which a parameter is divided, tensor parallelism included."""
-    groups = [] if param_group.sharing.peers.group is None else [param_group.sharing.peers.group]
+    groups = [] if param_group.groups.shard.group is None else [param_group.groups.shard.group]
     spec = parameter.distributed
     if spec is not None:
         axes = [axis for axis, placed in enumerate(spec.placements) if not placed.is_replicate()]

@@ -22,7 +22,7 @@ from sharding.fsdp1.entry_point import (
 )
 from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import hook_state_dicts
-from sharding.fsdp1.strategies import Groups, chosen_groups, settled_strategy, sharing_of
+from sharding.fsdp1.strategies import Groups, chosen_groups, hybrid_groups_of, settled_strategy
 from sharding.fsdp1.torch_state_dict import connect
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
@@ -90,7 +90,7 @@ def fully_shard(
     settled = settled_strategy(strategy, groups)
     settings = FlatSettings(
         strategy=settled,
-        sharing=sharing_of(settled, groups),
+        groups=hybrid_groups_of(settled, groups),
         use_orig_params=True,
         offload=cpu_offload is not None and cpu_offload.offload_params,
         mixed_precision=mixed_precision or MixedPrecision(),

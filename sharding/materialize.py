@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.engine.peers import Sharing
+from sharding.engine.shard_group import HybridGroups
 
 
 def own_modules(
@@ -50,13 +50,14 @@ def materialize(
                 reset()
 
 
-def broadcast_states(tensors: list[torch.Tensor], sharing: Sharing) -> None:
+def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
     """Every rank's tensors are those of the first rank, among those that share and replicate.
 
     All ranks call it with tensors of the same shapes.
     """
-    groups = [p.group for p in (sharing.peers, sharing.replicas) if p.group is not None]
-    for group in groups:
+    for group in (groups.shard.group, groups.replicate.group):
+        if group is None:
+            continue
         first = dist.get_global_rank(group, 0)
         works = [dist.broadcast(t.detach(), first, group=group, async_op=True) for t in tensors]
         for work in works:
@@ -64,9 +65,9 @@ def broadcast_states(tensors: list[torch.Tensor], sharing: Sharing) -> None:
                 work.wait()
 
 
-def check_reachable(tensors: list[torch.Tensor], sharing: Sharing) -> None:
+def check_reachable(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
     """Raise ValueError where the group cannot send what is in host memory."""
-    if str(dist.get_backend(sharing.group)) == "nccl" and any(
+    if str(dist.get_backend(groups.group)) == "nccl" and any(
         t.device.type == "cpu" for t in tensors
     ):
         raise ValueError(

@@ -17,7 +17,7 @@ from sharding.describe.local_part import FlatSlice
 from sharding.describe.rank_grid import check_divides_evenly, grid_around
 from sharding.engine.dtensors import as_dtensor
 from sharding.engine.flat_param_group import FlatParamGroup
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
 
 NOWHERE = Mesh.grid((), ())
@@ -27,9 +27,9 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     """By parameter, what of it is in this rank's shard, and where."""
     found = []
     grids: dict[Mesh | None, tuple[Mesh, int]] = {}
-    sharing = param_group.sharing
-    axes = {"replicate": _ranks(sharing.replicas), "shard": _ranks(sharing.peers)}
-    me = axes["shard"][sharing.peers.rank]
+    groups = param_group.groups
+    axes = {"replicate": _ranks(groups.replicate), "shard": _ranks(groups.shard)}
+    me = axes["shard"][groups.shard.rank]
     for index, before in enumerate(_divided_before(param_group)):
         begin, lo, hi = param_group.piece(index)
         slot, stride = param_group.packing.slots[index], param_group.packing.shard_numel
@@ -64,9 +64,9 @@ def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
         yield layout
 
 
-def _ranks(peers: Peers) -> list[int]:
+def _ranks(shard_group: ShardGroup) -> list[int]:
     """Ranks in the default group."""
-    if peers.group is None:
+    if shard_group.group is None:
         return [dist.get_rank()]
-    ranks = dist.get_process_group_ranks(peers.group)
-    return [ranks[member] for member in peers.members]
+    ranks = dist.get_process_group_ranks(shard_group.group)
+    return [ranks[member] for member in shard_group.members]

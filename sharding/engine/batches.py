@@ -70,7 +70,7 @@ class AllGather:
         self, transport: Transport, mine: Tensors, places: Sequence[Tensors], item: Item
     ) -> PendingAllGather:
         """One more: what `transport.all_gather` would return."""
-        key = transport.peers, mine[0].dtype, mine[0].device
+        key = transport.shard_group, mine[0].dtype, mine[0].device
         joint = self._joint.setdefault(key, JointAllGather(transport))
         joint.add(mine, places, item)
         return joint
@@ -90,7 +90,7 @@ class JointAllGather:
         self._transport = transport
         self._items: list[Item] = []
         self._mine: list[torch.Tensor] = []
-        self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
+        self._places: list[list[torch.Tensor]] = [[] for _ in range(transport.shard_group.size)]
         self._all_gather: PendingAllGather | None = None
         self._arrived = False
         self._error: Exception | None = None
@@ -154,8 +154,8 @@ class ReduceScatters:
         self, transport: Transport, parts: Sequence[Tensors], item: Item
     ) -> PendingReduceScatter:
         """One more: what `transport.reduce_scatter` would return."""
-        own = parts[transport.peers.rank]
-        key = transport.peers, own[0].dtype, own[0].device
+        own = parts[transport.shard_group.rank]
+        key = transport.shard_group, own[0].dtype, own[0].device
         return self._joint.setdefault(key, JointReduceScatter(transport)).add(parts, item)
 
     def start(self) -> None:
@@ -193,7 +193,7 @@ class JointReduceScatter:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._items: list[Item] = []
-        self._parts: list[list[torch.Tensor]] = [[] for _ in range(transport.peers.size)]
+        self._parts: list[list[torch.Tensor]] = [[] for _ in range(transport.shard_group.size)]
         self._summing: PendingReduceScatter | None = None
         self._sums: list[torch.Tensor] = []
         self._error: Exception | None = None
@@ -201,7 +201,7 @@ class JointReduceScatter:
     def add(self, parts: Sequence[Tensors], item: Item) -> PendingReduceScatter:
         """Another parameter group's."""
         self._items.append(item)
-        own = self._parts[self._transport.peers.rank]
+        own = self._parts[self._transport.shard_group.rank]
         first = len(own)
         for of_rank, more in zip(self._parts, parts, strict=True):
             of_rank += more

@@ -24,7 +24,7 @@ from sharding.engine.dtensors import as_dtensor
 from sharding.engine.packing import ChunkPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
-from sharding.engine.peers import Peers, Sharing
+from sharding.engine.shard_group import HybridGroups, ShardGroup
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
 from sharding.torch_versions import side_by_side
@@ -37,17 +37,20 @@ class MeshGroups:
     """A mesh, and the ranks of it that share and that replicate."""
 
     mesh: DeviceMesh
-    sharing: Sharing
+    groups: HybridGroups
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshGroups:
         """Sharded over a mesh of one dimension; of two, replicated over the first."""
         release_with_groups(mesh)
         if mesh.ndim == 1:
-            return cls(mesh, Sharing(Peers.of(mesh.get_group()), Peers.alone()))
+            return cls(mesh, HybridGroups(ShardGroup.of(mesh.get_group()), ShardGroup.alone()))
         if mesh.ndim == 2:
-            peers, replicas = Peers.of(mesh.get_group(1)), Peers.of(mesh.get_group(0))
-            return cls(mesh, Sharing(peers, replicas))
+            shard_group, replicas = (
+                ShardGroup.of(mesh.get_group(1)),
+                ShardGroup.of(mesh.get_group(0)),
+            )
+            return cls(mesh, HybridGroups(shard_group, replicas))
         raise ValueError(
             f"fully_shard takes a mesh of one or two dimensions, to shard over or to replicate and "
             f"to shard over, not of {mesh.ndim}: {mesh}"
@@ -62,8 +65,8 @@ class MeshGroups:
         part = unsharded
         if unsharded.ndim:
             parts, rank = (
-                torch.chunk(unsharded, self.sharing.peers.size, dim),
-                self.sharing.peers.rank,
+                torch.chunk(unsharded, self.groups.shard.size, dim),
+                self.groups.shard.rank,
             )
             part = parts[rank] if rank < len(parts) else unsharded.narrow(dim, 0, 0)
         part = part.clone(memory_format=torch.contiguous_format)
@@ -114,7 +117,7 @@ class ChunkParamGroup(ParamGroup):
         number: int,
     ) -> None:
         precision = Precision(policy.param_dtype, policy.reduce_dtype)
-        super().__init__(parameters, placing.sharing, precision, number)
+        super().__init__(parameters, placing.groups, precision, number)
         self.placing = placing
         self.policy = policy
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
@@ -192,7 +195,7 @@ class ChunkParamGroup(ParamGroup):
         shapes = [parameter.shape for parameter in self.parameters]
         dims = [parameter.dim for parameter in self.parameters]
         slots = pack(shapes, dims, max(1, ALIGN_BYTES // dtype.itemsize))
-        return ChunkPacking(slots, self.sharing.peers.size)
+        return ChunkPacking(slots, self.groups.shard.size)
 
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
         flat, device = [], self.device

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from sharding.engine.composition import Composition
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 from sharding.engine.waits import report_unlike
 
 Tensors = Sequence[torch.Tensor]
@@ -92,54 +92,54 @@ class CollectiveReduceScatter:
 class CollectiveTransport:
     """The transport of all ranks of a group."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-        _group_of(peers)
+    def __init__(self, shard_group: ShardGroup) -> None:
+        self.shard_group = shard_group
+        _group_of(shard_group)
 
     def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
     ) -> CollectiveAllGather:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
-        size = self.peers.size
+        size = self.shard_group.size
         numel = max(sum(_sizes(of_rank)) for of_rank in places)
         like = mine[0]
         packed = torch.empty(size * numel, dtype=like.dtype, device=like.device)
-        own = packed[self.peers.rank * numel :][: sum(_sizes(mine))]
+        own = packed[self.shard_group.rank * numel :][: sum(_sizes(mine))]
         torch.cat(list(mine), out=own)
         if size == 1:
             return CollectiveAllGather(None, packed, places, size)
         self._note(composition)
-        padded = packed[self.peers.rank * numel :][:numel].clone()
-        work = _all_gather(packed, padded, group=_group_of(self.peers), async_op=True)
+        padded = packed[self.shard_group.rank * numel :][:numel].clone()
+        work = _all_gather(packed, padded, group=_group_of(self.shard_group), async_op=True)
         return CollectiveAllGather(work, packed, places, size)
 
     def reduce_scatter(
         self, parts: Sequence[Tensors], composition: Composition
     ) -> CollectiveReduceScatter:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
-        size, mine = self.peers.size, parts[self.peers.rank]
+        size, mine = self.shard_group.size, parts[self.shard_group.rank]
         numel = max(sum(_sizes(of_rank)) for of_rank in parts) + MARKS
         packed = torch.zeros(size * numel, dtype=mine[0].dtype, device=mine[0].device)
         for rank, of_rank in enumerate(parts):
             torch.cat(list(of_rank), out=packed[rank * numel :][: sum(_sizes(of_rank))])
-        unlike = partial(report_unlike, self.peers, composition)
+        unlike = partial(report_unlike, self.shard_group, composition)
         if size == 1:
             return CollectiveReduceScatter(None, packed, _sizes(mine), unlike, [])
         marks = self._note(composition)
         packed.view(size, numel)[:, -MARKS:] = torch.tensor(marks, device=packed.device)
         result = packed.new_empty(numel)
-        work = _reduce_scatter(result, packed, group=_group_of(self.peers), async_op=True)
+        work = _reduce_scatter(result, packed, group=_group_of(self.shard_group), async_op=True)
         return CollectiveReduceScatter(work, result, _sizes(mine), unlike, marks)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks', on all of them the same. Waits."""
-        if self.peers.size > 1:
+        if self.shard_group.size > 1:
             self._note(composition)
-            dist.all_reduce(flat, group=_group_of(self.peers))
+            dist.all_reduce(flat, group=_group_of(self.shard_group))
 
     def _note(self, composition: Composition) -> list[int]:
         """One more collective of this rank; the marks of all of them."""
-        group = _group_of(self.peers)
+        group = _group_of(self.shard_group)
         assert group is not None
         told = _histories.get(group, b"") + composition.digest
         history = blake2b(told, digest_size=8).digest()
@@ -149,18 +149,18 @@ class CollectiveTransport:
         return [*bits, *(1 - bit for bit in bits)]
 
 
-def _group_of(peers: Peers) -> ProcessGroup | None:
-    """A group of just these peers, made by them when it is first asked for."""
-    group = peers.group
-    if group is None or peers.size == dist.get_world_size(group):
+def _group_of(shard_group: ShardGroup) -> ProcessGroup | None:
+    """The process group of exactly these ranks; they make it when it is first asked for."""
+    group = shard_group.group
+    if group is None or shard_group.size == dist.get_world_size(group):
         return group
     groups = _parts.setdefault(group, {})
-    if peers.members not in groups:
-        ranks = [dist.get_global_rank(group, member) for member in peers.members]
-        groups[peers.members] = dist.new_group(
+    if shard_group.members not in groups:
+        ranks = [dist.get_global_rank(group, member) for member in shard_group.members]
+        groups[shard_group.members] = dist.new_group(
             ranks, backend=dist.get_backend(group), use_local_synchronization=True
         )
-    return groups[peers.members]
+    return groups[shard_group.members]
 
 
 def _sizes(tensors: Tensors) -> list[int]:

@@ -120,7 +120,7 @@ class ExtensionParamGroup(ChunkParamGroup):
     def _pack(self) -> ChunkPacking:
         slots = [e.entry for e in self._extensions for _ in range(e.parts_of_gradient)]
         packed = pack([p.shape for p in slots], [p.dim for p in slots])
-        return ChunkPacking(packed, self.sharing.peers.size)
+        return ChunkPacking(packed, self.groups.shard.size)
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
         _, transport = self._settled()
@@ -129,7 +129,7 @@ class ExtensionParamGroup(ChunkParamGroup):
                 _Extension(parameter, self.placing, self.policy) for parameter in self.parameters
             ]
         mine: list[torch.Tensor] = []
-        places: list[list[torch.Tensor]] = [[] for _ in range(self.sharing.peers.size)]
+        places: list[list[torch.Tensor]] = [[] for _ in range(self.groups.shard.size)]
         with torch.inference_mode(False), torch.no_grad():
             for extension in self._extensions:
                 for piece, output in extension.start():
@@ -168,7 +168,7 @@ class ExtensionParamGroup(ChunkParamGroup):
             else:
                 present[index], tensors = extension.taken_apart(gradient.detach())
                 if present[index] == PARTED:
-                    present[index] = self.sharing.size + 1  # more than plain ones of all ranks
+                    present[index] = self.groups.size + 1  # more than plain ones of all ranks
             dim = extension.entry.dim
             for tensor in tensors:
                 rows_first = tensor.to(self.reduce_dtype)
@@ -185,7 +185,7 @@ class ExtensionParamGroup(ChunkParamGroup):
             mine = list(islice(left, extension.parts_of_gradient))
             if flag > 0:
                 tensors = [self._as_shard(entry, tensor) for tensor in mine]
-                mark = PARTED if flag > self.sharing.size else PLAIN
+                mark = PARTED if flag > self.groups.size else PLAIN
                 self._accumulate(entry, extension.put_together(mark, tensors))
 
 
@@ -194,7 +194,7 @@ class _Extension:
 
     def __init__(self, entry: Parameter, placing: MeshGroups, policy: MixedPrecisionPolicy) -> None:
         self.entry = entry
-        self._peers = placing.sharing.peers
+        self._shard_group = placing.groups.shard
         self._mesh = _shard_mesh(placing.mesh)
         self._policy = policy
         self._outputs: list[Output] = []
@@ -229,7 +229,8 @@ class _Extension:
         for output in self._outputs:
             output.allocate()
         pieces = [
-            form.rows_first(t, self._peers.rank) for form, t in zip(forms, inputs, strict=True)
+            form.rows_first(t, self._shard_group.rank)
+            for form, t in zip(forms, inputs, strict=True)
         ]
         return list(zip(pieces, self._outputs, strict=True))
 
@@ -316,18 +317,19 @@ class _Extension:
 
     def _form(self, tensor: torch.Tensor) -> Form:
         """How the ranks' inputs lie in an output (rule 1)."""
-        entry, peers = self.entry, self._peers
+        entry, shard_group = self.entry, self._shard_group
         rows = entry.shape[entry.dim] if entry.shape else 1
         along = entry.dim if entry.dim < tensor.ndim else 0
-        chunks = (chunk(rows, peers.size, rank) for rank in range(peers.size))
+        chunks = (chunk(rows, shard_group.size, rank) for rank in range(shard_group.size))
         counts = tuple(hi - lo for lo, hi in chunks)
         given = tensor.shape[along]
-        if rows % peers.size == 0:
-            counts = (given,) * peers.size
-        elif given not in (counts[peers.rank], counts[0]):
+        if rows % shard_group.size == 0:
+            counts = (given,) * shard_group.size
+        elif given not in (counts[shard_group.rank], counts[0]):
             raise AssertionError(
-                f"{entry.name} of shape {entry.shape} is unevenly sharded over {peers.size} ranks: "
-                f"fsdp_pre_all_gather must return tensors with {counts[peers.rank]} rows, or "
+                f"{entry.name} of shape {entry.shape} is unevenly sharded over {shard_group.size} "
+                f"ranks: fsdp_pre_all_gather must return tensors with {counts[shard_group.rank]} "
+                "rows, or "
                 f"padded to {counts[0]}, but one has shape {tuple(tensor.shape)}"
             )
         rest = (*tensor.shape[:along], *tensor.shape[along + 1 :])

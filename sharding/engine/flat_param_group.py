@@ -32,8 +32,8 @@ from sharding.engine.dtensors import as_dtensor, local_of
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
-from sharding.engine.peers import Sharing
 from sharding.engine.reduction import Finished
+from sharding.engine.shard_group import HybridGroups
 from sharding.engine.unsharded_buffer import UnshardedBuffer
 
 FLATTENED = "_sharding_flattened"
@@ -77,18 +77,18 @@ class FlatParamGroup(ParamGroup):
     def __init__(
         self,
         parameters: list[Parameter],
-        sharing: Sharing,
+        groups: HybridGroups,
         precision: Precision,
         number: int,
         form: FlatForm,
     ) -> None:
-        super().__init__(parameters, sharing, precision, number)
+        super().__init__(parameters, groups, precision, number)
         self.form = form
         self.compute_device: torch.device | None = None
         """Where parameters are used; None: where they are."""
         self.hook: CommHook | None = None
         shapes = [parameter.shape for parameter in parameters]
-        self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), sharing.peers.size)
+        self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), groups.shard.size)
         self.keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
         """The order of each module's parameters before."""
         if not form.use_orig_params:
@@ -121,7 +121,7 @@ class FlatParamGroup(ParamGroup):
     @property
     def is_divided(self) -> bool:
         """False where every rank has everything."""
-        return self.sharing.peers.size > 1
+        return self.groups.shard.size > 1
 
     def versions(self) -> list[int]:
         """The version counters of what the optimizer sees."""
@@ -154,8 +154,8 @@ class FlatParamGroup(ParamGroup):
 
     def piece(self, index: int) -> tuple[int, int, int]:
         """Where in the shard a parameter's part begins; which of its elements `[lo, hi)` it is."""
-        lo, hi = self.packing.piece(index, self.sharing.peers.rank)
-        begin = self.packing.slots[index].at + lo - self.sharing.peers.rank * self._shard_numel
+        lo, hi = self.packing.piece(index, self.groups.shard.rank)
+        begin = self.packing.slots[index].at + lo - self.groups.shard.rank * self._shard_numel
         return (begin if hi > lo else 0), lo, hi
 
     def shard_view(self, index: int, flat: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ class FlatParamGroup(ParamGroup):
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
     ) -> list[list[torch.Tensor]]:
         flat = self._padded(gradients)
-        spans = [packing.spans(rank)[0] for rank in range(self.sharing.peers.size)]
+        spans = [packing.spans(rank)[0] for rank in range(self.groups.shard.size)]
         return [[flat[lo:hi]] for lo, hi in spans]
 
     def _padded(self, gradients: list[torch.Tensor]) -> torch.Tensor:

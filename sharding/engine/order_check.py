@@ -46,7 +46,7 @@ class OrderCheck:
         trained = any(param_group.requires_grad for param_group in unit.param_groups)
         param_group = unit.param_groups[0]
         mine = torch.tensor([index, int(trained)], device=param_group.device)
-        group = param_group.sharing.group
+        group = param_group.groups.group
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(all_of_them, mine, group=group)
         indices = [int(other[0]) for other in all_of_them]

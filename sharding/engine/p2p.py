@@ -28,8 +28,8 @@ from torch.distributed import Work
 
 from sharding.engine.composition import Composition, tag_of
 from sharding.engine.packing import chunk
-from sharding.engine.peers import Peers
 from sharding.engine.pending_work import PendingWork
+from sharding.engine.shard_group import ShardGroup
 from sharding.engine.waits import Missed, report
 from sharding.errors import TransferError
 
@@ -44,13 +44,13 @@ Way = Callable[..., "Work | None"]
 class P2PExchange:
     """Messages on their way, all of one composition."""
 
-    __slots__ = ("_composition", "_copies", "_digest", "_peers", "_pending", "_sides")
+    __slots__ = ("_composition", "_copies", "_digest", "_pending", "_shard_group", "_sides")
 
-    def __init__(self, peers: Peers, composition: Composition) -> None:
-        self._peers = peers
+    def __init__(self, shard_group: ShardGroup, composition: Composition) -> None:
+        self._shard_group = shard_group
         self._composition = composition
         self._digest = composition.digest
-        self._pending = PendingWork(peers.group)
+        self._pending = PendingWork(shard_group.group)
         self._sides: list[_Side] = []
         """As many as are posted, in order."""
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -93,7 +93,7 @@ class P2PExchange:
         """Start a message for each tensor."""
         if not tensors:
             return
-        group, member = self._peers.group, self._peers.members[other]
+        group, member = self._shard_group.group, self._shard_group.members[other]
         tag = tag_of(self._digest, tensors)
         named = {"group_dst" if way is dist.isend else "group_src": member}
         for tensor in tensors:
@@ -115,7 +115,7 @@ class P2PExchange:
         missed = Missed(
             self._composition, side.member, side.is_incoming, tensor.nbytes, tensor.dtype
         )
-        return report(self._peers, missed, error)
+        return report(self._shard_group, missed, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,40 +131,44 @@ class _Side:
 class P2PTransport:
     """The transport between some ranks of a gloo group, in host memory."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, shard_group: ShardGroup) -> None:
+        self.shard_group = shard_group
 
     def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
     ) -> P2PExchange:
         """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
-        exchange, peers = P2PExchange(self.peers, composition), self.peers
-        for other in peers.others:
+        exchange, shard_group = P2PExchange(self.shard_group, composition), self.shard_group
+        for other in shard_group.others:
             exchange.receive(places[other], other)
-        for other in peers.others:
+        for other in shard_group.others:
             exchange.send(mine, other)
-        torch._foreach_copy_(list(places[peers.rank]), list(mine))
+        torch._foreach_copy_(list(places[shard_group.rank]), list(mine))
         return exchange
 
     def reduce_scatter(
         self, parts: Sequence[Tensors], composition: Composition
     ) -> P2PReduceScatter:
         """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
-        exchange, peers = P2PExchange(self.peers, composition), self.peers
-        mine = parts[peers.rank]
-        received = [mine if r == peers.rank else _empty_like(mine) for r in range(peers.size)]
-        for other in peers.others:
+        exchange, shard_group = P2PExchange(self.shard_group, composition), self.shard_group
+        mine = parts[shard_group.rank]
+        received = [
+            mine if r == shard_group.rank else _empty_like(mine) for r in range(shard_group.size)
+        ]
+        for other in shard_group.others:
             exchange.receive(received[other], other)
-        for other in peers.others:
+        for other in shard_group.others:
             exchange.send(parts[other], other)
-        return P2PReduceScatter(exchange, received, peers.rank)
+        return P2PReduceScatter(exchange, received, shard_group.rank)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
         """`flat` is the sum of all ranks' in rank order, on all of them the same. Waits."""
-        peers = self.peers
-        if peers.size == 1:
+        shard_group = self.shard_group
+        if shard_group.size == 1:
             return
-        slices = [flat[slice(*chunk(flat.numel(), peers.size, r))] for r in range(peers.size)]
+        slices = [
+            flat[slice(*chunk(flat.numel(), shard_group.size, r))] for r in range(shard_group.size)
+        ]
         [mine] = self.reduce_scatter([[part] for part in slices], composition).wait()
         then = replace(composition, stage=1)
         self.all_gather([mine], [[part] for part in slices], then).wait()

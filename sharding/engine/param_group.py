@@ -31,7 +31,6 @@ from sharding.engine.batches import PREFETCH_BYTES, AllGather, PendingReduction,
 from sharding.engine.composition import Composition, GroupTags, Item, Purpose, key_of
 from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
-from sharding.engine.peers import Sharing
 from sharding.engine.reduction import (
     BackwardState,
     GradHooks,
@@ -41,6 +40,7 @@ from sharding.engine.reduction import (
     divisors,
     take_gradients,
 )
+from sharding.engine.shard_group import HybridGroups
 from sharding.engine.transport import PendingAllGather, Transport, transport_between
 from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
 from sharding.errors import TransferError
@@ -50,10 +50,10 @@ class ParamGroup(ABC):
     """See the rules at the top of this file."""
 
     def __init__(
-        self, parameters: list[Parameter], sharing: Sharing, precision: Precision, number: int
+        self, parameters: list[Parameter], groups: HybridGroups, precision: Precision, number: int
     ) -> None:
         self.parameters = parameters
-        self.sharing = sharing
+        self.groups = groups
         self.precision = precision
         self.number = number
         """Counts the groups of a process group, the same on all ranks."""
@@ -93,7 +93,7 @@ class ParamGroup(ABC):
         self._grad_hooks = GradHooks(self.gradient_arrived)
         self._wanted = 0
         """How many of the unsharded parameters require a gradient."""
-        self._replica_sums = ReplicaSums(sharing.replicas)
+        self._replica_sums = ReplicaSums(groups.replicate)
         self._kept_gradients = KeptGradients(len(parameters))
 
     # The kinds of group implement these.
@@ -275,7 +275,7 @@ class ParamGroup(ABC):
     def keep_part(self, size: int) -> None:
         """Before a release: keep this rank's part among `size` ranks for the next all-gather."""
         if self.is_unsharded and self.buffer is not None and len(self.holders) <= 1:
-            self._kept = KeptPart.of(self.buffer, self.sharing.peers.part(size))
+            self._kept = KeptPart.of(self.buffer, self.groups.shard.part(size))
 
     def drop_kept(self) -> None:
         """Forget a kept part: the next all-gather reads the shards."""
@@ -302,7 +302,7 @@ class ParamGroup(ABC):
     def _settled(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
         if self._packing is None or self._transport is None:
             self._packing = self._pack()
-            self._transport = transport_between(self.sharing.peers, self.device)
+            self._transport = transport_between(self.groups.shard, self.device)
         return self._packing, self._transport
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
@@ -312,12 +312,12 @@ class ParamGroup(ABC):
         self.buffer.allocate()
         if self._kept is not None:
             kept, self._kept = self._kept, None
-            among = transport_between(kept.peers, self.device)
+            among = transport_between(kept.shard_group, self.device)
             item = self._next_item(Purpose.REGATHER)
             return batch.add(among, kept.part, kept.places(self.buffer), item)
         if not self._needs_gathering(self.buffer):
             return _Nothing()
-        mine = self.buffer.cut(packing.spans(self.sharing.peers.rank), self._outgoing(self.dtype))
+        mine = self.buffer.cut(packing.spans(self.groups.shard.rank), self._outgoing(self.dtype))
         item = self._next_item(Purpose.GATHER)
         return batch.add(transport, mine, self.buffer.places(packing), item)
 
@@ -394,7 +394,7 @@ class ParamGroup(ABC):
         present = [0] * len(self.parameters)
         gradients = self._flat_gradients(present)
         flags = torch.tensor(present, dtype=self.reduce_dtype, device=self.device)
-        before, after = divisors(self.sharing.size, self.reduce_dtype, self.divide)
+        before, after = divisors(self.groups.size, self.reduce_dtype, self.divide)
         if before != 1:
             torch._foreach_div_(gradients, before)
         parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
@@ -429,7 +429,7 @@ class ParamGroup(ABC):
         assert isinstance(packing, ChunkPacking)
         return [
             [flat[lo:hi] for flat, (lo, hi) in zip(gradients, packing.cuts(rank), strict=True)]
-            for rank in range(self.sharing.peers.size)
+            for rank in range(self.groups.shard.size)
         ]
 
     def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:

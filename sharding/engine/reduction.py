@@ -13,7 +13,7 @@ from sharding.comm_hooks import predivide_factor
 from sharding.engine.composition import Composition, Item
 from sharding.engine.dtensors import local_of
 from sharding.engine.parameter import Parameter
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 from sharding.engine.transport import PendingReduceScatter, Transport, transport_between
 
 
@@ -83,7 +83,7 @@ class Finished:
 class ReplicaSums:
     """The sums of one shard's gradients over the ranks that hold the same shard."""
 
-    def __init__(self, replicas: Peers) -> None:
+    def __init__(self, replicas: ShardGroup) -> None:
         self._replicas = replicas
         self._transport: Transport | None = None
         self._waiting: list[torch.Tensor] = []

@@ -6,7 +6,7 @@ point messages overload; `p2p`, the default with gloo. It must be the same on al
 ranks of a gloo group (`reshard_after_forward=2`) always use messages: collectives would need a
 group of their own, which torch makes reliably only where all ranks of the default group take part.
 
-Every method is called by all ranks of the peers, in the same order, with the same sizes and the
+All ranks of the shard group call every method, in the same order, with the same sizes and the
 same composition, which says what the call carries. Messages of unlike compositions never meet;
 collectives take part in whatever others call, and find a difference afterwards.
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sharding.engine.collectives import CollectiveTransport
 from sharding.engine.composition import Composition
 from sharding.engine.p2p import P2PTransport
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 
 
 class PendingAllGather(Protocol):
@@ -43,9 +43,9 @@ class PendingReduceScatter(Protocol):
 
 
 class Transport(Protocol):
-    """Between the ranks of `peers`. All tensors are contiguous and of one dimension and dtype."""
+    """Between the ranks of `shard_group`. All tensors are contiguous and of one dimension and dtype."""
 
-    peers: Peers
+    shard_group: ShardGroup
 
     def all_gather(
         self,
@@ -67,7 +67,7 @@ class Transport(Protocol):
         ...
 
 
-def transport_between(peers: Peers, device: torch.device) -> Transport:
+def transport_between(shard_group: ShardGroup, device: torch.device) -> Transport:
     """The fastest way between these ranks for tensors on this device, unless another is asked for.
 
     Raises ValueError where the way asked for does not exist.
@@ -78,15 +78,15 @@ def transport_between(peers: Peers, device: torch.device) -> Transport:
             f"SHARDING_TRANSPORT={asked!r}: there are 'p2p' and 'collectives'; unset it for "
             "the faster of them"
         )
-    if peers.group is None:
-        return P2PTransport(peers)
-    by_message = "gloo" in str(dist.get_backend(peers.group)) and device.type == "cpu"
+    if shard_group.group is None:
+        return P2PTransport(shard_group)
+    by_message = "gloo" in str(dist.get_backend(shard_group.group)) and device.type == "cpu"
     if asked == "p2p" and not by_message:
         raise ValueError(
             f"SHARDING_TRANSPORT='p2p' needs gloo and tensors in host memory, not "
-            f"{dist.get_backend(peers.group)} and {device}; unset it"
+            f"{dist.get_backend(shard_group.group)} and {device}; unset it"
         )
-    is_part = peers.size < dist.get_world_size(peers.group)
+    is_part = shard_group.size < dist.get_world_size(shard_group.group)
     if by_message and (is_part or asked != "collectives"):
-        return P2PTransport(peers)
-    return CollectiveTransport(peers)
+        return P2PTransport(shard_group)
+    return CollectiveTransport(shard_group)

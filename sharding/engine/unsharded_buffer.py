@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, Span, chunk, slabs
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 
 SLAB_BYTES = 28 << 20
 """Smaller ones leave more holes between them: more memory, and no time gained."""
@@ -140,17 +140,19 @@ class KeptPart:
 
     part: list[torch.Tensor]
     """Flat."""
-    peers: Peers
+    shard_group: ShardGroup
 
     @classmethod
-    def of(cls, buffer: UnshardedBuffer, peers: Peers) -> KeptPart:
-        """A copy of one of `peers.size` equal parts of a buffer."""
-        span = chunk(buffer.numel, peers.size, peers.rank)
-        return cls([part.clone() for part in buffer.parts([span])], peers)
+    def of(cls, buffer: UnshardedBuffer, shard_group: ShardGroup) -> KeptPart:
+        """A copy of this rank's part of a buffer that is divided evenly."""
+        span = chunk(buffer.numel, shard_group.size, shard_group.rank)
+        return cls([part.clone() for part in buffer.parts([span])], shard_group)
 
     def places(self, buffer: UnshardedBuffer) -> list[list[torch.Tensor]]:
-        """By rank of the peers, the ranges of a buffer that its part fills."""
-        spans = [chunk(buffer.numel, self.peers.size, r) for r in range(self.peers.size)]
+        """By rank of the shard group, the ranges of a buffer that its part fills."""
+        spans = [
+            chunk(buffer.numel, self.shard_group.size, r) for r in range(self.shard_group.size)
+        ]
         return [buffer.parts([span]) for span in spans]
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from sharding.engine.composition import Composition
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 from sharding.errors import TransferError
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ class Missed:
     dtype: torch.dtype
 
 
-def report(peers: Peers, missed: Missed, error: BaseException) -> TransferError:
+def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> TransferError:
     """The error for a rank whose exchange failed; it names this rank, the other, and both waits.
 
     No collective: whoever fails calls it. It takes `ANSWER_SECONDS` where another rank is silent.
     """
-    group = peers.group
+    group = shard_group.group
     assert group is not None
     here, other = dist.get_rank(), dist.get_global_rank(group, missed.member)
     way = "from" if missed.is_incoming else "to"
@@ -80,31 +80,33 @@ def report(peers: Peers, missed: Missed, error: BaseException) -> TransferError:
         f"{missed.composition} for {missed.nbytes:,} bytes of {_word(missed.dtype)} {way} rank "
         f"{other}"
     )
-    told = _told_by_others(peers, missed.composition, waited, other)
+    told = _told_by_others(shard_group, missed.composition, waited, other)
     return TransferError(
         f"rank {here} waited in {waited}, in vain ({_first_line(error)}). {told} {_ADVICE}"
     )
 
 
-def report_unlike(peers: Peers, composition: Composition) -> TransferError:
+def report_unlike(shard_group: ShardGroup, composition: Composition) -> TransferError:
     """The error for a rank that found, in a collective, that others did not take part in the same.
 
     No collective. All ranks of the group find it, and call this.
     """
-    told = _told_by_others(peers, composition, f"{composition}", None)
+    told = _told_by_others(shard_group, composition, f"{composition}", None)
     return TransferError(
         f"rank {dist.get_rank()} took part in {composition}, and another rank in another "
         f"collective, now or since the last reduction; its result is not used. {told} {_ADVICE}"
     )
 
 
-def _told_by_others(peers: Peers, composition: Composition, waited: str, other: int | None) -> str:
+def _told_by_others(
+    shard_group: ShardGroup, composition: Composition, waited: str, other: int | None
+) -> str:
     """What other ranks wait for, in sentences: the one missed and some more."""
-    assert peers.group is not None
-    note = Note(peers.group.group_name, waited, composition.digest.hex())
+    assert shard_group.group is not None
+    note = Note(shard_group.group.group_name, waited, composition.digest.hex())
     asked = [] if other is None else [other]
-    for index in peers.others[:MOST_ASKED]:
-        rank = dist.get_global_rank(peers.group, peers.members[index])
+    for index in shard_group.others[:MOST_ASKED]:
+        rank = dist.get_global_rank(shard_group.group, shard_group.members[index])
         asked += [] if rank == other else [rank]
     notes = _exchanged(dist.get_rank(), asked, note)
     return " ".join(_told(rank, notes.get(rank), note) for rank in asked)

@@ -79,7 +79,7 @@ def by_rows(
             results.append(_wrapped(param_group, part.index, target, mesh))
             yield Move(part.name, part.local, flat, target, rows)
 
-    redistribute(moves(), group=param_group.sharing.peers.group)
+    redistribute(moves(), group=param_group.groups.shard.group)
     return results
 
 
@@ -100,11 +100,11 @@ def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held
             )
             for part, held in pairs
         ),
-        group=param_group.sharing.peers.group,
+        group=param_group.groups.shard.group,
     )
 
 
-def held_among_peers(
+def held_in_shard_group(
     param_group: FlatParamGroup,
     index: int,
     tensor: torch.Tensor,
@@ -144,12 +144,14 @@ def unsharded_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
 
 def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
     """Of a parameter, among the ranks that share: cut flat, and by rows."""
-    slot, peers = param_group.packing.slots[index], param_group.sharing.peers
-    if peers.group is None:
+    slot, shard_group = param_group.packing.slots[index], param_group.groups.shard
+    if shard_group.group is None:
         alone = Mesh.grid((), (), dist.get_rank())
         return Layout(slot.shape, alone, ()), Layout(slot.shape, alone, ())
-    ranks = dist.get_process_group_ranks(peers.group)
-    mesh = Mesh.of_ranks(("shard",), (peers.size,), [ranks[member] for member in peers.members])
+    ranks = dist.get_process_group_ranks(shard_group.group)
+    mesh = Mesh.of_ranks(
+        ("shard",), (shard_group.size,), [ranks[member] for member in shard_group.members]
+    )
     divided = param_group.is_divided and slot.numel > 0
     flat: Placement = (
         FlatShard(slot.at, param_group.packing.shard_numel) if divided else Everywhere()
@@ -198,18 +200,18 @@ def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh
 
     Where tensor parallelism has a mesh of which those ranks are a dimension, it is that dimension.
     """
-    peers, replicas = param_group.sharing.peers, param_group.sharing.replicas
+    shard_group, replicas = param_group.groups.shard, param_group.groups.replicate
     if before is not None and replicas.group is None:
         root = root_mesh(before.mesh)
         for axis, name in enumerate(root.mesh_dim_names or ()):
-            if root.get_group(axis) == peers.group:
+            if root.get_group(axis) == shard_group.group:
                 return root[name]
-    if replicas.group is None or peers.group is None:
-        return mesh_over(peers.group, param_group.device.type)
-    found = _grids.setdefault(peers.group, WeakKeyDictionary())
+    if replicas.group is None or shard_group.group is None:
+        return mesh_over(shard_group.group, param_group.device.type)
+    found = _grids.setdefault(shard_group.group, WeakKeyDictionary())
     if replicas.group not in found:
         found[replicas.group] = _from_groups(
-            [replicas.group, peers.group], param_group.device.type, ("replicate", "shard")
+            [replicas.group, shard_group.group], param_group.device.type, ("replicate", "shard")
         )
     return found[replicas.group]
 

@@ -28,8 +28,8 @@ from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatForm, FlatParamGroup
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
-from sharding.engine.peers import Sharing
 from sharding.engine.runtime import attach
+from sharding.engine.shard_group import HybridGroups
 from sharding.engine.unit import UNIT, Unit, UnitPolicy, units_of
 from sharding.fsdp1.strategies import KEEPS_AFTER_FORWARD
 from sharding.materialize import broadcast_states, check_reachable, materialize, own_modules
@@ -41,7 +41,7 @@ class FlatSettings:
     """What a user chose for a unit with flat parameters."""
 
     strategy: ShardingStrategy
-    sharing: Sharing
+    groups: HybridGroups
     use_orig_params: bool
     offload: bool = False
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -63,9 +63,9 @@ def make_flat_unit(
     `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
     groups call it.
     """
-    sharing = settings.sharing
+    groups = settings.groups
     ignored_params, ignored_modules = settings.ignored_params, settings.ignored_modules
-    given = device_given(settings.device_id, sharing.peers.rank)
+    given = device_given(settings.device_id, groups.shard.rank)
     inner = {part for unit in units_of((module,)) for part in unit.modules}
     own = list(own_modules(module, ignored_modules, inner))
     found = list(free_parameters((module,), ignored_params, ignored_modules))
@@ -87,8 +87,8 @@ def make_flat_unit(
         warn_of_host_memory(parameters, compute)
     if settings.sync_module_states:
         states: list[torch.Tensor] = [p.detach() for p in parameters] + buffers
-        check_reachable(states, sharing)
-        broadcast_states(states, sharing)
+        check_reachable(states, groups)
+        broadcast_states(states, groups)
     param_groups, borrowed = _param_groups(found, module, settings, compute)
     unit = Unit((owner,), param_groups, borrowed, _policy(settings), prepare)
     attach(unit)
@@ -100,7 +100,7 @@ def _param_groups(
     found: Iterable[Found], module: nn.Module, settings: FlatSettings, compute: torch.device
 ) -> tuple[list[ParamGroup], list[ParamGroup]]:
     """The unit's parameter groups, and those of other units that it uses besides."""
-    sharing = settings.sharing
+    groups = settings.groups
     own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     borrowed: dict[int, ParamGroup] = {}
     for each in found:
@@ -122,7 +122,7 @@ def _param_groups(
     for number, entries in enumerate(own.values()):
         name = "_flat_param" if number == 0 else f"_flat_param_{number}"
         form = FlatForm(settings.use_orig_params, module, name, unsafe)
-        param_group = FlatParamGroup(entries, sharing, precision, sharing.next_number(), form)
+        param_group = FlatParamGroup(entries, groups, precision, groups.next_number(), form)
         param_group.compute_device = compute
         if settings.offload and compute.type != "cpu":
             param_group.flat.data = param_group.flat.data.cpu()

@@ -31,7 +31,13 @@ from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.errors import ShardingError
-from sharding.fsdp1.flat_states import FlatPart, Held, fill_parts, held_among_peers, unsharded_shape
+from sharding.fsdp1.flat_states import (
+    FlatPart,
+    Held,
+    fill_parts,
+    held_in_shard_group,
+    unsharded_shape,
+)
 from sharding.reshard.redistribute import Move, redistribute
 from sharding.torch_versions import cut
 
@@ -82,10 +88,10 @@ class RowLoading:
         def reading() -> _Given:
             return self._given(flat, strict, missing, errors)
 
-        if param_group.sharing.peers.group is None:
+        if param_group.groups.shard.group is None:
             given = reading()
         else:
-            ranks = Ranks(param_group.sharing.peers.group)
+            ranks = Ranks(param_group.groups.shard.group)
             given, agreement = ranks.compare(
                 "reading a sharded state dict", reading, lambda found: (found.mark(),), 1
             )
@@ -142,7 +148,7 @@ class RowLoading:
             if not is_spread or (before is not None and value.device_mesh == before.mesh):
                 given.full.append((part, value))
                 continue
-            held = held_among_peers(param_group, index, value, key, self.mesh)
+            held = held_in_shard_group(param_group, index, value, key, self.mesh)
             if held is None:
                 given.spread.append((part, value))
             else:

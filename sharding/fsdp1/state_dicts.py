@@ -148,8 +148,8 @@ class _Hooks:
         config, settings = self._settings.state_dict_config, self._door.settings
         if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
             return True
-        sharing = settings.sharing
-        return sharing.peers.rank == 0 and sharing.replicas.rank == 0
+        groups = settings.groups
+        return groups.shard.rank == 0 and groups.replicate.rank == 0
 
     # Making one.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.engine.peers import Peers, Sharing
+from sharding.engine.shard_group import HybridGroups, ShardGroup
 from sharding.group_references import release_with_groups
 from sharding.policies import ShardingStrategy
 
@@ -59,15 +59,15 @@ def chosen_groups(
     return _by_node()
 
 
-def sharing_of(strategy: ShardingStrategy, groups: Groups) -> Sharing:
+def hybrid_groups_of(strategy: ShardingStrategy, groups: Groups) -> HybridGroups:
     """Who shares and who replicates."""
     if isinstance(groups, tuple):
         to_shard, to_replicate = groups
-        replicas = Peers.alone() if to_replicate is None else Peers.of(to_replicate)
-        return Sharing(Peers.of(to_shard), replicas)
+        replicas = ShardGroup.alone() if to_replicate is None else ShardGroup.of(to_replicate)
+        return HybridGroups(ShardGroup.of(to_shard), replicas)
     if strategy is ShardingStrategy.NO_SHARD:
-        return Sharing(Peers.alone(), Peers.of(groups))
-    return Sharing(Peers.of(groups), Peers.alone())
+        return HybridGroups(ShardGroup.alone(), ShardGroup.of(groups))
+    return HybridGroups(ShardGroup.of(groups), ShardGroup.alone())
 
 
 def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:

@@ -115,7 +115,7 @@ def _is_ours(module: nn.Module) -> bool:
 def _group_of(door: FrontDoor) -> ProcessGroup | None:
     if door.settings.strategy in HYBRID or not door.unit.param_groups:
         return None
-    return door.unit.param_groups[0].sharing.group
+    return door.unit.param_groups[0].groups.group
 
 
 def _door_of(module: nn.Module) -> FrontDoor | None:

@@ -69,11 +69,11 @@ class UnshardedParameters:
         """The shards, and gradients, are this rank's parts of these; or of the first rank's."""
         param_group, buffer = self._param_group, self._buffer
         if from_first:
-            for peers in (param_group.sharing.peers, param_group.sharing.replicas):
-                if peers.group is not None:
-                    first = dist.get_global_rank(peers.group, 0)
-                    dist.broadcast(buffer.raw, first, group=peers.group)
-        [(lo, hi)] = param_group.packing.spans(param_group.sharing.peers.rank)
+            for shard_group in (param_group.groups.shard, param_group.groups.replicate):
+                if shard_group.group is not None:
+                    first = dist.get_global_rank(shard_group.group, 0)
+                    dist.broadcast(buffer.raw, first, group=shard_group.group)
+        [(lo, hi)] = param_group.packing.spans(param_group.groups.shard.rank)
         with torch.no_grad():
             param_group.flat.data.copy_(buffer.raw[lo:hi])
         for index, unsharded in enumerate(self._gradients or ()):
@@ -85,7 +85,7 @@ class UnshardedParameters:
 
 def is_first(param_group: FlatParamGroup) -> bool:
     """True on the first of all ranks that share and replicate."""
-    return param_group.sharing.peers.rank == 0 and param_group.sharing.replicas.rank == 0
+    return param_group.groups.shard.rank == 0 and param_group.groups.replicate.rank == 0
 
 
 def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:

@@ -26,7 +26,13 @@ from sharding.fsdp1.entry_point import (
 from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import hook_state_dicts, settings_of, with_settings
-from sharding.fsdp1.strategies import HYBRID, Groups, chosen_groups, settled_strategy, sharing_of
+from sharding.fsdp1.strategies import (
+    HYBRID,
+    Groups,
+    chosen_groups,
+    hybrid_groups_of,
+    settled_strategy,
+)
 from sharding.fsdp1.summon import summoned
 from sharding.fsdp1.torch_state_dict import connect
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
@@ -149,7 +155,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         settled = settled_strategy(sharding_strategy, groups)
         settings = FlatSettings(
             strategy=settled,
-            sharing=sharing_of(settled, groups),
+            groups=hybrid_groups_of(settled, groups),
             use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),
@@ -191,7 +197,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     @property
     def process_group(self) -> Any:
         """The ranks that it is sharded over, or replicated over where it is not sharded."""
-        return self._unit.param_groups[0].sharing.group if self._unit.param_groups else None
+        return self._unit.param_groups[0].groups.group if self._unit.param_groups else None
 
     @property
     def params(self) -> list[FlatParameter]:

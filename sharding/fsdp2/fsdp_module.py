@@ -82,7 +82,7 @@ class FSDPModule:
     ) -> None:
         """Set whether forward frees the unsharded parameters; a number as in `fully_shard`."""
         units = _units(self, recurse)
-        settings = [reshard_setting(reshard_after_forward, _peers(unit)) for unit in units]
+        settings = [reshard_setting(reshard_after_forward, _shard_group(unit)) for unit in units]
         for unit, setting in zip(units, settings, strict=True):
             unit.policy = replace(unit.policy, reshard_after_forward=setting)
 
@@ -207,9 +207,9 @@ def _units_given(modules: Iterable[object]) -> tuple[Unit, ...]:
     return tuple(_unit(module) for module in modules)
 
 
-def _peers(unit: Unit) -> int:
+def _shard_group(unit: Unit) -> int:
     """Over how many ranks a unit's own parameters are sharded."""
-    return unit.param_groups[0].sharing.peers.size if unit.param_groups else 1
+    return unit.param_groups[0].groups.shard.size if unit.param_groups else 1
 
 
 def _units(module: object, recurse: bool) -> list[Unit]:

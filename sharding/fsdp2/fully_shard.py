@@ -101,7 +101,7 @@ def fully_shard(
     if mesh is None:
         mesh = init_device_mesh(_device_type(), (dist.get_world_size(),))
     placing = MeshGroups.of(mesh)
-    reshard = reshard_setting(reshard_after_forward, placing.sharing.peers.size)
+    reshard = reshard_setting(reshard_after_forward, placing.groups.shard.size)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     free = list(free_parameters(modules, ignored_params or ()))
     taken = [found for found in free if found.borrowed is None]
@@ -116,7 +116,7 @@ def fully_shard(
         alike.setdefault((entry.sharded.dtype, entry.sharded.requires_grad), []).append(entry)
     param_groups: list[ParamGroup] = []
     for together in alike.values():
-        param_group = ChunkParamGroup(together, placing, mp_policy, placing.sharing.next_number())
+        param_group = ChunkParamGroup(together, placing, mp_policy, placing.groups.next_number())
         param_groups.append(param_group)
         for entry in together:
             entry.param_group = param_group

@@ -196,8 +196,8 @@ def parts_kept() -> None:
     assert live(model) == [0] * UNITS
     for param_group in param_groups(model):
         assert param_group._kept is not None
-        kept, peers = param_group._kept.part, param_group._kept.peers
-        assert peers.members in ((0, 1), (2, 3))
+        kept, shard_group = param_group._kept.part, param_group._kept.shard_group
+        assert shard_group.members in ((0, 1), (2, 3))
         assert abs(sum(part.nbytes for part in kept) - UNIT_BYTES / 2) <= 64
     loss.backward()
     assert all(param_group._kept is None for param_group in param_groups(model))

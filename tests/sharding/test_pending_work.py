@@ -16,7 +16,7 @@ from sharding import fully_shard
 from sharding.engine.composition import Composition, Item, Purpose
 from sharding.engine.p2p import P2PExchange, P2PTransport
 from sharding.engine.packing import ChunkPacking, pack
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 from sharding.engine.unsharded_buffer import UnshardedBuffer
 
 NUMEL = 1 << 16
@@ -46,12 +46,12 @@ def gather_with_nobody(model: Any) -> None:
 
 def miss_one() -> None:
     """Rank 1 ends. Rank 2 sends when rank 0 has given up; then they exchange something else."""
-    rank, peers = dist.get_rank(), Peers.of(dist.group.WORLD)
+    rank, shard_group = dist.get_rank(), ShardGroup.of(dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
     model: Any = fully_shard(nn.Linear(64, 64))
     model(torch.ones(2, 64)).sum().backward()
     mine = [torch.full((NUMEL,), float(rank))]
-    exchange, (_, places) = P2PExchange(peers, carried(1)), buffer_of(3)
+    exchange, (_, places) = P2PExchange(shard_group, carried(1)), buffer_of(3)
     if rank == 0:
         for other in (1, 2):
             exchange.receive(places[other], other)
@@ -68,7 +68,7 @@ def miss_one() -> None:
         exchange.wait()
     del exchange
     _, places = buffer_of(2)
-    P2PTransport(Peers(peers.reference, (0, 2), rank // 2)).all_gather(
+    P2PTransport(ShardGroup(shard_group.reference, (0, 2), rank // 2)).all_gather(
         mine, places, carried(2)
     ).wait()
     assert [place.unique().tolist() for [place] in places] == [[0.0], [2.0]]
@@ -86,10 +86,10 @@ def interrupted(number: int, frame: FrameType | None) -> None:
 
 def interrupt() -> list[list[float]]:
     """Rank 1 sends rank 0 a signal, and then what it waits for."""
-    rank, peers = dist.get_rank(), Peers.of(dist.group.WORLD)
+    rank, shard_group = dist.get_rank(), ShardGroup.of(dist.group.WORLD)
     store = dist.PrefixStore("interrupt", dist.distributed_c10d._get_default_store())
     _, places = buffer_of(2)
-    transport, mine = P2PTransport(peers), [torch.full((NUMEL,), float(rank))]
+    transport, mine = P2PTransport(shard_group), [torch.full((NUMEL,), float(rank))]
     if rank == 1:
         os.kill(int(store.get("waiting")), signal.SIGUSR1)
         transport.all_gather(mine, places, carried(3)).wait()

@@ -24,7 +24,7 @@ from sharding import (
     fully_shard,
 )
 from sharding.comm_hooks import DefaultState
-from sharding.engine.peers import Peers
+from sharding.engine.shard_group import ShardGroup
 from sharding.errors import DestroyedGroupError
 from sharding.sharded_grad_scaler import ShardedGradScaler
 
@@ -121,10 +121,10 @@ def test_no_group_outlives_its_end_though_model_optimizer_and_states_do(
 
 def test_the_ranks_of_a_destroyed_group_are_an_error_that_says_so() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    peers, state = Peers.of(dist.group.WORLD), DefaultState(dist.group.WORLD)
-    assert peers.group is state.process_group is dist.group.WORLD
+    shard_group, state = ShardGroup.of(dist.group.WORLD), DefaultState(dist.group.WORLD)
+    assert shard_group.group is state.process_group is dist.group.WORLD
     dist.destroy_process_group()
-    for of in (lambda: peers.group, lambda: state.process_group):
+    for of in (lambda: shard_group.group, lambda: state.process_group):
         with pytest.raises(DestroyedGroupError, match=r"has been destroyed.*shard the modules"):
             of()
 

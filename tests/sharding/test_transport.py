@@ -25,11 +25,11 @@ from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.engine.collectives import CollectiveTransport
 from sharding.engine.composition import Composition, Item, Purpose
 from sharding.engine.p2p import SMALL_BYTES, P2PTransport
-from sharding.engine.peers import Peers, Sharing
+from sharding.engine.shard_group import HybridGroups, ShardGroup
 from sharding.engine.transport import Transport, transport_between
 from sharding.engine.unit import units_of
 
-WAYS: list[Callable[[Peers], Transport]] = [P2PTransport, CollectiveTransport]
+WAYS: list[Callable[[ShardGroup], Transport]] = [P2PTransport, CollectiveTransport]
 CPU = torch.device("cpu")
 LARGE = SMALL_BYTES // 4 + 3
 """Elements of a tensor that does not travel with others."""
@@ -56,9 +56,9 @@ SIZES = [
 
 
 def gathered(way: str) -> None:
-    peers = Peers.of(dist.group.WORLD)
-    rank, size = peers.rank, peers.size
-    transport = WAYS[["p2p", "collectives"].index(way)](peers)
+    shard_group = ShardGroup.of(dist.group.WORLD)
+    rank, size = shard_group.rank, shard_group.size
+    transport = WAYS[["p2p", "collectives"].index(way)](shard_group)
     for turn, sizes in enumerate(SIZES):
         places = [[torch.full((n,), -1.0) for n in sizes[r]] for r in range(size)]
         transport.all_gather(
@@ -70,9 +70,9 @@ def gathered(way: str) -> None:
 
 
 def reduced(way: str) -> None:
-    peers = Peers.of(dist.group.WORLD)
-    rank, size = peers.rank, peers.size
-    transport = WAYS[["p2p", "collectives"].index(way)](peers)
+    shard_group = ShardGroup.of(dist.group.WORLD)
+    rank, size = shard_group.rank, shard_group.size
+    transport = WAYS[["p2p", "collectives"].index(way)](shard_group)
     for turn, sizes in enumerate(SIZES):
         parts = [numbers(rank, sizes[r], to=1 + r) for r in range(size)]
         copies = [[part.clone() for part in of_rank] for of_rank in parts]
@@ -94,14 +94,14 @@ def reduced(way: str) -> None:
 
 
 def reduced_to_all(way: str) -> None:
-    peers = Peers.of(dist.group.WORLD)
-    transport = WAYS[["p2p", "collectives"].index(way)](peers)
+    shard_group = ShardGroup.of(dist.group.WORLD)
+    transport = WAYS[["p2p", "collectives"].index(way)](shard_group)
     for turn, numel in enumerate((0, 1, 2, 5, 1001, LARGE * 4)):
-        flat = numbers(peers.rank, [numel])[0]
+        flat = numbers(shard_group.rank, [numel])[0]
         transport.all_reduce(flat, turn_of(Purpose.REPLICATE, turn))
-        total = sum(numbers(r, [numel])[0] for r in range(peers.size))
+        total = sum(numbers(r, [numel])[0] for r in range(shard_group.size))
         torch.testing.assert_close(flat, total)
-        others = [torch.empty_like(flat) for _ in range(peers.size)]
+        others = [torch.empty_like(flat) for _ in range(shard_group.size)]
         dist.all_gather(others, flat)
         assert all(torch.equal(flat, other) for other in others)
 
@@ -115,26 +115,26 @@ def test_both_ways_gather_and_sum_alike(clusters: Callable, way: str, world_size
 
 def many_on_their_way() -> None:
     """Turns that overlap, awaited in another order than they were started in."""
-    peers = Peers.of(dist.group.WORLD)
-    transport = P2PTransport(peers)
+    shard_group = ShardGroup.of(dist.group.WORLD)
+    transport = P2PTransport(shard_group)
     sizes = [3, LARGE, 1]
     started = []
     for turn in range(8):
-        places = [[torch.zeros(n) for n in sizes] for _ in range(peers.size)]
-        mine = [tensor + turn for tensor in numbers(peers.rank, sizes)]
+        places = [[torch.zeros(n) for n in sizes] for _ in range(shard_group.size)]
+        mine = [tensor + turn for tensor in numbers(shard_group.rank, sizes)]
         gathering = transport.all_gather(mine, places, turn_of(Purpose.GATHER, 100 + turn))
         summing = transport.reduce_scatter(
-            [[t + turn for t in mine] for _ in range(peers.size)],
+            [[t + turn for t in mine] for _ in range(shard_group.size)],
             turn_of(Purpose.REDUCE, 100 + turn),
         )
         started.append((turn, gathering, places, summing))
     for turn, gathering, places, summing in reversed(started):
         sums = summing.wait()
         gathering.wait()
-        for rank in range(peers.size):
+        for rank in range(shard_group.size):
             for place, value in zip(places[rank], numbers(rank, sizes), strict=True):
                 assert torch.equal(place, value + turn)
-        total = sum(numbers(rank, sizes)[1] + 2 * turn for rank in range(peers.size))
+        total = sum(numbers(rank, sizes)[1] + 2 * turn for rank in range(shard_group.size))
         torch.testing.assert_close(sums[1], total)
 
 
@@ -181,14 +181,14 @@ def test_a_user_may_ask_for_the_librarys_collectives(clusters: Callable) -> None
 def asked_wrongly() -> None:
     with asked_for("pigeons"), pytest.raises(ValueError, match="SHARDING_TRANSPORT='pigeons'"):
         sharded(blocks())(batch(0, 4, 7))
-    peers = Peers.of(dist.group.WORLD)
+    shard_group = ShardGroup.of(dist.group.WORLD)
     with asked_for("p2p"):
-        assert isinstance(transport_between(peers, CPU), P2PTransport)
+        assert isinstance(transport_between(shard_group, CPU), P2PTransport)
         with pytest.raises(ValueError, match="needs gloo and tensors in host memory"):
-            transport_between(peers, torch.device("meta"))
-    assert isinstance(transport_between(peers, CPU), P2PTransport)
-    assert isinstance(transport_between(peers, torch.device("meta")), CollectiveTransport)
-    assert isinstance(transport_between(Peers.alone(), CPU), P2PTransport)
+            transport_between(shard_group, torch.device("meta"))
+    assert isinstance(transport_between(shard_group, CPU), P2PTransport)
+    assert isinstance(transport_between(shard_group, torch.device("meta")), CollectiveTransport)
+    assert isinstance(transport_between(ShardGroup.alone(), CPU), P2PTransport)
 
 
 def test_a_way_that_does_not_exist_is_refused(clusters: Callable) -> None:
@@ -198,17 +198,17 @@ def test_a_way_that_does_not_exist_is_refused(clusters: Callable) -> None:
 def outsider() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 1:
-        peers = Peers(ref(dist.group.WORLD), (0, 1), 1)
-        assert peers.others == [0]
+        shard_group = ShardGroup(ref(dist.group.WORLD), (0, 1), 1)
+        assert shard_group.others == [0]
     else:
-        assert Peers.of(group).size == 1
+        assert ShardGroup.of(group).size == 1
     with pytest.raises(ValueError, match="at least one process group"):
-        Sharing(Peers.alone(), Peers.alone()).group  # noqa: B018
-    four = Peers(None, (4, 5, 6, 7), 2)
+        HybridGroups(ShardGroup.alone(), ShardGroup.alone()).group  # noqa: B018
+    four = ShardGroup(None, (4, 5, 6, 7), 2)
     assert four.others == [3, 0, 1]
-    assert four.part(2) == Peers(None, (6, 7), 0)
+    assert four.part(2) == ShardGroup(None, (6, 7), 0)
     assert four.part(4) == four
-    assert four.part(1) == Peers(None, (6,), 0)
+    assert four.part(1) == ShardGroup(None, (6,), 0)
 
 
 def test_peers_are_divided_into_runs(clusters: Callable) -> None:

@@ -21,7 +21,7 @@ _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class ShardGroup:
     """The ranks of a group, or some of them, and which of them this process is."""
 
     reference: GroupReference | None
@@ -32,12 +32,12 @@ class Peers:
     """This process' index in `members`."""
 
     @classmethod
-    def of(cls, group: ProcessGroup) -> Peers:
+    def of(cls, group: ProcessGroup) -> ShardGroup:
         """All ranks of a group."""
         return cls(ref(group), tuple(range(dist.get_world_size(group))), dist.get_rank(group))
 
     @classmethod
-    def alone(cls) -> Peers:
+    def alone(cls) -> ShardGroup:
         """This process and no other: nothing is divided."""
         return cls(None, (0,), 0)
 
@@ -56,29 +56,29 @@ class Peers:
         """The other indices, beginning behind this one so that not all turn to one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def part(self, size: int) -> Peers:
+    def part(self, size: int) -> ShardGroup:
         """Those of the same run of `size` as this process: all are divided into such runs."""
         first = self.rank // size * size
-        return Peers(self.reference, self.members[first : first + size], self.rank - first)
+        return ShardGroup(self.reference, self.members[first : first + size], self.rank - first)
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class HybridGroups:
     """Over which ranks a unit is sharded, and over which it is replicated besides."""
 
-    peers: Peers
-    replicas: Peers
+    shard: ShardGroup
+    replicate: ShardGroup
     """The ranks that hold the same shard."""
 
     @property
     def size(self) -> int:
         """Ranks whose gradients are summed."""
-        return self.peers.size * self.replicas.size
+        return self.shard.size * self.replicate.size
 
     @property
     def group(self) -> ProcessGroup:
         """The group that names the unit's messages."""
-        group = self.peers.group or self.replicas.group
+        group = self.shard.group or self.replicate.group
         if group is None:
             raise ValueError("a unit must be shared over at least one process group")
         return group
