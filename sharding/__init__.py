@@ -1,4 +1,4 @@
-"""A sharding runtime with torch's two front doors, and the algebra that says who holds what.
+"""A sharding runtime with torch's two entry points, and the algebra that says who holds what.
 
 `sharding.layout`, the algebra, knows no torch; `sharding.describe.dtensor` describes torch's
 tensors in its terms. The runtime's names are those of `torch.distributed.fsdp` and are imported

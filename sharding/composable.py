@@ -1,4 +1,4 @@
-"""`fully_shard` with flat parameters: the front door that leaves the module and its class alone.
+"""`fully_shard` with flat parameters: the entry point that leaves the module and its class alone.
 
 Torch had a function of this name and form up to 2.5. The function of the same name with a DTensor
 for each parameter is `sharding.fully_shard`.
@@ -14,10 +14,10 @@ from torch import nn
 
 from sharding.clipping import clip_grad_norm
 from sharding.fsdp1.entry_point import (
-    DOOR,
-    FrontDoor,
+    ENTRY_POINT,
+    EntryPoint,
     check_not_sharded,
-    front_door_of,
+    entry_point_of,
     ignored_of,
 )
 from sharding.fsdp1.setup import FlatSettings
@@ -84,7 +84,7 @@ def fully_shard(
             root_kwargs=given,
             ignored_modules=ignored.modules,
             ignored_params=ignored.parameters,
-            is_wrapped=lambda part: front_door_of(part) is not None,
+            is_wrapped=lambda part: entry_point_of(part) is not None,
         )
         auto_wrap(module, plan, fully_shard)
     settled = settled_strategy(strategy, groups)
@@ -101,13 +101,15 @@ def fully_shard(
         ignored_modules=ignored.modules,
         ignored_params=ignored.parameters,
     )
-    door = FrontDoor(module, module, settings, "")
-    module.__dict__[DOOR] = door
-    hook_state_dicts(door)
+    entry_point = EntryPoint(module, module, settings, "")
+    module.__dict__[ENTRY_POINT] = entry_point
+    hook_state_dicts(entry_point)
     connect()
-    module.register_forward_pre_hook(door.hooked_before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(door.forward_hooks.after)
-    door.forward_hooks.hook_errors(module)
+    module.register_forward_pre_hook(
+        entry_point.hooked_before_forward, prepend=True, with_kwargs=True
+    )
+    module.register_forward_hook(entry_point.forward_hooks.after)
+    entry_point.forward_hooks.hook_errors(module)
     return module
 
 
@@ -119,9 +121,9 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     outermost module. (`torch.nn.utils.clip_grad_norm_` would see each rank's parts alone.) Raises
     ValueError where the module was not given to `fully_shard`.
     """
-    door = front_door_of(module)
-    if door is None:
+    entry_point = entry_point_of(module)
+    if entry_point is None:
         raise ValueError(
             f"{type(module).__name__} was not given to sharding.composable.fully_shard"
         )
-    return clip_grad_norm(module, float(max_norm), float(norm_type), door.compute_device)
+    return clip_grad_norm(module, float(max_norm), float(norm_type), entry_point.compute_device)

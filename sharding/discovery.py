@@ -21,7 +21,7 @@ _TIED = "_sharding_entry"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FreeParameter:
     """A parameter and every place in the modules that has it."""
 
     parameter: nn.Parameter
@@ -53,7 +53,7 @@ def free_parameters(
     modules: tuple[nn.Module, ...],
     ignored: Iterable[nn.Parameter] = (),
     ignored_modules: Iterable[nn.Module] = (),
-) -> Iterator[Found]:
+) -> Iterator[FreeParameter]:
     """The parameters that no unit below has yet, in the modules' order."""
     left_out = {id(parameter) for parameter in ignored}
     taken: set[tuple[int, str]] = set()
@@ -61,7 +61,7 @@ def free_parameters(
     for unit in units_of(modules):
         for param_group in unit.param_groups:
             taken |= {(id(owner), key) for owner, key in param_group.places()}
-    found: dict[int, Found] = {}
+    found: dict[int, FreeParameter] = {}
     for root in modules:
         for prefix, part in root.named_modules():
             if part in skipped:
@@ -70,12 +70,12 @@ def free_parameters(
                 if parameter is None or id(parameter) in left_out or (id(part), key) in taken:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
-                entry = found.setdefault(id(parameter), Found(parameter, [], name))
+                entry = found.setdefault(id(parameter), FreeParameter(parameter, [], name))
                 entry.owners.append((part, key))
     yield from found.values()
 
 
-def borrowed_param_group(found: Found) -> ParamGroup | None:
+def borrowed_param_group(found: FreeParameter) -> ParamGroup | None:
     """The parameter group that has a tied parameter already, which gets the new places besides."""
     entry = found.borrowed
     if entry is None or not isinstance(entry.param_group, ParamGroup):

@@ -18,7 +18,7 @@ import torch
 from sharding.engine.unit import Unit
 
 
-class Call:
+class UnitCall:
     """One run of a unit's forward."""
 
     __slots__ = (
@@ -39,7 +39,7 @@ class Call:
         "visible",
     )
 
-    def __init__(self, unit: Unit, run: Run, start: int) -> None:
+    def __init__(self, unit: Unit, run: ForwardPass, start: int) -> None:
         self.unit = unit
         self.run = run
         self.start = start
@@ -61,14 +61,14 @@ class Call:
         """Whether its parameters stay unsharded after forward."""
         self.versions: list[list[int]] = []
         """The version counters of its shards in forward."""
-        self.served: list[tuple[Call, bool]] = []
+        self.served: list[tuple[UnitCall, bool]] = []
         """Calls of other ranks that were gathered with this one; whether they are trained there."""
         self.given: dict[int, tuple[torch.Tensor, int]] = {}
         """By id, the tensors it was given and their versions, while it runs: to tell what it made
         from what it handed on."""
 
 
-class Run:
+class ForwardPass:
     """One run of the root's forward."""
 
     __slots__ = ("calls", "cursor", "differentiable", "open", "started")
@@ -76,27 +76,27 @@ class Run:
     def __init__(self, differentiable: bool) -> None:
         self.differentiable = differentiable
         """Whether the root ran with gradients enabled."""
-        self.calls: list[Call] = []
+        self.calls: list[UnitCall] = []
         """Those that backward may come to, in the order in which they ended."""
         self.started: list[Unit] = []
         """The units in the order in which they began: what to gather ahead the next time."""
         self.cursor = -1
         """The index of the last call that backward has come to."""
-        self.open: list[Call] = []
+        self.open: list[UnitCall] = []
         """Calls that backward has come to and not yet left."""
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: UnitCall) -> None:
         """A call has ended that backward may come to."""
         call.index = len(self.calls)
         self.calls.append(call)
         self.cursor = len(self.calls)
 
-    def skipped(self, index: int) -> list[Call]:
+    def skipped(self, index: int) -> list[UnitCall]:
         """The visible calls that backward would have come to between the last one and this."""
         between = self.calls[index + 1 : self.cursor]
         return [call for call in reversed(between) if call.visible and not call.begun]
 
-    def before(self, call: Call) -> Iterator[Call]:
+    def before(self, call: UnitCall) -> Iterator[UnitCall]:
         """The calls that backward comes to next, in order."""
         for index in range(call.index - 1, -1, -1):
             if self.calls[index].visible:

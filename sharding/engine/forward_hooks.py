@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without its import
 
-from sharding.engine.calls import Call
+from sharding.engine.calls import UnitCall
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.outputs import in_dtype, tensors_in
 from sharding.engine.runtime import Runtime, runtime_of
@@ -55,7 +55,7 @@ class ForwardHooks:
             if not runtime.is_running:
                 runtime.begin_forward()
             self._to_run = set(unit.modules)
-            call = Call(unit, runtime.run, runtime.tick())
+            call = UnitCall(unit, runtime.run, runtime.tick())
             runtime.started(call)
             _begin(call, runtime)
         else:
@@ -98,7 +98,7 @@ class ForwardHooks:
             self._unit.release(runtime.stopped(self._unit))
 
 
-def _begin(call: Call, runtime: Runtime) -> None:
+def _begin(call: UnitCall, runtime: Runtime) -> None:
     """A call's parameters are unsharded, and what follows is on its way."""
     unit = call.unit
     if runtime.in_backward:
@@ -115,7 +115,7 @@ def _begin(call: Call, runtime: Runtime) -> None:
     runtime.prefetch_forward(unit)
 
 
-def _end(call: Call, runtime: Runtime) -> None:
+def _end(call: UnitCall, runtime: Runtime) -> None:
     """A call has ended: it is filed for backward, and its parameters are kept or not."""
     call.end = runtime.tick()
     unit = call.unit
@@ -139,7 +139,7 @@ def _end(call: Call, runtime: Runtime) -> None:
         runtime.end_forward()
 
 
-def _let_go(call: Call) -> None:
+def _let_go(call: UnitCall) -> None:
     """The parameters are sharded again after forward, wholly or over fewer ranks, or stay."""
     unit = call.unit
     reshard = unit.policy.reshard_after_forward
@@ -156,24 +156,24 @@ def _let_go(call: Call) -> None:
 # Where ranks may run different units: see order_check.py.
 
 
-def _agree(call: Call, runtime: Runtime, check: OrderCheck) -> None:
+def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
     """Gather what any rank runs now, in one order; all others than this unit for them."""
     place = runtime.units.index(call.unit)
     others = check.called(call.unit, runtime.units)
     for unit, trained in others:
         if runtime.units.index(unit) < place:
-            served = Call(unit, call.run, runtime.tick())
+            served = UnitCall(unit, call.run, runtime.tick())
             unit.acquire(served)
             _end_served(served, trained, runtime)
     call.unit.acquire(call)
     for unit, trained in others:
         if runtime.units.index(unit) > place:
-            served = Call(unit, call.run, call.start)
+            served = UnitCall(unit, call.run, call.start)
             unit.acquire(served)
             call.served.append((served, trained))
 
 
-def _end_served(call: Call, trained: bool, runtime: Runtime) -> None:
+def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
     """Another rank has run a unit that this one has not: its backward is taken part in."""
     for param_group in call.unit.param_groups:
         param_group.backward.trained_elsewhere |= trained
@@ -185,7 +185,7 @@ def _end_served(call: Call, trained: bool, runtime: Runtime) -> None:
 # What tells that backward comes to a call, and that it has left it.
 
 
-def _note_given(call: Call, given: object, runtime: Runtime, begins: bool) -> None:
+def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -> None:
     """Have the parameters let go where backward leaves this call by one of its inputs.
 
     Those are the inputs of the first of its modules: what the others are given may come from the
@@ -198,7 +198,7 @@ def _note_given(call: Call, given: object, runtime: Runtime, begins: bool) -> No
                 tensor.grad_fn.register_prehook(partial(_left, runtime, call))
 
 
-def _await_backward(call: Call, output: object, runtime: Runtime) -> None:
+def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
     """Have the runtime told when backward comes to what this call made."""
     differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     for tensor in differentiable:
@@ -219,7 +219,7 @@ def _await_backward(call: Call, output: object, runtime: Runtime) -> None:
         call.kept = True  # backward may come by a way that cannot be seen
 
 
-def _hands_out_parameters(call: Call, output: object) -> bool:
+def _hands_out_parameters(call: UnitCall, output: object) -> bool:
     """Whether parameters or views of them are used after forward: then they stay unsharded."""
     unsharded = {
         id(parameter) for param_group in call.unit.used for parameter in param_group.unsharded
@@ -227,13 +227,13 @@ def _hands_out_parameters(call: Call, output: object) -> bool:
     return any(id(t) in unsharded or id(t._base) in unsharded for t in tensors_in(output))
 
 
-def _is_given(call: Call, tensor: torch.Tensor) -> bool:
+def _is_given(call: UnitCall, tensor: torch.Tensor) -> bool:
     """Whether a tensor is one that the call was given, unchanged."""
     given = call.given.get(id(tensor))
     return given is not None and given[1] == tensor._version
 
 
-def _came(runtime: Runtime, call: Call, gradients: object) -> None:
+def _came(runtime: Runtime, call: UnitCall, gradients: object) -> None:
     """What is called before the node that made an output runs backward."""
     if not call.begun:
         call.unit.check_unchanged(call.versions)
@@ -250,6 +250,6 @@ def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
     handle = tensor.register_hook(came)  # type: ignore[no-untyped-call]
 
 
-def _left(runtime: Runtime, call: Call, gradients: object) -> None:
+def _left(runtime: Runtime, call: UnitCall, gradients: object) -> None:
     """What is called before the node that made an input runs backward."""
     runtime.left(call)

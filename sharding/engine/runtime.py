@@ -25,7 +25,7 @@ import torch
 from torch.autograd import Variable
 
 from sharding.engine.batches import PREFETCH_BYTES, ReduceScatters
-from sharding.engine.calls import Call, Run
+from sharding.engine.calls import ForwardPass, UnitCall
 from sharding.engine.names import Names
 from sharding.engine.order_check import OrderCheck
 from sharding.engine.param_group import ParamGroup
@@ -41,18 +41,18 @@ class Runtime:
         self.units = units
         self._names = Names(root)
         self.order_check: OrderCheck | None = None
-        self.running: dict[Unit, list[Call]] = {}
+        self.running: dict[Unit, list[UnitCall]] = {}
         """By unit, the calls that run now, the innermost last; no unit without one."""
         self.pending_recomputes: Counter[Unit] = Counter()
         """By unit, its calls without gradients that a checkpoint may run again."""
-        self.run = Run(False)
+        self.run = ForwardPass(False)
         self._last_run = self.run
         """The run before, by which to gather ahead."""
         self._clock = 0
         self._ending: ref[partial[None]] | None = None
         """Autograd's engine has the only reference to what it calls at the end of a backward: while
         that lives, so does the backward; it ended with an error when this is not None then."""
-        self._reached: list[Run] = []
+        self._reached: list[ForwardPass] = []
         self._schedule: list[ParamGroup] = []
         """What this backward is still to reduce, in order."""
         self._passed = 0
@@ -95,11 +95,11 @@ class Runtime:
         """True inside a forward of one of its units: of the root's, most of the time."""
         return bool(self.running)
 
-    def started(self, call: Call) -> None:
+    def started(self, call: UnitCall) -> None:
         """A call's forward runs now."""
         self.running.setdefault(call.unit, []).append(call)
 
-    def stopped(self, unit: Unit) -> Call:
+    def stopped(self, unit: Unit) -> UnitCall:
         """The innermost call of a unit, which does not run any more."""
         calls = self.running[unit]
         call = calls.pop()
@@ -112,7 +112,7 @@ class Runtime:
         self.recover()
         if self.in_backward:
             return
-        self._last_run, self.run = self.run, Run(torch.is_grad_enabled())
+        self._last_run, self.run = self.run, ForwardPass(torch.is_grad_enabled())
         if self.order_check is not None:
             self.order_check.begin_forward()
         for unit in self.units:
@@ -184,7 +184,7 @@ class Runtime:
                 param_group.forget()
             self._forget_backward()
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: UnitCall) -> None:
         """Backward has come to a call: its parameters are unsharded."""
         self.enter_backward()
         if call.begun:
@@ -204,7 +204,7 @@ class Runtime:
         if param_group.is_complete and self._schedule and self._schedule[0] is param_group:
             self._advance()
 
-    def left(self, call: Call) -> None:
+    def left(self, call: UnitCall) -> None:
         """Backward has left a call."""
         if call in call.run.open:
             call.run.open.remove(call)
@@ -212,7 +212,7 @@ class Runtime:
             if call.unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 self._prefetch_backward(call)
 
-    def _reach(self, run: Run) -> None:
+    def _reach(self, run: ForwardPass) -> None:
         """Backward has come to a run: what it used is to be reduced."""
         if run in self._reached:
             return
@@ -229,7 +229,7 @@ class Runtime:
             key=lambda b: (-(b.backward.first or 0), b.index),
         )
 
-    def _come_to(self, call: Call) -> None:
+    def _come_to(self, call: UnitCall) -> None:
         run, unit = call.run, call.unit
         call.begun = True
         if call.index >= 0:
@@ -249,7 +249,7 @@ class Runtime:
         elif unit.policy.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(call)
 
-    def _prefetch_backward(self, call: Call) -> None:
+    def _prefetch_backward(self, call: UnitCall) -> None:
         """Start gathering what backward comes to after a call."""
         if call.index >= 0:
             due = (before.unit for before in call.run.before(call) if not before.begun)

@@ -43,7 +43,7 @@ class PendingReduceScatter(Protocol):
 
 
 class Transport(Protocol):
-    """Between the ranks of `shard_group`. All tensors are contiguous and of one dimension and dtype."""
+    """Between the ranks of `shard_group`. Tensors are contiguous and of one dimension and dtype."""
 
     shard_group: ShardGroup
 

@@ -1,4 +1,4 @@
-"""What both front doors to flat parameters share: the unit, and what must hold before it runs."""
+"""What both entry points to flat parameters share: the unit, and what must hold before it runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from sharding.materialize import own_modules
 from sharding.policies import StateDictSettings
 from sharding.state_dict_settings import default_settings
 
-DOOR = "_sharding_door"
-"""The attribute of a module that is its front door."""
+ENTRY_POINT = "_sharding_entry_point"
+"""The attribute of a module that is its entry point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Ignored:
     parameters: frozenset[nn.Parameter]
 
 
-class FrontDoor:
+class EntryPoint:
     """One instance: the module it is about, its unit, and what a user chose."""
 
     def __init__(
@@ -53,7 +53,7 @@ class FrontDoor:
         self.state_dict_settings: StateDictSettings = default_settings()
         self.full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self.order_check = OrderCheck.if_wanted()
-        for inner in front_doors(module):
+        for inner in entry_points(module):
             inner.has_outer = True
         self.unit = make_flat_unit(module, owner, settings, self._prepare)
         self.forward_hooks = ForwardHooks(self.unit)
@@ -80,8 +80,8 @@ class FrontDoor:
         unit = self.unit
         runtime = runtime_of(unit)
         if unit.is_root:
-            for door in front_doors(self.owner):
-                door.choose_precision()
+            for entry_point in entry_points(self.owner):
+                entry_point.choose_precision()
             if self.compute_device.type != "cpu":
                 args = mapped(args, lambda tensor: tensor.to(self.compute_device))
                 kwargs = mapped(kwargs, lambda tensor: tensor.to(self.compute_device))
@@ -119,7 +119,7 @@ class FrontDoor:
     def _prepare(self) -> None:
         """Raise, when the first forward begins, what is wrong with devices and settings."""
         if self.unit.is_root:
-            _check_homogeneous(list(front_doors(self.owner)))
+            _check_homogeneous(list(entry_points(self.owner)))
         for param_group in flat_param_groups(self.unit.param_groups):
             for parameter in param_group.registered():
                 check_trainable_on(parameter.device, self.compute_device, self.settings.offload)
@@ -132,23 +132,23 @@ class FrontDoor:
                     )
 
 
-def front_door_of(module: nn.Module) -> FrontDoor | None:
-    """The front door of a module that has one."""
-    door: FrontDoor | None = module.__dict__.get(DOOR)
-    return door
+def entry_point_of(module: nn.Module) -> EntryPoint | None:
+    """The entry point of a module that has one."""
+    entry_point: EntryPoint | None = module.__dict__.get(ENTRY_POINT)
+    return entry_point
 
 
-def front_doors(module: nn.Module) -> Iterator[FrontDoor]:
+def entry_points(module: nn.Module) -> Iterator[EntryPoint]:
     """All in a module, outer ones first."""
     for part in module.modules():
-        door = front_door_of(part)
-        if door is not None:
-            yield door
+        entry_point = entry_point_of(part)
+        if entry_point is not None:
+            yield entry_point
 
 
 def check_not_sharded(module: nn.Module) -> None:
     """Raise ValueError where a module is a unit already."""
-    if front_door_of(module) is not None or getattr(module, UNIT, None) is not None:
+    if entry_point_of(module) is not None or getattr(module, UNIT, None) is not None:
         raise ValueError(
             f"{type(module).__name__} is sharded already; wrap a module once, and inner modules "
             "before outer ones"
@@ -176,12 +176,12 @@ def ignored_of(
                 f"{type(state)}"
             )
     for module in given:
-        if front_door_of(module) is not None:
+        if entry_point_of(module) is not None:
             raise ValueError("`ignored_modules` should not include FSDP modules")
     all_modules = {part for module in given for part in module.modules()}
-    for door in front_doors(root):
-        all_modules |= door.settings.ignored_modules
-        parameters |= door.settings.ignored_params
+    for entry_point in entry_points(root):
+        all_modules |= entry_point.settings.ignored_modules
+        parameters |= entry_point.settings.ignored_params
     for module in all_modules:
         parameters |= set(module.parameters(recurse=False))
     return Ignored(frozenset(all_modules), frozenset(parameters))
@@ -203,11 +203,11 @@ def _list_of_modules(modules: Iterable[nn.Module] | None) -> list[nn.Module]:
     return found
 
 
-def _check_homogeneous(doors: list[FrontDoor]) -> None:
+def _check_homogeneous(instances: list[EntryPoint]) -> None:
     for name, values in {
-        "_use_orig_params": {door.settings.use_orig_params for door in doors},
-        "limit_all_gathers": {door.settings.limit_all_gathers for door in doors},
-        "_use_full_prec_in_eval": {door.full_precision_in_eval for door in doors},
+        "_use_orig_params": {entry_point.settings.use_orig_params for entry_point in instances},
+        "limit_all_gathers": {entry_point.settings.limit_all_gathers for entry_point in instances},
+        "_use_full_prec_in_eval": {entry_point.full_precision_in_eval for entry_point in instances},
     }.items():
         if len(values) > 1:
             raise ValueError(f"Expects one homogeneous value for {name} but got {sorted(values)}")

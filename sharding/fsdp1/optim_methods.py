@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from sharding.fsdp1.optim_keys import OptimInput, OptimState, rekeyed
 from sharding.fsdp1.optim_loading import state_to_load
-from sharding.fsdp1.optim_state_dicts import Wanted, optim_state_of
+from sharding.fsdp1.optim_state_dicts import OptimRequest, optim_state_of
 from sharding.fsdp1.state_dicts import settings_of
 from sharding.kind import Kind
 from sharding.policies import (
@@ -47,7 +47,7 @@ class OptimStateDicts:
         """
         settings = settings_of(model)
         config = settings.optim_state_dict_config
-        wanted = Wanted(
+        wanted = OptimRequest(
             KIND_OF[settings.state_dict_type],
             _is_rank0_only(settings),
             config.offload_to_cpu,
@@ -95,7 +95,7 @@ class OptimStateDicts:
         group: ProcessGroup | None = None,
     ) -> OptimState:
         """The optimizer's state with whole tensors on the CPU, whatever is set for the model."""
-        wanted = Wanted(Kind.FULL, rank0_only, to_cpu=True, group=group)
+        wanted = OptimRequest(Kind.FULL, rank0_only, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted, optim_input)
 
     @staticmethod
@@ -103,7 +103,7 @@ class OptimStateDicts:
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
     ) -> OptimState:
         """The optimizer's state as DTensors on the CPU, whatever is set for the model."""
-        wanted = Wanted(Kind.SHARDED, to_cpu=True, group=group)
+        wanted = OptimRequest(Kind.SHARDED, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted)
 
     @staticmethod

@@ -37,7 +37,7 @@ from sharding.describe.local_part import LocalPart
 from sharding.describe.members import NamedParameter
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.errors import OptimizerMismatchError
-from sharding.fsdp1.entry_point import front_doors
+from sharding.fsdp1.entry_point import entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows
 from sharding.fsdp1.optim_keys import (
     Key,
@@ -62,7 +62,7 @@ Entries = dict[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OptimRequest:
     """Which optimizer state a caller asks for."""
 
     kind: Kind
@@ -82,7 +82,7 @@ def optim_state_of(
     module: nn.Module,
     optim: Optimizer,
     state: OptimState,
-    wanted: Wanted,
+    wanted: OptimRequest,
     optim_input: OptimInput | None = None,
 ) -> OptimState:
     """An optimizer's state dict by names (see the rules above). All ranks call it.
@@ -255,7 +255,7 @@ Made = dict[tuple[str, Any], Any]
 """What stands in the result, by name and entry."""
 
 
-def _converted(plan: _Plan, wanted: Wanted, made: Made) -> Made:
+def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
     """What is divided and not made yet, as tensors of the wanted kind. All ranks call it."""
     places = [
         (name, entry)
@@ -287,12 +287,12 @@ def _memory(value: torch.Tensor | LocalPart) -> int:
     return local.untyped_storage().data_ptr()
 
 
-def _rows(plan: _Plan, wanted: Wanted, module: nn.Module) -> Made:
+def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
     """What lies as flat parameters do, by rows. The ranks that share them call it."""
     param_groups: dict[int, tuple[FlatParamGroup, DeviceMesh | None]] = {}
-    for door in front_doors(module):
-        for param_group in flat_param_groups(door.unit.param_groups):
-            param_groups[id(param_group)] = param_group, mesh_given(door)
+    for entry_point in entry_points(module):
+        for param_group in flat_param_groups(entry_point.unit.param_groups):
+            param_groups[id(param_group)] = param_group, mesh_given(entry_point)
     parts: dict[int, list[FlatPart]] = {}
     places: dict[int, list[tuple[str, Any]]] = {}
     for named in plan.known.parameters.values():

@@ -1,4 +1,4 @@
-"""Making a unit with flat parameters of a module: what both of its front doors do.
+"""Making a unit with flat parameters of a module: what both of its entry points do.
 
 choose the groups    ->  who shares, who replicates
 materialize          ->  no parameter is on the meta device
@@ -23,7 +23,7 @@ from sharding.device_rules import (
     device_given,
     warn_of_host_memory,
 )
-from sharding.discovery import Found, borrowed_param_group, free_parameters
+from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
 from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatForm, FlatParamGroup
 from sharding.engine.param_group import ParamGroup
@@ -97,7 +97,7 @@ def make_flat_unit(
 
 
 def _param_groups(
-    found: Iterable[Found], module: nn.Module, settings: FlatSettings, compute: torch.device
+    found: Iterable[FreeParameter], module: nn.Module, settings: FlatSettings, compute: torch.device
 ) -> tuple[list[ParamGroup], list[ParamGroup]]:
     """The unit's parameter groups, and those of other units that it uses besides."""
     groups = settings.groups

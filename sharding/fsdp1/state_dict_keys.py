@@ -13,23 +13,23 @@ from torch import nn
 from sharding.describe.local_state_dicts import OwnKeys
 from sharding.describe.members import key_prefix
 from sharding.engine.flat_param_group import flat_param_groups
-from sharding.fsdp1.entry_point import FrontDoor, front_doors
+from sharding.fsdp1.entry_point import EntryPoint, entry_points
 
 EXTRA_STATE = "_extra_state"
 
 
-def own_keys(door: FrontDoor) -> list[OwnKeys]:
+def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
     """What is an instance's to put into a state dict, and to take from one.
 
     Its unit's own parameter groups; and those that it uses of another unit, for tied parameters,
     unless that unit is around it and sees to all of their places.
     """
-    param_groups = flat_param_groups(door.unit.param_groups)
-    for param_group in flat_param_groups(door.unit.borrowed):
-        if not any(part is door.owner for part in param_group.form.home.modules()):
+    param_groups = flat_param_groups(entry_point.unit.param_groups)
+    for param_group in flat_param_groups(entry_point.unit.borrowed):
+        if not any(part is entry_point.owner for part in param_group.form.home.modules()):
             param_groups.append(param_group)
     paths: dict[nn.Module, list[str]] = {}
-    for path, part in door.module.named_modules(remove_duplicate=False):
+    for path, part in entry_point.module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(key_prefix(path))
     return [
         OwnKeys(
@@ -61,8 +61,8 @@ def in_order(module: nn.Module, keys: list[str]) -> list[str]:
 def _expected(module: nn.Module) -> Iterator[str]:
     flattened = {
         part: names
-        for door in front_doors(module)
-        for param_group in flat_param_groups(door.unit.used)
+        for entry_point in entry_points(module)
+        for param_group in flat_param_groups(entry_point.unit.used)
         for part, names in param_group.keys.items()
     }
     for path, part in module.named_modules(remove_duplicate=False):

@@ -34,7 +34,7 @@ from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.unit import UNIT
 from sharding.errors import ShardingError
-from sharding.fsdp1.entry_point import FrontDoor, front_door_of, front_doors
+from sharding.fsdp1.entry_point import EntryPoint, entry_point_of, entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows
 from sharding.fsdp1.state_dict_keys import in_order, own_keys
 from sharding.fsdp1.state_dict_loading import RowLoading, unsharded_as_used
@@ -59,10 +59,10 @@ def with_settings(
     """Set the kind of state dicts of all instances in a module; what it was before."""
     before = settings_of(module)
     chosen = checked_settings(kind, config, optim_config)
-    doors = list(front_doors(module))
-    for door in doors:
-        door.state_dict_settings = chosen
-    choose(module, None if doors or chosen == default_settings_of(module) else chosen)
+    instances = list(entry_points(module))
+    for entry_point in instances:
+        entry_point.state_dict_settings = chosen
+    choose(module, None if instances or chosen == default_settings_of(module) else chosen)
     return before
 
 
@@ -88,7 +88,7 @@ def state_dict_type(
 
 def settings_of(module: nn.Module) -> StateDictSettings:
     """The kind of state dicts of all instances in a module. ValueError where they differ."""
-    found = [door.state_dict_settings for door in front_doors(module)]
+    found = [entry_point.state_dict_settings for entry_point in entry_points(module)]
     for other in found[1:]:
         if other != found[0]:
             raise ValueError(
@@ -100,21 +100,21 @@ def settings_of(module: nn.Module) -> StateDictSettings:
 
 def default_settings_of(module: nn.Module) -> StateDictSettings:
     """Full state dicts; sharded ones of a module whose parameters are DTensors."""
-    if any(hasattr(p, UNIT) and front_door_of(p) is None for p in module.modules()):
+    if any(hasattr(p, UNIT) and entry_point_of(p) is None for p in module.modules()):
         return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     return default_settings()
 
 
-def mesh_given(door: FrontDoor) -> DeviceMesh | None:
+def mesh_given(entry_point: EntryPoint) -> DeviceMesh | None:
     """The mesh that a user made an instance with: sharded state dicts are placed over it."""
-    mesh: DeviceMesh | None = getattr(door.owner, "_device_mesh", None)
+    mesh: DeviceMesh | None = getattr(entry_point.owner, "_device_mesh", None)
     return mesh
 
 
-def hook_state_dicts(door: FrontDoor) -> None:
+def hook_state_dicts(entry_point: EntryPoint) -> None:
     """Have the module's `state_dict()` and `load_state_dict()` mean unsharded parameters."""
-    hooks = _Hooks(door)
-    owner = door.owner
+    hooks = _Hooks(entry_point)
+    owner = entry_point.owner
     owner.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
     owner._register_state_dict_hook(hooks.after_saving)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(hooks.before_loading)  # type: ignore[no-untyped-call]
@@ -126,8 +126,8 @@ _shown: WeakKeyDictionary[FlatParamGroup, UnshardedParameters] = WeakKeyDictiona
 
 
 class _Hooks:
-    def __init__(self, door: FrontDoor) -> None:
-        self._door = door
+    def __init__(self, entry_point: EntryPoint) -> None:
+        self._entry_point = entry_point
         self._own: list[OwnKeys] = []
         self._open: list[FlatParamGroup] = []
         """Those of the parameter groups that this instance has shown whole."""
@@ -136,7 +136,7 @@ class _Hooks:
 
     @property
     def _settings(self) -> StateDictSettings:
-        return in_force(self._door.state_dict_settings)
+        return in_force(self._entry_point.state_dict_settings)
 
     @property
     def _kind(self) -> StateDictType:
@@ -145,7 +145,7 @@ class _Hooks:
     @property
     def _is_kept(self) -> bool:
         """False where a full state dict is another rank's alone."""
-        config, settings = self._settings.state_dict_config, self._door.settings
+        config, settings = self._settings.state_dict_config, self._entry_point.settings
         if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
             return True
         groups = settings.groups
@@ -156,8 +156,8 @@ class _Hooks:
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """For a full state dict the unit's parameters are unsharded, else they are sharded."""
         self._close()  # what a state dict left that an error ended
-        self._own = own_keys(self._door)
-        if self._door.unit.summoned:
+        self._own = own_keys(self._entry_point)
+        if self._entry_point.unit.summoned:
             return
         for own in self._own:
             if own.param_group in _shown:
@@ -174,13 +174,13 @@ class _Hooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
         """Names are those of the module, values those of the kind; the unit is sharded again."""
-        door, inside = self._door, prefix + self._door.prefix
+        entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         config = self._settings.state_dict_config
-        if door.prefix:
+        if entry_point.prefix:
             for key in [key for key in state if key.startswith(inside)]:
                 state[prefix + key[len(inside) :]] = state.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
-            if not door.unit.summoned:
+            if not entry_point.unit.summoned:
                 records = tuple(record_of(own.param_group, own.keys) for own in self._own)
                 metadata[FLAT_PARAMETERS] = records
         elif self._kind is StateDictType.FULL_STATE_DICT:
@@ -229,19 +229,19 @@ class _Hooks:
                 local = self._elements(param_group, index, state.get(prefix + keys[0]))
                 parts.append(FlatPart(prefix + keys[0], index, local))
                 names.append(keys)
-            values = by_rows(param_group, parts, mesh_given(self._door), to_cpu=to_cpu)
+            values = by_rows(param_group, parts, mesh_given(self._entry_point), to_cpu=to_cpu)
             for keys, value in zip(names, values, strict=True):
                 state.update({prefix + key: value for key in keys})
             if not param_group.form.use_orig_params:
                 state.pop(prefix + param_group.form.name, None)
         if any(not own.param_group.form.use_orig_params for own in self._own):
             inside = [key[len(prefix) :] for key in state if key.startswith(prefix)]
-            for key in in_order(self._door.owner, inside):
+            for key in in_order(self._entry_point.owner, inside):
                 state[prefix + key] = state.pop(prefix + key)
 
     def _elements(self, param_group: FlatParamGroup, index: int, shown: Any) -> torch.Tensor:
         """This rank's elements of a parameter: of the whole one, if a user has summoned that."""
-        if self._door.unit.summoned and isinstance(shown, torch.Tensor):
+        if self._entry_point.unit.summoned and isinstance(shown, torch.Tensor):
             unsharded = local_of(shown.detach(), param_group.parameters[index].distributed)
             if unsharded.shape == param_group.packing.slots[index].shape:
                 _, lo, hi = param_group.piece(index)
@@ -250,12 +250,12 @@ class _Hooks:
 
     def _keep_buffers(self, state: dict[str, Any], prefix: str) -> None:
         """Buffers have the dtype that they had before mixed precision cast them."""
-        if not self._door.buffer_dtypes:
+        if not self._entry_point.buffer_dtypes:
             return
         paths: dict[nn.Module, list[str]] = {}
-        for path, part in self._door.module.named_modules(remove_duplicate=False):
+        for path, part in self._entry_point.module.named_modules(remove_duplicate=False):
             paths.setdefault(part, []).append(prefix + key_prefix(path))
-        for (part, name), dtype in self._door.buffer_dtypes.items():
+        for (part, name), dtype in self._entry_point.buffer_dtypes.items():
             for path in paths.get(part, ()):
                 if path + name in state:
                     state[path + name] = state[path + name].to(dtype)
@@ -274,29 +274,29 @@ class _Hooks:
         errors: list[str],
     ) -> None:
         """The state dict has the names inside the wrapper, and values that the module can copy."""
-        door, inside = self._door, prefix + self._door.prefix
+        entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         self._close()
-        self._own, self._filled = own_keys(door), []
+        self._own, self._filled = own_keys(entry_point), []
         if self._kind is StateDictType.LOCAL_STATE_DICT:
-            _check_local(door.owner, state, prefix, metadata)
+            _check_local(entry_point.owner, state, prefix, metadata)
         for own in self._own:
             own.param_group.reshard()
             own.param_group.take_over_replaced()
-        if door.prefix:
+        if entry_point.prefix:
             for key in [key for key in state if key.startswith(prefix)]:
                 if not key.startswith(inside):
                     state[inside + key[len(prefix) :]] = state.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             self._fill_flat(state, inside)
             return
-        if self._kind is StateDictType.SHARDED_STATE_DICT and not door.unit.summoned:
+        if self._kind is StateDictType.SHARDED_STATE_DICT and not entry_point.unit.summoned:
             for own in self._own:
-                loading = RowLoading(own, mesh_given(door), state, inside)
+                loading = RowLoading(own, mesh_given(entry_point), state, inside)
                 loading.load(strict, missing, errors)
                 self._filled.append(state_key(inside + own.param_group.form.name))
             return
         for own in self._own:
-            if not door.unit.summoned and own.param_group not in _shown:
+            if not entry_point.unit.summoned and own.param_group not in _shown:
                 self._show(own.param_group)
             for parameter, keys in zip(own.param_group.parameters, own.keys, strict=True):
                 given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
@@ -348,8 +348,8 @@ def _check_local(
         if FLAT_PARAMETERS in found:
             every[key_prefix(path)] = found
     for path, part in owner.named_modules():
-        door = front_door_of(part)
-        if door is not None:
+        entry_point = entry_point_of(part)
+        if entry_point is not None:
             inside = prefix + key_prefix(path)
-            own = own_keys(door)
+            own = own_keys(entry_point)
             check_loadable(own, state, inside, every.get(state_key(inside), {}))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name
 from sharding.engine.flat_param_group import FlatParameter
-from sharding.fsdp1.entry_point import FrontDoor, front_doors
+from sharding.fsdp1.entry_point import EntryPoint, entry_points
 from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.state_dicts import state_dict_type
 from sharding.fsdp1.strategies import HYBRID
@@ -46,7 +46,7 @@ def connect() -> None:
 
     def either_state(module: nn.Module) -> object:
         """What shards a module; None where nothing does."""
-        return _door_of(module) or state_of(module)
+        return _entry_point_of(module) or state_of(module)
 
     def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
         """The names of what a parameter is, or is made of, without what wrappers add."""
@@ -54,8 +54,8 @@ def connect() -> None:
 
     def either_group(model: nn.Module, info: Any) -> ProcessGroup | None:
         """The ranks that share a module's shards; None for all there are."""
-        door = next(front_doors(model), None)
-        return group_of(model, info) if door is None else _group_of(door)
+        entry_point = next(entry_points(model), None)
+        return group_of(model, info) if entry_point is None else _group_of(entry_point)
 
     answers = {STATE_OF: either_state, NAMES_OF: either_names, GROUP_OF: either_group}
     names |= {name: answer for name, answer in answers.items() if name in names}
@@ -81,9 +81,9 @@ class _Either(metaclass=_KnowsBoth):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
         """The modules in a module that have flat parameters, of torch's or ours."""
-        doors = [d for d in front_doors(module) if not root_only or d.check_is_root()]
+        instances = [d for d in entry_points(module) if not root_only or d.check_is_root()]
         found: list[nn.Module] = _Either.theirs.fsdp_modules(module, root_only)
-        return found + [door.owner for door in doors]
+        return found + [entry_point.owner for entry_point in instances]
 
     @staticmethod
     def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Context:
@@ -109,17 +109,19 @@ class _Either(metaclass=_KnowsBoth):
 
 def _is_ours(module: nn.Module) -> bool:
     """Whether a module has flat parameters of this runtime."""
-    return next(front_doors(module), None) is not None
+    return next(entry_points(module), None) is not None
 
 
-def _group_of(door: FrontDoor) -> ProcessGroup | None:
-    if door.settings.strategy in HYBRID or not door.unit.param_groups:
+def _group_of(entry_point: EntryPoint) -> ProcessGroup | None:
+    if entry_point.settings.strategy in HYBRID or not entry_point.unit.param_groups:
         return None
-    return door.unit.param_groups[0].groups.group
+    return entry_point.unit.param_groups[0].groups.group
 
 
-def _door_of(module: nn.Module) -> FrontDoor | None:
-    return next((door for door in front_doors(module) if door.owner is module), None)
+def _entry_point_of(module: nn.Module) -> EntryPoint | None:
+    return next(
+        (entry_point for entry_point in entry_points(module) if entry_point.owner is module), None
+    )
 
 
 def _names_in_flat(model: nn.Module, name: str) -> set[str] | None:

@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: the front door that wraps a module, with torch's signature."""
+"""`FullyShardedDataParallel`: the entry point that wraps a module, with torch's signature."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sharding.engine.flat_param_group import CommHook, FlatParameter, flat_param
 from sharding.engine.unit import Unit, units_of
 from sharding.fsdp1 import state_dicts as states
 from sharding.fsdp1.entry_point import (
-    DOOR,
-    FrontDoor,
+    ENTRY_POINT,
+    EntryPoint,
     check_not_sharded,
-    front_door_of,
-    front_doors,
+    entry_point_of,
+    entry_points,
     ignored_of,
 )
 from sharding.fsdp1.optim_methods import OptimStateDicts
@@ -143,7 +143,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
                 root_kwargs=given,
                 ignored_modules=ignored.modules,
                 ignored_params=ignored.parameters,
-                is_wrapped=lambda part: front_door_of(part) is not None,
+                is_wrapped=lambda part: entry_point_of(part) is not None,
             )
             auto_wrap(module, plan, type(self))
         elif isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -172,10 +172,10 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         self._comm_hook_state: object = None
         self._device_mesh = device_mesh
         self._fsdp_wrapped_module = module
-        self._sharding_door = FrontDoor(self, module, settings, f"{WRAPPED}.")
-        hook_state_dicts(self._sharding_door)
+        self._sharding_entry_point = EntryPoint(self, module, settings, f"{WRAPPED}.")
+        hook_state_dicts(self._sharding_entry_point)
         connect()
-        self._door.forward_hooks.hook_errors(self)
+        self._entry_point.forward_hooks.hook_errors(self)
 
     # What a user sees of it.
 
@@ -187,12 +187,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     @property
     def compute_device(self) -> torch.device:
         """Where it computes."""
-        return self._door.compute_device
+        return self._entry_point.compute_device
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """The strategy that it has: NO_SHARD over one rank."""
-        return self._door.settings.strategy
+        return self._entry_point.settings.strategy
 
     @property
     def process_group(self) -> Any:
@@ -206,21 +206,21 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     @property
     def _unit(self) -> Unit:
-        return self._door.unit
+        return self._entry_point.unit
 
     @property
-    def _door(self) -> FrontDoor:
-        return cast(FrontDoor, self.__dict__[DOOR])
+    def _entry_point(self) -> EntryPoint:
+        return cast(EntryPoint, self.__dict__[ENTRY_POINT])
 
     def check_is_root(self) -> bool:
         """True for the outermost instance. Settles which that is, if no forward has."""
-        return self._door.check_is_root()
+        return self._entry_point.check_is_root()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns, with unsharded parameters."""
-        args, kwargs = self._door.before_forward(args, kwargs)
+        args, kwargs = self._entry_point.before_forward(args, kwargs)
         output = self.module(*args, **kwargs)
-        return self._door.forward_hooks.after(self, args, output)
+        return self._entry_point.forward_hooks.after(self, args, output)
 
     def __getattr__(self, name: str) -> Any:
         """The wrapper's attribute, or else the module's."""
@@ -319,26 +319,31 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             raise ValueError(f"The communication hook must be callable but got {hook}")
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
-        doors = list(front_doors(self))
-        for door in doors:
-            if door.hook is not None or getattr(door.owner, "_comm_hook", None) is not None:
+        instances = list(entry_points(self))
+        for entry_point in instances:
+            if (
+                entry_point.hook is not None
+                or getattr(entry_point.owner, "_comm_hook", None) is not None
+            ):
                 raise AssertionError("A communication hook is already registered")
-            if door.settings.strategy in HYBRID:
-                raise AssertionError(f"{HYBRID_HOOK}: {door.settings.strategy}")
-        for door in doors:
-            door.hook = CommHook(state, hook)
-            if isinstance(door.owner, FullyShardedDataParallel):
-                door.owner._comm_hook, door.owner._comm_hook_state = hook, state
-            for param_group in flat_param_groups(door.unit.param_groups):
-                param_group.hook = door.hook
+            if entry_point.settings.strategy in HYBRID:
+                raise AssertionError(f"{HYBRID_HOOK}: {entry_point.settings.strategy}")
+        for entry_point in instances:
+            entry_point.hook = CommHook(state, hook)
+            if isinstance(entry_point.owner, FullyShardedDataParallel):
+                entry_point.owner._comm_hook, entry_point.owner._comm_hook_state = hook, state
+            for param_group in flat_param_groups(entry_point.unit.param_groups):
+                param_group.hook = entry_point.hook
 
     # Over all instances in a module.
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """The instances in a module, itself included; only the outermost with `root_only`."""
-        doors = [d for d in front_doors(module) if isinstance(d.owner, FullyShardedDataParallel)]
-        return [d.owner for d in doors if not root_only or d.check_is_root()]
+        instances = [
+            d for d in entry_points(module) if isinstance(d.owner, FullyShardedDataParallel)
+        ]
+        return [d.owner for d in instances if not root_only or d.check_is_root()]
 
     @staticmethod
     def summon_full_params(

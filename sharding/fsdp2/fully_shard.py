@@ -1,4 +1,4 @@
-"""`fully_shard`: the front door with one DTensor per parameter, with torch's signature."""
+"""`fully_shard`: the entry point with one DTensor per parameter, with torch's signature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sharding.discovery import Found, borrowed_param_group, free_parameters
+from sharding.discovery import FreeParameter, borrowed_param_group, free_parameters
 from sharding.engine.chunk_param_group import ChunkParamGroup, MeshGroups
 from sharding.engine.extensions import is_hooked
 from sharding.engine.forward_hooks import ForwardHooks
@@ -137,7 +137,7 @@ def _check_order(unit: Unit, check: OrderCheck | None) -> None:
         runtime_of(unit).order_check = check
 
 
-def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:
+def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> int:
     """Which dimension of a parameter is divided."""
     parameter = found.parameter
     placement = placement_fn(parameter) if placement_fn is not None else None
@@ -155,7 +155,7 @@ def _dimension(found: Found, placement_fn: PlacementFunction | None) -> int:
     return placement.dim % parameter.ndim
 
 
-def _sharded(placing: MeshGroups, offload: bool, found: Found, dim: int) -> Parameter:
+def _sharded(placing: MeshGroups, offload: bool, found: FreeParameter, dim: int) -> Parameter:
     parameter = found.parameter
     sharded = placing.parameter(parameter, dim, offload)
     is_hooked(sharded, found.name)
