@@ -37,7 +37,7 @@ from ckpt.state.typed_values import opened
 from ckpt.transfer.from_peers import Filling, held_locally
 from ckpt.transfer.replica_hashes import ReplicaHashes, named
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
-from sharding.describe.describing import Spread
+from sharding.describe.describing import TensorLike
 from sharding.describe.local_part import LocalPart
 from sharding.kind import Kind
 from sharding.reshard.kinds import converted, dtensor_like
@@ -256,7 +256,7 @@ def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) 
     return held
 
 
-def _parts(held: Together) -> Iterator[tuple[str, Spread]]:
+def _parts(held: Together) -> Iterator[tuple[str, TensorLike]]:
     """All ranks' tensors by name, each as this rank has it."""
     for name, tensor in held.whole.tensors.items():
         leaf = held.flat.leaves.get(name)
@@ -281,7 +281,7 @@ def _dtensors_as_they_are(held: Together, ranks: Ranks, to_cpu: bool) -> dict[st
     return kept
 
 
-def _built(tree: Tree, tensors: Mapping[str, Spread]) -> object:
+def _built(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
     """The nest, with these tensors in it."""
     if isinstance(tree, TensorRef):
         return tensors.get(tree.name)

@@ -36,7 +36,13 @@ from ckpt.state.tensor_kinds import check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import is_plain_array, like_target
 from formats.catalog import TensorRef
 from formats.native.tree import ROOT
-from sharding.describe.describing import Spread, clean_name, load_rest, part_of, state_dict_names
+from sharding.describe.describing import (
+    TensorLike,
+    clean_name,
+    load_rest,
+    part_of,
+    state_dict_names,
+)
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 
@@ -108,7 +114,7 @@ class _Matcher:
             if key not in self._filled:
                 self._ledger.differ(name, "missing", "is in the target and not in the checkpoint")
 
-    def _tensor(self, given: Spread, name: str) -> None:
+    def _tensor(self, given: TensorLike, name: str) -> None:
         self._ledger.owns(name)
         if name not in self._ledger.selection:
             return
@@ -258,7 +264,7 @@ class _Matcher:
         return install
 
 
-def _unfit(given: Spread) -> str | None:
+def _unfit(given: TensorLike) -> str | None:
     """Why nothing can be put into a tensor of the target; None if it can."""
     if isinstance(given, LocalPart):
         return memory_problem(given.local)

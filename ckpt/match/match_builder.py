@@ -17,7 +17,7 @@ from ckpt.state.memory import empty_for
 from ckpt.state.saved import Missing, Saved, holds_tensor, join
 from ckpt.state.typed_values import opened
 from formats.catalog import TensorRecord, TensorRef, Tree
-from sharding.describe.describing import Spread
+from sharding.describe.describing import TensorLike
 
 Step = Callable[[], object]
 """Installs a part of the target and returns what stands there now."""
@@ -31,7 +31,7 @@ class Want:
 
     name: str
     record: TensorRecord
-    tensor: Spread
+    tensor: TensorLike
 
 
 @dataclass(frozen=True, slots=True)

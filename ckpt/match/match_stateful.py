@@ -29,11 +29,11 @@ from ckpt.state.saved import Missing, holds_tensor, join
 from ckpt.state.stateful import Stateful, call_of
 from formats.catalog import Key, TensorRef, Tree
 from formats.native.tree import ROOT
-from sharding.describe.describing import Spread
+from sharding.describe.describing import TensorLike
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 
-Fill = Callable[[Spread, str], None]
+Fill = Callable[[TensorLike, str], None]
 """Matches a tensor of the target with what was saved under its name."""
 
 
@@ -124,7 +124,7 @@ class _Matching:
             return lambda: tuple(step() for step in steps)
         return lambda: [step() for step in steps]
 
-    def _is_filled(self, own: Spread, saved: Tree) -> bool:
+    def _is_filled(self, own: TensorLike, saved: Tree) -> bool:
         """Whether a tensor is filled where it lies, or refused: rules 2 and 3."""
         if isinstance(own, LocalPart) or is_sharded(own) or hasattr(own, "_local_tensor"):
             return True
@@ -139,7 +139,7 @@ def _always(item: object) -> Step:
     return lambda: item
 
 
-def _tensors(nest: object, path: str) -> Iterator[tuple[str, Spread]]:
+def _tensors(nest: object, path: str) -> Iterator[tuple[str, TensorLike]]:
     """The tensors of a nest with their names."""
     if isinstance(nest, SPREAD):
         yield path, nest

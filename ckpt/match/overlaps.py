@@ -25,7 +25,7 @@ from torch import nn
 from ckpt.errors import Difference
 from ckpt.match.match_builder import Want
 from ckpt.state.memory import memory_of
-from sharding.describe.describing import Spread
+from sharding.describe.describing import TensorLike
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 
@@ -244,7 +244,7 @@ def _in_cluster(extents: list[Extent]) -> Iterator[tuple[str, str]]:
         view[...] = number
 
 
-def local_memory(tensor: Spread) -> torch.Tensor | None:
+def local_memory(tensor: TensorLike) -> torch.Tensor | None:
     """What this rank has of a target, if that has memory."""
     local: object = tensor
     if type(tensor) not in (torch.Tensor, nn.Parameter):

@@ -42,7 +42,7 @@ from formats.limits import current
 from formats.native.shard import TABLE
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
-from sharding.describe.describing import Spread, describe, part_of
+from sharding.describe.describing import TensorLike, describe, part_of
 from sharding.describe.dtensor import described_before
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout, Mesh
@@ -68,7 +68,7 @@ class Leaf(NamedTuple):
     dtype: DType
     local: torch.Tensor
     layout: Layout
-    given: Spread
+    given: TensorLike
     """The tensor that is described, as the state has it."""
 
 
@@ -192,7 +192,7 @@ class _Flattener:
             self._names[names:] = [name]
         return items if type(node) is list else tuple(items)
 
-    def _tensor(self, given: Spread, path: tuple[object, ...], name: str) -> TensorRef:
+    def _tensor(self, given: TensorLike, path: tuple[object, ...], name: str) -> TensorRef:
         self._claim(name, path)
         before = None if type(given) in ORDINARY else described_before(given)
         if before is not None:
@@ -211,8 +211,8 @@ class _Flattener:
         return TensorRef(first)
 
     def _described(
-        self, given: Spread, path: tuple[object, ...], name: str
-    ) -> tuple[torch.Tensor, Layout, Spread]:
+        self, given: TensorLike, path: tuple[object, ...], name: str
+    ) -> tuple[torch.Tensor, Layout, TensorLike]:
         """The local part of a tensor and its layout, and the tensor that was described."""
         tensor = given
         if isinstance(given, torch.Tensor):
@@ -226,7 +226,7 @@ class _Flattener:
             raise StateError(f"{shown(path)}: {problem}")
         return local, layout, tensor
 
-    def _first_name(self, tensor: Spread, name: str) -> str:
+    def _first_name(self, tensor: TensorLike, name: str) -> str:
         """The name under which this very tensor came first. Those seen are kept alive."""
         if has_address(tensor):
             # Most are alone at their address, and nothing else of them needs to be compared.

@@ -34,7 +34,7 @@ from ckpt.errors import StateError
 from ckpt.state.saved import join
 from ckpt.state.subclass_state import taken_apart
 from sharding.describe.describing import (
-    Spread,
+    TensorLike,
     clean_name,
     describe_module,
     flat_members,
@@ -230,7 +230,7 @@ def _is_placed(key: object, value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and key != STEP
 
 
-def has_address(tensor: Spread) -> TypeGuard[torch.Tensor]:
+def has_address(tensor: TensorLike) -> TypeGuard[torch.Tensor]:
     """Whether a tensor has memory by which it can be told from others (see `identity`)."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) and (
         isinstance(tensor, LocalPart) or hasattr(tensor, "_local_tensor") or is_sharded(tensor)
@@ -239,7 +239,7 @@ def has_address(tensor: Spread) -> TypeGuard[torch.Tensor]:
     return isinstance(tensor, torch.Tensor) and tensor.numel() > 0
 
 
-def identity(tensor: Spread) -> object:
+def identity(tensor: TensorLike) -> object:
     """Equal for two tensors that are one: the same object, or the same view of the same memory.
 
     A shard may be empty and then has no memory to compare, so DTensors and ShardedTensors are tied

@@ -39,11 +39,11 @@ from sharding.describe.members import clean_name as clean_name
 from sharding.layout import Layout, Mesh
 from sharding.state_dict_settings import local_state_dicts
 
-Spread = torch.Tensor | LocalPart
+TensorLike = torch.Tensor | LocalPart
 """A tensor of a state: a plain one, a DTensor, torch's ShardedTensor, or a part."""
 
 
-def describe(tensor: Spread, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
+def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
 
     As `sharding.describe.dtensor.describe`, of which this knows two kinds more. Raises

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sharding.agreement.ranks import Ranks
-from sharding.describe.describing import Spread, describe
+from sharding.describe.describing import TensorLike, describe
 from sharding.describe.local_part import FLAT_PARAMETERS
 from sharding.describe.local_state_dicts import Record, check_made_by, record_of_layouts
 from sharding.describe.members import state_key
@@ -86,7 +86,7 @@ def _after_saving(
 def _convert(
     state: dict[str, Any], first: dict[str, str], kind: Kind, rank0_only: bool, to_cpu: bool
 ) -> None:
-    given: dict[str, Spread] = {key: state[key] for key in dict.fromkeys(first.values())}
+    given: dict[str, TensorLike] = {key: state[key] for key in dict.fromkeys(first.values())}
     made = converted(given, kind, rank0_only=rank0_only, offload_to_cpu=to_cpu)
     state.update({key: made[other] for key, other in first.items() if other in made})
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from sharding.agreement.ranks import HASH_BITS, Ranks
-from sharding.describe.describing import Spread, describe
+from sharding.describe.describing import TensorLike, describe
 from sharding.describe.dtensor import mesh_of
 from sharding.describe.local_part import LocalPart
 from sharding.errors import ShardingError
@@ -45,7 +45,7 @@ _meshes: WeakKeyDictionary[ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
 def converted(
-    tensors: Mapping[str, Spread],
+    tensors: Mapping[str, TensorLike],
     kind: Kind,
     *,
     mesh: DeviceMesh | None = None,
@@ -53,7 +53,7 @@ def converted(
     offload_to_cpu: bool = False,
     group: ProcessGroup | None = None,
     budget: int = BUDGET_BYTES,
-) -> dict[str, Spread]:
+) -> dict[str, TensorLike]:
     """The tensors by the same names, in another kind.
 
     To be called by all ranks of `group`, with the same names in the same order. A plain tensor is
@@ -88,7 +88,7 @@ def converted(
             f"the ranks give different tensors to be made {kind.value}: names, order, dtypes and "
             "layouts must be the same on all of them"
         )
-    results: dict[str, Spread] = {}
+    results: dict[str, TensorLike] = {}
 
     def moves() -> Iterator[Move]:
         for item in items:
@@ -145,7 +145,7 @@ class _Item:
     local: torch.Tensor
     have: Layout
     want: Layout
-    wrap: Callable[[torch.Tensor], Spread]
+    wrap: Callable[[torch.Tensor], TensorLike]
     """From the local storage under `want` to what stands in the state dict."""
 
 
@@ -199,7 +199,7 @@ def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
     return mesh_of(mesh), mesh.ndim - 1
 
 
-def _item(name: str, tensor: Spread, targets: _Targets) -> _Item:
+def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
     local, have = describe(tensor, name, targets.ranks.mesh)
     here = targets.ranks.here
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
