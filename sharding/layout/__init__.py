@@ -2,7 +2,7 @@
 
 from sharding.errors import HoleError
 from sharding.layout.box import Box, Piece, Shape, row_major, span_boxes
-from sharding.layout.copies import Copy, copies, copies_to
+from sharding.layout.copies import Copy, copies_to
 from sharding.layout.layout import Layout
 from sharding.layout.mesh import Mesh
 from sharding.layout.placement import (
@@ -30,7 +30,6 @@ __all__ = [
     "Shard",
     "Split",
     "StridedShard",
-    "copies",
     "copies_to",
     "row_major",
     "span_boxes",

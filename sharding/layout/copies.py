@@ -55,9 +55,3 @@ def copies_to(have: Layout, want: Layout, rank: int) -> Iterator[Copy]:
         if found != target.box.numel:
             missing = target.box.numel - found
             raise HoleError(f"{missing} elements of box {target.box} are held by no rank of {have}")
-
-
-def copies(have: Layout, want: Layout) -> Iterator[Copy]:
-    """The copies that fill every rank of `want` (see `copies_to`)."""
-    for rank in sorted(want.mesh.ranks()):
-        yield from copies_to(have, want, rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sharding.layout import (
     Box,
+    Copy,
     FlatShard,
     HoleError,
     Layout,
@@ -20,12 +21,17 @@ from sharding.layout import (
     Shape,
     Shard,
     StridedShard,
-    copies,
     copies_to,
 )
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 ArrayOf = Callable[[Layout, Sequence[int]], np.ndarray]
+
+
+def copies(have: Layout, want: Layout) -> Iterator[Copy]:
+    """The copies that fill every rank of `want`."""
+    for rank in sorted(want.mesh.ranks()):
+        yield from copies_to(have, want, rank)
 
 
 def window(storage: np.ndarray, piece: Piece) -> np.ndarray:
