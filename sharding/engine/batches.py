@@ -1,15 +1,14 @@
 """Small parameter groups travel together: one message each way between two ranks.
 
-A message has a fixed price, whatever it carries: system calls, and processes that wake each other.
-Parameter groups that are shared by the same ranks and gathered or reduced in the same dtype share
-it.
+A message has a fixed price, whatever its size: system calls, and processes that wake each other.
+Parameter groups with the same process groups and the same dtype share one message.
 
 Rules:
 
-1. All ranks put the same into a batch, in the same order: then their messages fit.
-2. Nothing is on its way before the batch starts.
-3. What travels together is named in full by its messages' tags (see composition.py).
-4. Only small parameter groups travel together: all ranks count their bytes alike.
+1. All ranks put the same groups into a batch, in the same order. Then their messages fit.
+2. A batch sends nothing before it starts.
+3. The tags of its messages name all groups in it (composition.py).
+4. Only small groups share a batch. All ranks count bytes alike, so they form the same batches.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from sharding.engine.transport import PendingAllGather, PendingReduceScatter, Tr
 from sharding.errors import TransferError
 
 PREFETCH_BYTES = 2 << 20
-"""Of unsharded buffers that are gathered and not used yet."""
+"""The most bytes of unsharded buffers that are gathered ahead."""
 BATCH_BYTES = 1 << 20
-"""Of unsharded gradients that wait for others."""
+"""Reductions start once this many bytes of unsharded gradients wait."""
 IN_FLIGHT = 1
-"""How many batches of reductions may be on their way."""
+"""The number of batches of reductions that may be on their way."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -61,7 +60,7 @@ class Reducible(Protocol):
 
 
 class AllGather:
-    """Gathers that start when the `with` ends."""
+    """All-gathers that start when the `with` ends."""
 
     def __init__(self) -> None:
         self._joint: dict[object, JointAllGather] = {}
@@ -69,7 +68,7 @@ class AllGather:
     def add(
         self, transport: Transport, mine: Tensors, places: Sequence[Tensors], item: Item
     ) -> PendingAllGather:
-        """One more: what `transport.all_gather` would return."""
+        """Add one all-gather; the result is the one of `transport.all_gather`."""
         key = transport.shard_group, mine[0].dtype, mine[0].device
         joint = self._joint.setdefault(key, JointAllGather(transport))
         joint.add(mine, places, item)
@@ -84,7 +83,7 @@ class AllGather:
 
 
 class JointAllGather:
-    """One gather for several parameter groups."""
+    """One all-gather for several parameter groups."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -96,14 +95,14 @@ class JointAllGather:
         self._error: Exception | None = None
 
     def add(self, mine: Tensors, places: Sequence[Tensors], item: Item) -> None:
-        """Another parameter group's."""
+        """Add the tensors of another parameter group."""
         self._items.append(item)
         self._mine += mine
         for of_rank, more in zip(self._places, places, strict=True):
             of_rank += more
 
     def start(self) -> None:
-        """It is on its way."""
+        """Start it. All ranks of the shard group call it."""
         try:
             composition = Composition(tuple(self._items))
             self._all_gather = self._transport.all_gather(self._mine, self._places, composition)
@@ -113,12 +112,12 @@ class JointAllGather:
         self._mine, self._places = [], []
 
     def wait(self) -> None:
-        """What was gathered is in its places. Every parameter group asks."""
+        """Wait until the places are filled. Every parameter group in it calls this."""
         if self._arrived:
             return
         if self._error is not None:
             raise self._error
-        if self._all_gather is None:  # what started before it ended with an error
+        if self._all_gather is None:  # the start of one before it raised an error
             self.start()
         assert self._all_gather is not None
         try:
@@ -131,17 +130,17 @@ class JointAllGather:
 
 
 class ReduceScatters:
-    """The reductions of a backward: in order, small ones together, few on their way."""
+    """The reduce-scatters of a backward: in order, small ones together, few on their way."""
 
     def __init__(self) -> None:
         self._joint: dict[object, JointReduceScatter] = {}
         self._nbytes = 0
         self._waiting: list[PendingReduction] = []
-        """What travels together when enough has come."""
+        """Reductions of the batch that has not started."""
         self._in_flight: deque[list[PendingReduction]] = deque()
 
     def reduce(self, param_group: Reducible) -> None:
-        """Reduce a parameter group's gradients, now or when enough has come."""
+        """Reduce a group's gradients, now or with a later batch. May wait for an earlier batch."""
         if self._nbytes + param_group.gradient_bytes > BATCH_BYTES:
             self.start()
             self._finish_all_but(IN_FLIGHT - 1)
@@ -153,13 +152,13 @@ class ReduceScatters:
     def add(
         self, transport: Transport, parts: Sequence[Tensors], item: Item
     ) -> PendingReduceScatter:
-        """One more: what `transport.reduce_scatter` would return."""
+        """Add one reduce-scatter; the result is the one of `transport.reduce_scatter`."""
         own = parts[transport.shard_group.rank]
         key = transport.shard_group, own[0].dtype, own[0].device
         return self._joint.setdefault(key, JointReduceScatter(transport)).add(parts, item)
 
     def start(self) -> None:
-        """What came is on its way."""
+        """Start the batch that waits. All ranks call it; may wait for an earlier batch."""
         if not self._waiting:
             return
         self._finish_all_but(IN_FLIGHT - 1)
@@ -169,15 +168,15 @@ class ReduceScatters:
         self._joint, self._waiting, self._nbytes = {}, [], 0
 
     def finish(self) -> None:
-        """All gradients are in their shards."""
+        """Wait until the shards have all gradients."""
         self.start()
         self._finish_all_but(0)
 
     def forget(self) -> None:
-        """A backward ended with an error: nothing is on its way."""
+        """After a backward that failed, wait for what is on its way and drop it."""
         while self._in_flight:
             for reduction in self._in_flight.popleft():
-                with suppress(TransferError):  # whoever uses the group next gets it
+                with suppress(TransferError):  # the next use of the process group raises it
                     reduction.abandon()
         self._joint, self._waiting, self._nbytes = {}, [], 0
 
@@ -188,7 +187,7 @@ class ReduceScatters:
 
 
 class JointReduceScatter:
-    """One sum for several parameter groups."""
+    """One reduce-scatter for several parameter groups."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -199,7 +198,7 @@ class JointReduceScatter:
         self._error: Exception | None = None
 
     def add(self, parts: Sequence[Tensors], item: Item) -> PendingReduceScatter:
-        """Another parameter group's."""
+        """Add the tensors of another parameter group."""
         self._items.append(item)
         own = self._parts[self._transport.shard_group.rank]
         first = len(own)
@@ -208,13 +207,13 @@ class JointReduceScatter:
         return _GroupSums(self, first, len(own))
 
     def start(self) -> None:
-        """It is on its way."""
+        """Start it. All ranks of the shard group call it."""
         self._summing = self._transport.reduce_scatter(self._parts, Composition(tuple(self._items)))
         self._parts = []
 
     def wait(self) -> list[torch.Tensor]:
-        """All the sums. Every parameter group asks."""
-        if self._error is not None:  # it is not waited for again
+        """The sums for all groups. Waits. Every parameter group in it calls this."""
+        if self._error is not None:  # waiting twice for it is not possible
             raise self._error
         if self._summing is not None:
             summing, self._summing = self._summing, None
@@ -227,7 +226,7 @@ class JointReduceScatter:
 
 
 class _GroupSums:
-    """One parameter group's sums of several parameter groups'."""
+    """The sums for one parameter group."""
 
     def __init__(self, joint: JointReduceScatter, first: int, end: int) -> None:
         self._joint = joint
@@ -235,7 +234,7 @@ class _GroupSums:
         self._end = end
 
     def wait(self) -> list[torch.Tensor]:
-        """This rank's sums."""
+        """This rank's sums, flat. Waits."""
         return self._joint.wait()[self._first : self._end]
 
 

@@ -1,12 +1,11 @@
-"""What forward leaves for backward to find its way: the calls of units, in the order they ended.
+"""The calls of units in a forward, in the order they ended: the order for backward to go back.
 
-[Note: what backward has passed]
-Autograd's engine runs what is ready latest-made first, and what was made last is always ready. So
-it goes through a graph in the exact reverse of its making. When it comes to the output of a call,
-every call that ended later has begun its backward already, or never will in this one; and every
-call that began after this one ended is done. This holds on every rank: two that ran the same
-forward go the same way back, though autograd may skip other calls on each, which had no part in the
-loss there.
+[Note: order of backward]
+Autograd's engine runs the ready node that was made last, and the node made last is always ready. So
+it goes through a graph in the exact reverse of the order of its making. When backward comes to the
+output of a call, each later call has begun its backward or never will, and each call that began
+after the end of this one is done. This holds on every rank: two ranks that ran the same forward go
+back the same way, though autograd may skip calls on one of them that had no part in the loss there.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ class UnitCall:
         self.run = run
         self.start = start
         self.end = start
-        """When its forward began and ended, by the runtime's count."""
+        """The times at which its forward began and ended, by the count of the runtime."""
         self.index = -1
-        """Its place in `run.calls`; -1 for what is recomputed in backward."""
+        """Its place in `run.calls`; -1 for a call that backward recomputes."""
         self.visible = False
         """Whether autograd will tell when backward comes to it."""
         self.comes_back = False
-        """Whether backward is expected to come to it: to what it made, or to its repetition."""
+        """Whether backward is expected to come to its outputs or to its recomputation."""
         self.recomputed = False
-        """Whether it is a checkpoint that runs it, in backward: perhaps not to its end."""
+        """Whether a checkpoint runs it in backward, perhaps not to its end."""
         self.imminent = False
         """Whether it is a reentrant checkpoint's recomputation, whose backward follows at once."""
         self.begun = False
@@ -62,10 +61,10 @@ class UnitCall:
         self.versions: list[list[int]] = []
         """The version counters of its shards in forward."""
         self.served: list[tuple[UnitCall, bool]] = []
-        """Calls of other ranks that were gathered with this one; whether they are trained there."""
+        """Calls of other ranks, gathered with this one, and whether those ranks train them."""
         self.given: dict[int, tuple[torch.Tensor, int]] = {}
-        """By id, the tensors it was given and their versions, while it runs: to tell what it made
-        from what it handed on."""
+        """Its input tensors and their versions, by id, while it runs: an output that is an input
+        unchanged is handed on, not made."""
 
 
 class ForwardPass:
@@ -77,16 +76,16 @@ class ForwardPass:
         self.differentiable = differentiable
         """Whether the root ran with gradients enabled."""
         self.calls: list[UnitCall] = []
-        """Those that backward may come to, in the order in which they ended."""
+        """The calls that backward may come to, in the order in which they ended."""
         self.started: list[Unit] = []
-        """The units in the order in which they began: what to gather ahead the next time."""
+        """The units in the order in which they began; the next forward prefetches by it."""
         self.cursor = -1
         """The index of the last call that backward has come to."""
         self.open: list[UnitCall] = []
         """Calls that backward has come to and not yet left."""
 
     def ended(self, call: UnitCall) -> None:
-        """A call has ended that backward may come to."""
+        """Add a call that has ended and that backward may come to."""
         call.index = len(self.calls)
         self.calls.append(call)
         self.cursor = len(self.calls)
@@ -103,7 +102,7 @@ class ForwardPass:
                 yield self.calls[index]
 
     def rewind(self) -> None:
-        """Another backward may come: the graph was retained, or there is another loss."""
+        """Prepare for another backward: the graph was retained, or there is another loss."""
         self.cursor = len(self.calls)
         self.open.clear()
         for call in self.calls:

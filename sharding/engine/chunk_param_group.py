@@ -1,11 +1,11 @@
-"""The parameter group of `fully_shard`: each parameter a DTensor, divided by torch.chunk's rule.
+"""The parameter group of `fully_shard`: each parameter is a DTensor, cut by torch.chunk's rule.
 
-Parameters that are DTensors already, over a mesh of tensor parallelism, are divided further: the
-unsharded parameter is then the DTensor that it was, on the memory of the unsharded buffer.
+A parameter that is a DTensor over a mesh of tensor parallelism is cut further. Its unsharded
+parameter is the DTensor that the user gave, on the memory of the unsharded buffer.
 
-[Note: which dimension comes first]
-Where tensor parallelism and sharding divide the same dimension, tensor parallelism did it first,
-though its mesh dimension stands behind: torch's `_StridedShard` says so.
+[Note: which dimension comes first] Where tensor parallelism and sharding cut the same dimension,
+tensor parallelism cut it first, though its mesh dimension stands behind. torch expresses this order
+by `_StridedShard`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class MeshGroups:
-    """A mesh, and the ranks of it that share and that replicate."""
+    """A device mesh, and the groups that its dimensions are."""
 
     mesh: DeviceMesh
     groups: HybridGroups
@@ -121,16 +121,16 @@ class ChunkParamGroup(ParamGroup):
         self.placing = placing
         self.policy = policy
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
-        """Called on what was reduced, flat, with the flags behind."""
+        """Called with the reduced gradients, flat, and the flags behind them."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """What the shards are kept in."""
+        """The dtype of the shards."""
         return stored(self.parameters[0]).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are used."""
+        """The device of the unsharded parameters. Raises RuntimeError for the meta device."""
         device = stored(self.parameters[0]).device
         if device.type == "meta":
             names = ", ".join(parameter.name for parameter in self.parameters[:3])
@@ -172,7 +172,7 @@ class ChunkParamGroup(ParamGroup):
             self._forget_forms()
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """The shards have got what was reduced."""
+        """Add the reduced gradients to the accumulated gradients of the shards."""
         sums, flags = self._through_hook(sums, flags)
         for parameter, flag, flat in zip(self.parameters, flags, sums, strict=True):
             if flag > 0:
@@ -181,7 +181,7 @@ class ChunkParamGroup(ParamGroup):
     def _through_hook(
         self, sums: list[torch.Tensor], flags: list[float]
     ) -> tuple[list[torch.Tensor], list[float]]:
-        """What the user's hook makes of them, where there is one."""
+        """The sums and flags as the user's hook leaves them, where there is one."""
         if self.reduced_hook is None:
             return sums, flags
         marks = torch.tensor(flags, dtype=sums[0].dtype, device=sums[0].device)
@@ -215,17 +215,17 @@ class ChunkParamGroup(ParamGroup):
         return nn.Parameter(view, requires_grad=False)
 
     def place_unsharded(self) -> None:
-        """The modules have the unsharded parameters."""
+        """Put the unsharded parameters into the modules."""
         for parameter, unsharded in zip(self.parameters, self.unsharded, strict=True):
             parameter.place(unsharded)
 
     def place_sharded(self) -> None:
-        """The modules have the sharded parameters."""
+        """Put the sharded parameters into the modules."""
         for parameter in self.parameters:
             parameter.place(parameter.sharded)
 
     def _as_shard(self, parameter: Parameter, flat: torch.Tensor) -> torch.Tensor:
-        """What was reduced, rows first, in the shape that the shard has."""
+        """A reduced gradient, flat with rows first, in the shape of the shard."""
         shape = stored(parameter).shape
         if not parameter.dim:
             return flat.view(shape)

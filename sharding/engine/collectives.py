@@ -1,16 +1,15 @@
-"""Gathering and reducing by the library's collectives: where messages are not to be had or slower.
+"""The transport by the library's collectives, for NCCL and for ranks that are threads.
 
-NCCL prefers one collective per parameter group, on a stream of its own; ranks that are threads of
-one process have nothing else. Parts are packed end to end, padded to the largest, and copied to
-their places. The order of a sum is the library's.
+NCCL prefers one collective for each parameter group, on a stream of its own. Parts are packed end
+to end, padded to the largest, and copied to their places. The library decides the order of a sum.
 
 [Note: marks]
-A collective has no tag: ranks that run different units of one size would take part in each other's
-without an error. So each rank keeps a hash of the compositions of all its collectives in a group,
-and 32 bits of it travel with every reduction: as 32 zeros or ones and 32 complements, which are
-summed. Where this rank has a zero the sum is zero, or another rank has another hash. A sum of
-numbers that are not negative is zero in every dtype only where all of them are. Collectives of
-unlike sizes are not found out by this: they fail in the library, or wait.
+A collective has no tag: a rank that runs another unit of the same size would take part without an
+error. So each rank keeps a hash of the compositions of all its collectives in a process group. 32
+bits of the hash travel with each reduction, as 32 zeros or ones and their 32 complements, and are
+summed. Where this rank has a zero, a sum that is not zero shows that another rank has another hash:
+in every dtype, a sum of numbers that are not negative is zero only where all of them are zero. The
+marks do not detect collectives of different sizes: those fail in the library, or wait.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class CollectiveAllGather:
         self._size = size
 
     def wait(self) -> None:
-        """What was gathered is in its places."""
+        """Wait until the places are filled."""
         if self._work is not None:
             self._work.wait()
         for row, places in zip(self._packed.chunk(self._size), self._places, strict=True):
@@ -80,7 +79,7 @@ class CollectiveReduceScatter:
         self._marks = marks
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums of this rank's parts. Raises TransferError where ranks reduced unlike units."""
+        """The sums of this rank's parts. Raises TransferError where ranks reduced other units."""
         if self._work is not None:
             self._work.wait()
             summed = self._result[-MARKS:].tolist()
@@ -99,7 +98,7 @@ class CollectiveTransport:
     def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
     ) -> CollectiveAllGather:
-        """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
+        """Start to fill `places[r]` with the `mine` of rank r, on all ranks. Flat tensors."""
         size = self.shard_group.size
         numel = max(sum(_sizes(of_rank)) for of_rank in places)
         like = mine[0]
@@ -116,7 +115,7 @@ class CollectiveTransport:
     def reduce_scatter(
         self, parts: Sequence[Tensors], composition: Composition
     ) -> CollectiveReduceScatter:
-        """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
+        """Start to sum, for each rank r, the `parts[r]` of all ranks. Flat tensors."""
         size, mine = self.shard_group.size, parts[self.shard_group.rank]
         numel = max(sum(_sizes(of_rank)) for of_rank in parts) + MARKS
         packed = torch.zeros(size * numel, dtype=mine[0].dtype, device=mine[0].device)
@@ -132,7 +131,7 @@ class CollectiveTransport:
         return CollectiveReduceScatter(work, result, _sizes(mine), unlike, marks)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
-        """`flat` is the sum of all ranks', on all of them the same. Waits."""
+        """Sum `flat` over all ranks, in place, with the same result on all. Waits."""
         if self.shard_group.size > 1:
             self._note(composition)
             dist.all_reduce(flat, group=_group_of(self.shard_group))

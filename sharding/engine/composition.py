@@ -1,24 +1,23 @@
-"""What one exchange between ranks carries, and the tag of its messages, which says so.
+"""The composition of an exchange between ranks, and the tag of its messages, which identifies it.
 
-An exchange gathers or reduces one parameter group, or several small ones together. Its composition
-is the list of those parameter groups, each with the purpose and the sequence number of its part.
-Gloo delivers a message to the receive with the same tag, and ends the process where the lengths of
-the two differ.
+An exchange is an all-gather or a reduction of one parameter group, or of several small ones. Its
+composition lists these groups, each with the purpose and the sequence number of its part. Gloo
+delivers a message to the receive with the same tag, and ends the process where the lengths of the
+two differ.
 
 Rules:
 
 1. A tag is a hash of the composition, the dtype and the lengths of all messages that one exchange
-   sends from one rank to another. The receiver computes it from the tensors that it expects.
-   Messages that differ in any of these have different tags: neither is delivered for the other.
+   sends from one rank to another. The receiver computes it from the tensors that it expects. So
+   messages that differ in any of these never take each other's place.
 2. A composition is the same on all ranks that run the same program. It holds no address, no time
-   and nothing that depends on Python's randomized hashes.
+   and no value that depends on Python's randomized hashes.
 
-[Note: 30 bits]
-torch takes tags from 0 to 2**31 - 1. Half of them are for these messages, the upper half: programs
-that send messages of their own number them from 0. Two unlike messages have the same tag with a
-probability of 1 in 10**9. That does harm only where ranks disagree, and only to messages that are
-on their way at the same time between the same two ranks: a few. Where ranks agree, messages with
-the same tag arrive in the order in which they were sent.
+[Note: 30 bits] torch takes tags from 0 to 2**31 - 1. These messages use the upper half; user
+programs number their messages from 0. Two different messages have the same tag with a probability
+of 1 in 10**9. That does harm only where ranks disagree, and only to the few messages that are on
+their way at the same time between the same two ranks. Where ranks agree, messages with the same tag
+arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 FIRST_TAG = 1 << 30
 """The lowest tag of these messages."""
 SHOWN = 4
-"""How many parameter groups of a composition its text names."""
+"""The number of parameter groups that the text of a composition names."""
 
 
 class Purpose(IntEnum):
@@ -67,10 +66,10 @@ class Item:
     name: str
     """The unit's path in the root module."""
     key: int
-    """A hash of what the parameter group is: see `key_of`."""
+    """Identifies the parameter group: see `key_of`."""
     purpose: Purpose
     sequence: int
-    """How often this parameter group was gathered or reduced for this purpose before."""
+    """Counts the exchanges of this parameter group for this purpose, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Composition:
 
     @property
     def digest(self) -> bytes:
-        """8 bytes that tell compositions apart."""
+        """A hash of 8 bytes: different compositions have different ones."""
         numbers = array("Q", [self.stage])
         for item in self.items:
             numbers.extend((item.key, item.purpose, item.sequence))
@@ -100,7 +99,7 @@ class Composition:
 
 
 class GroupTags:
-    """What tells a parameter group from others in the tags of messages, and its counts of them."""
+    """The key of a parameter group in tags, and its sequence numbers."""
 
     def __init__(self) -> None:
         self.key = 0

@@ -1,26 +1,26 @@
-"""Parameters that say themselves how they are gathered: the two hooks of a local tensor.
+"""Parameters that define their own all-gather, by two hooks of the local tensor.
 
     fsdp_pre_all_gather(mesh) -> (inputs, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
-    fsdp_post_all_gather(outputs, metadata, param_dtype) -> (whole, tensors to free)
-    fsdp_post_all_gather(outputs, metadata, param_dtype, out=whole) -> None
+    fsdp_post_all_gather(outputs, metadata, param_dtype) -> (unsharded, tensors to free)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, out=unsharded) -> None
 
-A shard may be stored, gathered and used in three different forms: quantized, two tensors for one,
-a subclass or not. The hooks are methods of a tensor subclass, or attributes of one plain tensor;
-what counts is which hooks there are when the parameter is first gathered.
+A shard may be stored, gathered and used in three different forms: quantized, as two tensors, as a
+subclass or not. The hooks are methods of a tensor subclass, or attributes of one plain tensor. The
+first all-gather of a parameter decides whether it has hooks.
 
 Rules:
 
-1. An output is the ranks' inputs, joined along the dimension that the parameter is sharded on (the
-   first, where an input has fewer). Where a parameter divides unevenly, each input has this rank's
-   rows, or is padded to the most that a rank has, and the padding does not travel.
-2. Outputs and the tensors to free keep their storages for good: emptied by `reshard`, filled again
-   by `unshard`. What autograd saved of the unsharded parameter is right again in backward, and to
-   it the unsharded parameter never changes.
+1. An output is the inputs of all ranks, joined along the dimension that the parameter is sharded on
+   (along the first, where an input has fewer). Where a parameter divides unevenly, each input has
+   this rank's rows, or is padded to the most rows that a rank has. Padding does not travel.
+2. Outputs and the tensors to free keep their storages: `reshard` empties them, `unshard` fills them
+   again. Autograd's saved views of the unsharded parameter are right again in backward, and
+   autograd never sees it change.
 3. The hooks run without autograd, and on all ranks in the same order.
-4. A gradient of the shard's own subclass, if that is made of floating-point tensors of its own
-   shape, is reduced tensor by tensor and is of that subclass again. Other gradients are reduced as
-   the one plain tensor that they are, or that they can be copied to.
+4. A gradient of the shard's own subclass is reduced tensor by tensor and is of that subclass again,
+   if the subclass is made of floating-point tensors of its own shape. Any other gradient is reduced
+   as one plain tensor, to which it is copied if it is not one.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ExtensionParamGroup(ChunkParamGroup):
             extension.free()
 
     def keep_part(self, size: int) -> None:
-        """What hooks make of parts of what they gathered cannot be known: nothing is kept."""
+        """Keep nothing: hooks take the whole outputs, not parts of them."""
 
     # Gradients: a slot for each of the tensors that they are made of.
 
@@ -177,7 +177,7 @@ class ExtensionParamGroup(ChunkParamGroup):
         return flat
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """The shards have got what was reduced, put together again."""
+        """Put reduced gradients together and add them to those of the shards."""
         sums, flags = self._through_hook(sums, flags)
         left = iter(sums)
         for extension, flag in zip(self._extensions, flags, strict=True):
@@ -190,7 +190,7 @@ class ExtensionParamGroup(ChunkParamGroup):
 
 
 class _Extension:
-    """One parameter with hooks: what it gathers, and the unsharded parameter made of it."""
+    """One parameter with hooks: its all-gather outputs, and the unsharded parameter."""
 
     def __init__(self, entry: Parameter, placing: MeshGroups, policy: MixedPrecisionPolicy) -> None:
         self.entry = entry
@@ -203,7 +203,7 @@ class _Extension:
         self._inner: list[torch.Tensor] = []
         """The plain tensors to free, and those that the unsharded parameter is made of."""
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
-        """What to free, and its bytes."""
+        """Storages to free, and their bytes."""
         self._names: list[str] = []
         """The attributes of the subclass by which a gradient is reduced (rule 4)."""
 
@@ -287,7 +287,7 @@ class _Extension:
         return gradient
 
     def _inputs(self) -> tuple[list[torch.Tensor], object]:
-        """What the first hook returns, in either of its forms."""
+        """The result of the first hook, called in either of its forms."""
         entry = self.entry
         if not is_hooked(entry.sharded, entry.name):
             raise RuntimeError(
@@ -336,7 +336,7 @@ class _Extension:
         return Form(counts, tuple(rest), along, tensor.dtype)
 
     def _made(self, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
-        """The unsharded parameter, and what is to be known of it from now on."""
+        """Note the unsharded parameter and its storages, for later all-gathers."""
         entry = self.entry
         size = torch.Size(entry.shape)
         if unsharded.shape != size:

@@ -1,19 +1,18 @@
 """The parameter group of FSDP1: parameters end to end in one flat parameter, cut evenly.
 
-The flat parameter is this rank's shard. What the optimizer sees is the flat parameter itself, or,
-with `use_orig_params`, the original parameters, each a view of what of it lies in this rank's
-shard, which may be nothing. Over one rank (NO_SHARD) the shard is the unsharded buffer: nothing is
-copied, and original parameters keep their shapes.
+The flat parameter is this rank's shard. The optimizer sees the flat parameter itself or, with
+`use_orig_params`, the original parameters. Each original parameter is then a view of its elements
+in this rank's shard, possibly of none. Over one rank (NO_SHARD) the shard is the unsharded buffer:
+nothing is copied, and original parameters keep their shapes.
 
 Rules:
 
-1. The shard's memory is the truth. A user who replaces the data of an original parameter
-   (`param.data = ...`, `module.to(...)`) has it copied in before the next gather.
-2. With flat parameters, modules have plain tensors in the place of their parameters, always the
-   same: views of the unsharded buffer, which are leaves of autograd and have no memory when
-   sharded.
-3. A communication hook is called with the padded flat gradient, in the same order on all ranks;
-   what it leaves is the gradient, in the dtype it leaves it in if its state has a `parameter_type`.
+1. The shard's memory is the truth. Data that a user puts into an original parameter
+   (`param.data = ...`, `module.to(...)`) is copied into it before the next all-gather.
+2. With flat parameters, modules have plain tensors in place of their parameters, always the same
+   ones: views of the unsharded buffer, leaves of autograd, without memory when sharded.
+3. A communication hook gets the padded flat gradient, in the same order on all ranks. The tensor
+   that it leaves is the gradient, in any dtype if its state has a `parameter_type`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class CommHook:
 
 @dataclass(frozen=True, slots=True)
 class FlatForm:
-    """What a user sees of a flat parameter group."""
+    """The form in which a user sees a flat parameter group."""
 
     use_orig_params: bool
     home: nn.Module
@@ -85,7 +84,7 @@ class FlatParamGroup(ParamGroup):
         super().__init__(parameters, groups, precision, number)
         self.form = form
         self.compute_device: torch.device | None = None
-        """Where parameters are used; None: where they are."""
+        """The device to compute on; None: the device of the shard."""
         self.hook: CommHook | None = None
         shapes = [parameter.shape for parameter in parameters]
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), groups.shard.size)
@@ -110,12 +109,12 @@ class FlatParamGroup(ParamGroup):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """What the shards are kept in."""
+        """The dtype of the shards."""
         return self.flat.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are used."""
+        """The device of the unsharded parameters."""
         return self.flat.device if self.compute_device is None else self.compute_device
 
     @property
@@ -124,13 +123,13 @@ class FlatParamGroup(ParamGroup):
         return self.groups.shard.size > 1
 
     def versions(self) -> list[int]:
-        """The version counters of what the optimizer sees."""
+        """The version counters of the parameters that the optimizer sees."""
         if self.form.use_orig_params:
             return [parameter.sharded._version for parameter in self.parameters]
         return [self.flat._version]
 
     def seen(self) -> list[nn.Parameter]:
-        """What the optimizer sees."""
+        """The parameters that the optimizer sees."""
         if self.form.use_orig_params:
             return [parameter.sharded for parameter in self.parameters]
         return [self.flat]
@@ -143,7 +142,7 @@ class FlatParamGroup(ParamGroup):
         return self.shard_view(index, gradient)
 
     def registered(self) -> list[nn.Parameter]:
-        """What the modules have in the place of what the optimizer sees: replaced perhaps."""
+        """The parameters in the modules: those of `seen`, or those that a user put there."""
         if not self.form.use_orig_params:
             return [_first(self.form.home._parameters.get(self.form.name), self.flat)]
         found = []
@@ -153,7 +152,7 @@ class FlatParamGroup(ParamGroup):
         return found
 
     def piece(self, index: int) -> tuple[int, int, int]:
-        """Where in the shard a parameter's part begins; which of its elements `[lo, hi)` it is."""
+        """The first element of a parameter's part in the shard, and its elements `[lo, hi)`."""
         lo, hi = self.packing.piece(index, self.groups.shard.rank)
         begin = self.packing.slots[index].at + lo - self.groups.shard.rank * self._shard_numel
         return (begin if hi > lo else 0), lo, hi
@@ -195,7 +194,7 @@ class FlatParamGroup(ParamGroup):
             self._take_over_originals()
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """The shards have got what was reduced."""
+        """Add the reduced gradients to the accumulated gradients of the shards."""
         [summed] = sums
         if not any(flag > 0 for flag in flags):
             return
@@ -232,7 +231,7 @@ class FlatParamGroup(ParamGroup):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What gradients are sent and summed in; a hook that casts does so itself."""
+        """The dtype in which gradients are sent and summed; a hook that casts does so itself."""
         return self.dtype if self._hook_casts else super().reduce_dtype
 
     @property
@@ -310,7 +309,7 @@ class FlatParamGroup(ParamGroup):
         return self._named(FlatParameter(local, requires_grad=first.requires_grad))
 
     def _named(self, flat: FlatParameter) -> FlatParameter:
-        """The flat parameter, which says what is in it."""
+        """The flat parameter, with the names and shapes of the parameters in it."""
         flat._fqns = tuple(parameter.name for parameter in self.parameters)
         flat._shapes = tuple(torch.Size(parameter.shape) for parameter in self.parameters)
         flat._numels = tuple(slot.numel for slot in self.packing.slots)
@@ -354,18 +353,18 @@ class FlatParamGroup(ParamGroup):
         self._forget_forms()
 
     def _let_go_of_original(self, parameter: Parameter) -> None:
-        """The modules have no parameter of this name, where the flat one is seen instead."""
+        """Take the original parameter out of its modules, where the flat one replaces it."""
         if not self.form.use_orig_params:
             for module, attribute in parameter.owners:
                 module._parameters.pop(attribute, None)
 
     def place_unsharded(self) -> None:
-        """The modules have the unsharded parameters."""
+        """Put the unsharded parameters into the modules."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, True)
 
     def place_sharded(self) -> None:
-        """The modules have the sharded parameters."""
+        """Put the sharded parameters into the modules."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, False)
 
@@ -410,5 +409,5 @@ def _step_in_backward(parameter: nn.Parameter) -> None:
 
 
 def flat_param_groups(param_groups: Sequence[ParamGroup]) -> list[FlatParamGroup]:
-    """Those that are flat."""
+    """The flat ones among parameter groups."""
     return [param_group for param_group in param_groups if isinstance(param_group, FlatParamGroup)]

@@ -1,9 +1,8 @@
-"""The hooks around a unit's forward: what makes its parameters whole in time, and lets them go.
+"""The hooks around a unit's forward: they unshard its parameters in time and reshard them.
 
-[Note: checkpoints]
-What runs without gradients inside a root that runs with them may be run again in backward, by a
-reentrant checkpoint; its backward follows at once. What runs again without that, in a checkpoint
-that is not reentrant, is only for what it saves; then backward goes on where it was.
+[Note: checkpoints] A call that runs without gradients inside a root that runs with them may be
+recomputed in backward, by a reentrant checkpoint; its own backward follows at once. A checkpoint
+that is not reentrant recomputes only for the saved tensors; then backward goes on where it was.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from sharding.engine.unit import Unit
 
 
 class ForwardHooks:
-    """One unit's. See the top of this file."""
+    """The hooks of one unit. See the top of this file."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._to_run: set[nn.Module] = set()
-        """Which of its modules a forward has still to come by."""
+        """Modules of the unit that this forward has not run yet."""
         self._returned = False
-        """Whether the forward that ended last came to its end."""
+        """Whether the last forward ended without an error."""
 
     def hook(self, module: nn.Module) -> None:
-        """Have this called around a module's forward."""
+        """Register `before` and `after` around a module's forward."""
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after)
         self.hook_errors(module)
 
     def hook_errors(self, module: nn.Module) -> None:
-        """Have this told of a module's forward that ends with an error."""
+        """Register `ended`, which notices a forward that ends with an error."""
         module.register_forward_hook(self.ended, always_call=True)
 
     @_disable_dynamo
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The parameters are unsharded; the inputs have the policy's dtype."""
+        """Unshard the parameters; the inputs in the policy's dtype. May wait for other ranks."""
         unit = self._unit
         runtime, policy = runtime_of(unit), unit.policy
         self._returned = False
@@ -70,7 +69,7 @@ class ForwardHooks:
 
     @_disable_dynamo
     def after(self, module: nn.Module, args: object, output: Any) -> Any:
-        """The parameters are let go, unless they stay until backward."""
+        """Reshard the parameters, unless they stay until backward; the output."""
         unit = self._unit
         runtime = unit.runtime
         if not isinstance(runtime, Runtime) or unit not in runtime.running:
@@ -89,7 +88,7 @@ class ForwardHooks:
         return output
 
     def ended(self, module: nn.Module, args: object, output: object) -> None:
-        """A forward that ended is not running any more, though it ended with an error."""
+        """End the call of a forward that ended with an error."""
         runtime = self._unit.runtime
         if self._returned:
             self._returned = False
@@ -99,7 +98,7 @@ class ForwardHooks:
 
 
 def _begin(call: UnitCall, runtime: Runtime) -> None:
-    """A call's parameters are unsharded, and what follows is on its way."""
+    """Unshard the parameters of a call and start the all-gathers of the next units."""
     unit = call.unit
     if runtime.in_backward:
         call.recomputed = True
@@ -116,7 +115,7 @@ def _begin(call: UnitCall, runtime: Runtime) -> None:
 
 
 def _end(call: UnitCall, runtime: Runtime) -> None:
-    """A call has ended: it is filed for backward, and its parameters are kept or not."""
+    """File a call that has ended for backward; keep or reshard its parameters."""
     call.end = runtime.tick()
     unit = call.unit
     if runtime.in_backward:
@@ -140,7 +139,7 @@ def _end(call: UnitCall, runtime: Runtime) -> None:
 
 
 def _let_go(call: UnitCall) -> None:
-    """The parameters are sharded again after forward, wholly or over fewer ranks, or stay."""
+    """Reshard after forward, fully or to fewer ranks, or leave the parameters unsharded."""
     unit = call.unit
     reshard = unit.policy.reshard_after_forward
     if reshard is None:
@@ -157,7 +156,7 @@ def _let_go(call: UnitCall) -> None:
 
 
 def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
-    """Gather what any rank runs now, in one order; all others than this unit for them."""
+    """Gather the units that any rank runs now, in one order, also those of other ranks."""
     place = runtime.units.index(call.unit)
     others = check.called(call.unit, runtime.units)
     for unit, trained in others:
@@ -174,7 +173,7 @@ def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
 
 
 def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
-    """Another rank has run a unit that this one has not: its backward is taken part in."""
+    """End a call that only another rank has run: this rank takes part in its backward."""
     for param_group in call.unit.param_groups:
         param_group.backward.trained_elsewhere |= trained
     call.visible = torch.is_grad_enabled()
@@ -182,14 +181,13 @@ def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
     _end(call, runtime)
 
 
-# What tells that backward comes to a call, and that it has left it.
+# Autograd's hooks: backward comes to a call, backward has left a call.
 
 
 def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -> None:
-    """Have the parameters let go where backward leaves this call by one of its inputs.
+    """Reshard the parameters when backward leaves this call by one of its inputs.
 
-    Those are the inputs of the first of its modules: what the others are given may come from the
-    first.
+    Only inputs of its first module count: other modules may get outputs of the first.
     """
     for tensor in tensors_in(given):
         if tensor.requires_grad:
@@ -199,7 +197,7 @@ def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -
 
 
 def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
-    """Have the runtime told when backward comes to what this call made."""
+    """Tell the runtime when backward comes to an output that this call made."""
     differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     for tensor in differentiable:
         if _is_given(call, tensor):
@@ -209,7 +207,7 @@ def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
         if tensor.grad_fn is not None:
             tensor.register_hook(came)  # type: ignore[no-untyped-call]
             call.visible = True
-        # A view changed in place gets another maker; what it is a view of keeps its own.
+        # A view changed in place gets another grad_fn; its base keeps the one it had.
         if tensor._base is not None and tensor._base.grad_fn is not None:
             tensor._base.grad_fn.register_prehook(came)
             call.visible = True
@@ -234,14 +232,14 @@ def _is_given(call: UnitCall, tensor: torch.Tensor) -> bool:
 
 
 def _came(runtime: Runtime, call: UnitCall, gradients: object) -> None:
-    """What is called before the node that made an output runs backward."""
+    """Begin a call's backward; called before the node that made an output runs."""
     if not call.begun:
         call.unit.check_unchanged(call.versions)
     runtime.begin(call)
 
 
 def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
-    """Have the runtime told, once, when backward comes to a tensor that a unit handed on."""
+    """Tell the runtime, once, when backward comes to a tensor that a unit handed on."""
 
     def came(gradient: object) -> None:
         handle.remove()
@@ -251,5 +249,5 @@ def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
 
 
 def _left(runtime: Runtime, call: UnitCall, gradients: object) -> None:
-    """What is called before the node that made an input runs backward."""
+    """Leave a call's backward; called before the node that made an input runs."""
     runtime.left(call)

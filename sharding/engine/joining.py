@@ -1,11 +1,11 @@
-"""Tensors of which every rank has a part, joined in memory that comes and goes.
+"""All-gather outputs of extensions: the inputs of all ranks, joined in memory that comes and goes.
 
-What the ranks give is joined along one dimension, of which ranks may have different numbers of
-indices: their *rows*. Parts travel as bytes, rows first. A rank's rows are then one range of bytes,
-which arrives in its final place where the dimension is the first, and is moved there where not.
+Inputs are joined along one dimension. Ranks may have different numbers of indices along it, their
+*rows*. Inputs travel as bytes, rows first. The rows of a rank are then one range of bytes. It
+arrives in its final place where the joined dimension is the first, and is moved there otherwise.
 
-The storage is one for good: what refers to it finds the same tensor when it is filled again. To
-autograd nothing changes: what is written goes through aliases with version counters of their own.
+The storage of an output stays the same object, so its users find the same tensor when it is filled
+again. Writes go through aliases with version counters of their own: autograd sees no change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the ranks' inputs lie in an output."""
+    """The layout of the ranks' inputs in an output."""
 
     counts: tuple[int, ...]
     """By rank, its rows: the indices of the dimension along which the inputs are joined."""
@@ -49,7 +49,7 @@ class Form:
 
 
 class Output:
-    """One tensor that is gathered: its memory comes and goes, its storage stays (rule 2)."""
+    """One tensor that is gathered: its memory comes and goes, its storage stays ."""
 
     def __init__(self, form: Form, device: torch.device) -> None:
         self.form = form
@@ -63,13 +63,13 @@ class Output:
         self._landing = self._bytes
 
     def allocate(self) -> None:
-        """There is memory for what arrives."""
+        """Allocate the memory of the output."""
         self._storage.resize_(self.form.nbytes)
         if self.form.along:
             self._landing = torch.empty_like(self._bytes)
 
     def place(self, rank: int) -> torch.Tensor:
-        """Where the bytes of a rank's input go."""
+        """The place of the bytes of a rank's input."""
         lo = sum(self.form.counts[:rank]) * self.form.row_bytes
         return self._landing[lo : lo + self.form.counts[rank] * self.form.row_bytes]
 
@@ -82,6 +82,6 @@ class Output:
         return self._tensor
 
     def free(self) -> None:
-        """There is no memory."""
+        """Free the memory."""
         self._landing = self._bytes
         self._storage.resize_(0)

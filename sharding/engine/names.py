@@ -8,7 +8,7 @@ from sharding.engine.param_group import ParamGroup
 from sharding.engine.unit import Unit
 
 WRAPPER = "_fsdp_wrapped_module."
-"""What wrapping adds to a path, and a user's names do not have."""
+"""The part of a path that the wrapper adds."""
 
 
 class Names:

@@ -1,12 +1,12 @@
-"""Whether all ranks run the units of a model in the same order: checked where a user asks for it.
+"""A check, on request, that all ranks run the units of a model in the same order.
 
-Asked for by `dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped. The checks
-are of forward, in training. In the first iteration, ranks that differ are an error on all of them;
-later, a rank that leaves the order of the first iteration warns, once.
+`dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped asks for it. It checks
+forward, in training. In the first iteration, ranks that differ are an error on all of them. Later,
+a rank that leaves the order of the first iteration warns, once.
 
-Under this check ranks agree before every gather what they gather, so that even those that differ
-neither wait for ever nor take one unit's parameters for another's: what any of them runs, all of
-them gather, in the same order, and reduce.
+Under the check, ranks agree on a unit before each all-gather. All ranks then gather and reduce
+every unit that any of them runs, in the same order. So ranks that differ do not wait for ever and
+do not take one unit's parameters for another's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors in what a module is given and returns: any nest of containers, dataclasses too."""
+"""The tensors in the arguments and results of a module: any nest of containers, dataclasses too."""
 
 from __future__ import annotations
 

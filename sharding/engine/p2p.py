@@ -1,20 +1,20 @@
-"""Gathering and reducing by messages: every byte straight from where it is to where it belongs.
+"""The transport by point-to-point messages: each byte goes straight to its final place.
 
 On a group that offers point-to-point messages in host memory (gloo), each rank sends its spans from
-the shard itself and receives the others' into their final places in the unsharded buffer; gradients
+the shard itself and receives the others' into their final places in the unsharded buffer. Gradients
 go the other way and are summed in rank order, so that the sum does not depend on timing. Small
-spans for one peer travel together. gloo's own all-gather and reduce-scatter stage through fresh
+spans for one rank travel together. gloo's own all-gather and reduce-scatter copy through fresh
 buffers and take 3 times as long.
 
 Rules:
 
-1. A tag names the composition of an exchange and the lengths of its messages (composition.py):
-   ranks that disagree wait until the time-out, and never take one message for another.
-2. Nothing here is seen by autograd.
-3. `wait` ends with a TransferError when a peer's process ends or when the group's time-out is over;
-   it says what this rank and others waited for (waits.py). Then the memory of what was to arrive
-   stays as it is: see `sharding.engine.pending_work`.
-4. Nothing waits but `wait` and `all_reduce`: what ranks do in the same order cannot block them.
+1. A tag identifies the composition of an exchange and the lengths of its messages (composition.py).
+   Ranks that disagree wait until the time-out and never take one message for another.
+2. Autograd sees none of these operations.
+3. `wait` raises TransferError when the process of another rank ends or the group's time-out is
+   over. The error names the wait of this rank and those of others (waits.py). The memory of
+   messages that did not arrive stays as it is: see `sharding.engine.pending_work`.
+4. Only `wait` and `all_reduce` wait. So ranks that call in the same order cannot block each other.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class P2PExchange:
         self._digest = composition.digest
         self._pending = PendingWork(shard_group.group)
         self._sides: list[_Side] = []
-        """As many as are posted, in order."""
+        """One for each posted message, in order."""
         self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        """From, to: to be done when all have arrived."""
+        """Copies to make when all messages have arrived: sources, targets."""
 
     def wait(self) -> None:
-        """All messages have arrived and are in their places."""
+        """Wait for all messages; then they are in their places."""
         try:
             self._pending.wait()
         except RuntimeError as error:
@@ -75,7 +75,7 @@ class P2PExchange:
         self._post(dist.isend, [*together, *_large(tensors)], other)
 
     def receive(self, tensors: Tensors, other: int) -> None:
-        """Fill flat tensors from what one other sends as tensors of these sizes."""
+        """Fill flat tensors with those of the same sizes that one other rank sends."""
         small = _small(tensors)
         if small is None:
             self._post(dist.irecv, tensors, other)
@@ -120,7 +120,7 @@ class P2PExchange:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """With whom a message is exchanged."""
+    """The other rank of a message, and its direction."""
 
     member: int
     """Rank in the group."""
@@ -137,7 +137,7 @@ class P2PTransport:
     def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
     ) -> P2PExchange:
-        """Send `mine` to all others; fill `places[r]` with what r sends, and this rank's own."""
+        """Start to fill `places[r]` with the `mine` of rank r, on all ranks. Flat tensors."""
         exchange, shard_group = P2PExchange(self.shard_group, composition), self.shard_group
         for other in shard_group.others:
             exchange.receive(places[other], other)
@@ -149,7 +149,7 @@ class P2PTransport:
     def reduce_scatter(
         self, parts: Sequence[Tensors], composition: Composition
     ) -> P2PReduceScatter:
-        """Start summing: `parts[r]` are this rank's summands of what rank r gets, flat."""
+        """Start to sum, for each rank r, the `parts[r]` of all ranks. Flat tensors."""
         exchange, shard_group = P2PExchange(self.shard_group, composition), self.shard_group
         mine = parts[shard_group.rank]
         received = [
@@ -162,7 +162,7 @@ class P2PTransport:
         return P2PReduceScatter(exchange, received, shard_group.rank)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
-        """`flat` is the sum of all ranks' in rank order, on all of them the same. Waits."""
+        """Sum `flat` over all ranks in rank order, in place, the same on all. Waits."""
         shard_group = self.shard_group
         if shard_group.size == 1:
             return
@@ -182,7 +182,7 @@ class P2PReduceScatter:
     def __init__(self, exchange: P2PExchange, parts: list[Tensors], rank: int) -> None:
         self._exchange = exchange
         self._parts = parts
-        """By rank, what it has of this rank's part."""
+        """By rank, its summands of this rank's part."""
         self._rank = rank
 
     def wait(self) -> list[torch.Tensor]:
@@ -190,8 +190,8 @@ class P2PReduceScatter:
         self._exchange.wait()
         if len(self._parts) == 1:
             return [part.clone() for part in self._parts[0]]
-        # The result goes to memory that was received: what this rank made of a gradient is part
-        # of a larger tensor, which would live as long as the result.
+        # The result takes received memory: this rank's own summand is a view of a larger tensor,
+        # which would live as long as the result.
         result = list(self._parts[1] if self._rank == 0 else self._parts[0])
         if self._rank == 0:
             torch._foreach_add_(result, list(self._parts[0]))
@@ -203,14 +203,14 @@ class P2PReduceScatter:
 
 
 def _small(tensors: Tensors) -> list[torch.Tensor] | None:
-    """Those that travel together; None where there is but one tensor, which travels as it is."""
+    """The tensors that share a message; None for a single tensor, which travels as it is."""
     if len(tensors) == 1 and tensors[0].numel():
         return None
     return [t for t in tensors if 0 < t.nbytes < SMALL_BYTES]
 
 
 def _large(tensors: Tensors) -> list[torch.Tensor]:
-    """Those that travel alone."""
+    """The tensors that get a message each."""
     return [tensor for tensor in tensors if tensor.nbytes >= SMALL_BYTES]
 
 

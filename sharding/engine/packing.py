@@ -1,8 +1,8 @@
 """The place of each parameter of a group in the unsharded buffer and in every rank's shard.
 
 The unsharded buffer holds the parameters end to end, each in one contiguous *slot*, so that a
-parameter is a view of it and is never copied out. What a rank holds is a list of *spans*, ranges of
-the full buffer; end to end they are its shard. There are two ways to divide:
+parameter is a view of it and is never copied out. A rank holds a list of *spans*, ranges of the
+unsharded buffer; end to end they are its shard. There are two ways to divide:
 
 - `ChunkPacking`: each parameter by torch.chunk's rule along one dimension, a span per parameter. A
   slot's rows run along that dimension (a parameter sharded on another than its first lies
@@ -84,11 +84,11 @@ class ChunkPacking:
         return _end(self.slots)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What a rank holds: a span for every slot."""
+        """The spans of a rank: one for each slot."""
         return self._spans[rank]
 
     def cuts(self, rank: int) -> tuple[Span, ...]:
-        """What a rank holds of every slot, counted from the slot's first element."""
+        """By slot, the span of a rank, counted from the slot's first element."""
         return self._cuts[rank]
 
     @cached_property
@@ -127,11 +127,11 @@ class FlatPacking:
         return self.shard_numel * self.size
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What a rank holds: one span."""
+        """The span of a rank."""
         return ((rank * self.shard_numel, (rank + 1) * self.shard_numel),)
 
     def piece(self, index: int, rank: int) -> Span:
-        """Which elements of parameter `index`, in row-major order, a rank holds."""
+        """The elements `[lo, hi)` of parameter `index`, in row-major order, of a rank."""
         slot, lo = self.slots[index], rank * self.shard_numel
         first = min(max(lo - slot.at, 0), slot.numel)
         return first, min(max(lo + self.shard_numel - slot.at, first), slot.numel)

@@ -7,7 +7,7 @@ The subclasses say how parameters are divided: `ChunkParamGroup`, `FlatParamGrou
 Rules:
 
 1. The unsharded buffer's storage is one object for the life of the group. `reshard` empties it and
-   `unshard` fills it again: what autograd saved of it in forward is right again in backward.
+   `unshard` fills it again, so the views that autograd saved in forward are right in backward.
 2. `wait`, `fetch`, the `_now` methods, `Reduction.finish`, a communication hook, and `reshard` of a
    group that is being gathered wait for other ranks. Nothing else does.
 3. A buffer whose all-gather failed belongs to the messages that may still arrive: it is neither
@@ -62,11 +62,11 @@ class ParamGroup(ABC):
         self.name = ", ".join([parameter.name for parameter in parameters][:2])
         """For errors; the runtime sets a better one."""
         self.full_precision = False
-        """True gathers in the dtype of the shards, whatever the policy."""
+        """True: gather in the dtype of the shards, whatever the policy."""
         self.reduces = True
-        """False leaves the gradients of a backward to a later one."""
+        """False: a backward leaves its gradients to a later one."""
         self.replicates = True
-        """False leaves the sum over replicas to a later backward."""
+        """False: a backward leaves the sum over replicas to a later one."""
         self.divide: float | None = None
         """The divisor of summed gradients, in place of the number of ranks."""
         self.on_gradient: Callable[[ParamGroup], None] = _nobody
@@ -190,7 +190,7 @@ class ParamGroup(ABC):
 
     @property
     def is_used(self) -> bool:
-        """True once it has been gathered: its layout in memory is settled."""
+        """True after the first all-gather: the layout in memory is settled."""
         return bool(self._buffers)
 
     @property
@@ -240,7 +240,7 @@ class ParamGroup(ABC):
             self.place_unsharded()
 
     def _await(self, gathering: PendingAllGather) -> None:
-        """Wait for an all-gather; an error ends it for good, an interrupt does not."""
+        """Wait for an all-gather. After an error it never ends; after an interrupt it may."""
         try:
             gathering.wait()
         except Exception as error:
@@ -258,7 +258,9 @@ class ParamGroup(ABC):
         """Put the sharded parameters into the modules and free the unsharded buffer."""
         self.holders.clear()
         if self._all_gather is not None:
-            with suppress(TransferError):  # nobody needs it; whoever does later gets the error
+            with suppress(
+                TransferError
+            ):  # nobody needs the parameters now; a later `unshard` raises
                 self._await(self._all_gather)
                 self._free()
         if self.is_unsharded:
@@ -326,7 +328,7 @@ class ParamGroup(ABC):
         return True
 
     def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
-        """The unsharded buffer of a dtype; it has memory when it is new."""
+        """The unsharded buffer of a dtype; a new one has memory."""
         if dtype not in self._buffers:
             packing, _ = self._settled()
             leaf = self._leaf

@@ -1,16 +1,16 @@
-"""Messages on their way: nothing that gloo may still write to or read from goes before it has.
+"""Messages on their way: memory that gloo may still read or write outlives the messages.
 
-gloo's thread copies between a connection and the bare address that a message was posted with. A
-message that nobody waits for any more, since another of the same exchange failed or the wait was
-interrupted, stays posted: what comes for it is taken in, and does not stop what comes behind it.
+gloo's thread copies between a connection and the address that a message was posted with. A message
+that nobody waits for any more stays posted, after an interrupt or the failure of another message of
+its exchange. Gloo still receives its data, which does not stop the messages behind it.
 
 Rules:
 
-1. What is posted and not awaited is kept until the process group is gone, whoever lets go of it.
-2. Storages are emptied and filled by who owns them, not by references: an owner does neither to
-   one that a message was posted with until `wait` has returned.
-3. An interrupt (KeyboardInterrupt) comes before a wait or after it, not in the middle: what gloo
-   was asked for once, it has forgotten. `wait` may be called again then.
+1. A message that is posted and not awaited stays referenced until its process group is gone.
+2. The owner of a storage empties and fills it; references do not keep it filled. An owner does
+   neither to the storage of a posted message until `wait` has returned.
+3. An interrupt (KeyboardInterrupt) comes before a wait or after it, never in the middle: gloo
+   forgets a request once it is asked for. `wait` may be called again after an interrupt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PendingWork:
     def __init__(self, group: ProcessGroup | None) -> None:
         self._messages: list[Message] = []
         self._arrived: list[object] = []
-        """As many as have been awaited."""
+        """One item for each message that was awaited."""
         self._kept = [] if group is None else _kept.setdefault(group, [])
 
     def add(self, work: Work, tensor: torch.Tensor) -> None:
@@ -44,13 +44,13 @@ class PendingWork:
 
     @property
     def arrived(self) -> int:
-        """How many, in the order they were added, are known to have arrived or to be sent."""
+        """The number of messages, in the order of `add`, known to have arrived or to be sent."""
         return len(self._arrived)
 
     def wait(self, seconds: float | None = None) -> None:
-        """All have arrived, or are sent, each within so many seconds; the group's by default.
+        """Wait until all have arrived or are sent, for `seconds` each; by default the group's.
 
-        Raises the error of the first that has not: the one behind those that `arrived`.
+        Raises RuntimeError of the first that has not: the message at index `arrived`.
         """
         awaited = methodcaller("wait", *([] if seconds is None else [timedelta(seconds=seconds)]))
         works = [work for work, _ in self._messages[self.arrived :]]

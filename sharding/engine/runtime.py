@@ -1,16 +1,16 @@
-"""What the units of one root share: their order, and what is on its way in backward.
+"""The order of the units of one root, and their reductions in backward.
 
 Rules:
 
-1. Reductions start in one order on all ranks: parameter groups that forward used first come last.
-   What has no gradient on this rank takes its turn when backward has passed it (see calls.py), with
-   zeros.
-2. What autograd skips on this rank may be wanted by another: it is gathered here too, in turn.
-3. No more than `IN_FLIGHT` reductions are on their way when the next starts: memory is bounded by
-   the size of units, not of the model. Waiting cannot block: all ranks start all of them, in order.
-   Small units are gathered and reduced together (see batches.py); how many, all ranks find alike.
-4. A backward that failed is forgotten by the next forward or backward.
-5. Nothing is global to the process.
+1. All ranks start reduce-scatters in reverse order of first use. A group without a local gradient
+   contributes zeros once backward has passed it (calls.py).
+2. All ranks gather every unit of a backward in the same order, also one that autograd skips on this
+   rank: another rank may need it.
+3. At most `IN_FLIGHT` batches of reductions are on their way when the next starts. So the size of
+   units bounds memory, not the size of the model. Waiting cannot block: all ranks start all
+   batches, in order. All ranks form the same batches of small units (batches.py).
+4. The next forward or backward forgets a backward that failed.
+5. No state is global to the process.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Runtime:
         """By unit, its calls without gradients that a checkpoint may run again."""
         self.run = ForwardPass(False)
         self._last_run = self.run
-        """The run before, by which to gather ahead."""
+        """The forward before, whose order guides prefetch."""
         self._clock = 0
         self._ending: ref[partial[None]] | None = None
-        """Autograd's engine has the only reference to what it calls at the end of a backward: while
-        that lives, so does the backward; it ended with an error when this is not None then."""
+        """The callback for the end of a backward, which only autograd's engine keeps alive. Dead
+        and not None: the backward ended with an error."""
         self._reached: list[ForwardPass] = []
         self._schedule: list[ParamGroup] = []
-        """What this backward is still to reduce, in order."""
+        """The groups that this backward has still to reduce, in order."""
         self._passed = 0
-        """The lowest end of the calls that backward has come to: what began later is done."""
+        """The lowest end of the calls that backward has come to; later calls are done."""
         self._reductions = ReduceScatters()
         self._halfway: Unit | None = None
-        """Of what was gathered ahead, the unit where to gather more."""
+        """The unit, among those gathered ahead, whose forward prefetches more."""
 
     @classmethod
     def rooted_at(cls, root: Unit) -> Runtime:
@@ -73,7 +73,7 @@ class Runtime:
         return runtime
 
     def number_param_groups(self) -> None:
-        """Every parameter group knows its place and its name, which are the same on all ranks."""
+        """Give every parameter group its index and name, which are the same on all ranks."""
         for index, param_group in enumerate(self._param_groups()):
             param_group.index = index
         for unit in self.units:
@@ -86,7 +86,7 @@ class Runtime:
     # Forward.
 
     def tick(self) -> int:
-        """The runtime's count of beginnings and endings."""
+        """The next value of the clock that orders beginnings and ends of calls."""
         self._clock += 1
         return self._clock
 
@@ -108,7 +108,7 @@ class Runtime:
         return call
 
     def begin_forward(self) -> None:
-        """The outermost unit begins to run: what was unsharded before may be out of date."""
+        """Begin a forward of the outermost unit: reshard parameters that may be out of date."""
         self.recover()
         if self.in_backward:
             return
@@ -119,7 +119,7 @@ class Runtime:
             unit.refresh()
 
     def end_forward(self) -> None:
-        """The outermost unit has run: let go of what was gathered ahead and then not used."""
+        """End a forward of the outermost unit: reshard what was prefetched and not used."""
         if not self.in_backward:
             for unit in self.units:
                 for param_group in unit.param_groups:
@@ -129,7 +129,7 @@ class Runtime:
                         param_group.show_sharded()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Gather ahead while a unit computes: what began after it the last time."""
+        """Start all-gathers while a unit computes: of units that began after it the last time."""
         position = len(self.run.started)
         self.run.started.append(unit)
         if unit.policy.units_to_forward_prefetch is not None:
@@ -168,7 +168,7 @@ class Runtime:
         return self._ending is not None and self._ending() is not None
 
     def enter_backward(self) -> None:
-        """Have `_end_backward` called at the end of the backward that runs now."""
+        """Register `_end_backward` for the end of the backward that runs now."""
         if not self.in_backward:
             self.recover()
             ending = partial(self._end_backward)
@@ -185,7 +185,7 @@ class Runtime:
             self._forget_backward()
 
     def begin(self, call: UnitCall) -> None:
-        """Backward has come to a call: its parameters are unsharded."""
+        """Unshard the parameters of a call that backward has come to. May wait."""
         self.enter_backward()
         if call.begun:
             return
@@ -199,13 +199,13 @@ class Runtime:
         self._come_to(call)
 
     def gradient_arrived(self, param_group: ParamGroup) -> None:
-        """A parameter of a parameter group has its gradient."""
+        """Note that a parameter of a group has its gradient; reduce the group if it is complete."""
         self.enter_backward()
         if param_group.is_complete and self._schedule and self._schedule[0] is param_group:
             self._advance()
 
     def left(self, call: UnitCall) -> None:
-        """Backward has left a call."""
+        """Reshard the parameters of a call that backward has left."""
         if call in call.run.open:
             call.run.open.remove(call)
             call.unit.leave(call)
@@ -213,7 +213,7 @@ class Runtime:
                 self._prefetch_backward(call)
 
     def _reach(self, run: ForwardPass) -> None:
-        """Backward has come to a run: what it used is to be reduced."""
+        """Schedule the reductions of the groups that a forward used, when backward comes to it."""
         if run in self._reached:
             return
         self._reached.append(run)
@@ -250,13 +250,13 @@ class Runtime:
             self._prefetch_backward(call)
 
     def _prefetch_backward(self, call: UnitCall) -> None:
-        """Start gathering what backward comes to after a call."""
+        """Start all-gathers of units that backward comes to after a call."""
         if call.index >= 0:
             due = (before.unit for before in call.run.before(call) if not before.begun)
             self._prefetch(call.unit, (unit for unit in due if unit.policy.unshard_in_backward))
 
     def _advance(self, to_the_end: bool = False) -> None:
-        """Reduce what is complete or passed, in order."""
+        """Reduce the scheduled groups that are complete or passed, in order."""
         while self._schedule:
             param_group = self._schedule[0]
             state = param_group.backward
@@ -267,19 +267,19 @@ class Runtime:
             self._complete(param_group)
 
     def _complete(self, param_group: ParamGroup) -> None:
-        """A parameter group has all the gradients it will get."""
+        """Reduce a group that has all the gradients it will get, or keep them for later."""
         if param_group.reduces:
             self._reductions.reduce(param_group)
         else:
             param_group.hold_gradients()
 
     def _end_backward(self) -> None:
-        """The end of a backward: every gradient is in its shard, nothing is unsharded."""
+        """End a backward: all shards have their gradients, all units are resharded. Waits."""
         for run in list(self._reached):
             for skipped in run.skipped(-1):
                 self._come_to(skipped)
         self._advance(to_the_end=True)
-        for param_group in self._param_groups():  # reached by ways that forward did not show
+        for param_group in self._param_groups():  # used in ways that forward did not show
             if param_group.backward.arrived and param_group.is_trained:
                 self._complete(param_group)
         self._reductions.finish()
@@ -295,7 +295,7 @@ class Runtime:
             unit.end_backward()
 
     def _stop_recomputed(self) -> None:
-        """Calls that a checkpoint ran in backward run no more: not all of them come to an end."""
+        """Drop the calls that a checkpoint ran in backward: not all of them come to an end."""
         for unit, calls in list(self.running.items()):
             calls[:] = [call for call in calls if not call.recomputed]
             if not calls:
@@ -310,7 +310,7 @@ class Runtime:
 
 
 def runtime_of(unit: Unit) -> Runtime:
-    """The runtime of a unit, which becomes its own root where it has none."""
+    """The runtime of a unit; a unit without one becomes a root."""
     runtime = unit.runtime
     return runtime if isinstance(runtime, Runtime) else Runtime.rooted_at(unit)
 
@@ -322,7 +322,7 @@ def is_running(unit: Unit) -> bool:
 
 
 def reset(units: Iterable[Unit]) -> None:
-    """Forget what an error in forward or backward left of units, which are sharded again."""
+    """Reshard units and forget the state that an error in forward or backward left."""
     for unit in units:
         if isinstance(unit.runtime, Runtime):
             unit.runtime.recover()
@@ -332,7 +332,7 @@ def reset(units: Iterable[Unit]) -> None:
 
 
 def attach(unit: Unit) -> None:
-    """Have the runtime of a new unit told of its gradients."""
+    """Connect the gradients of a new unit's groups to its runtime."""
     for param_group in unit.param_groups:
         param_group.on_gradient = partial(_gradient_arrived, unit)
 

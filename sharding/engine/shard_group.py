@@ -1,4 +1,4 @@
-"""Which ranks share the shards of a unit, and which hold copies of the same shard."""
+"""The process groups of a unit: the ranks that share its shards, and those that replicate them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-"""By group: its members count alike, whatever else each of them shards with others."""
+"""The counter of parameter groups of a process group: all members count alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """The ranks of a group, or some of them, and which of them this process is."""
+    """Some or all ranks of a process group, and the place of this process among them."""
 
     reference: GroupReference | None
     """To the group; None: this process alone."""
@@ -48,23 +48,23 @@ class ShardGroup:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.members)
 
     @property
     def others(self) -> list[int]:
-        """The other indices, beginning behind this one so that not all turn to one."""
+        """The other indices, from the next one on, so that not all ranks begin with one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def part(self, size: int) -> ShardGroup:
-        """Those of the same run of `size` as this process: all are divided into such runs."""
+        """The run of `size` consecutive ranks that has this process."""
         first = self.rank // size * size
         return ShardGroup(self.reference, self.members[first : first + size], self.rank - first)
 
 
 @dataclass(frozen=True, slots=True)
 class HybridGroups:
-    """Over which ranks a unit is sharded, and over which it is replicated besides."""
+    """The ranks that a unit is sharded over, and those that it is replicated over."""
 
     shard: ShardGroup
     replicate: ShardGroup
@@ -77,7 +77,7 @@ class HybridGroups:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group that names the unit's messages."""
+        """The process group that numbers the unit's parameter groups."""
         group = self.shard.group or self.replicate.group
         if group is None:
             raise ValueError("a unit must be shared over at least one process group")

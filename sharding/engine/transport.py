@@ -1,14 +1,14 @@
-"""How tensors get from rank to rank: one interface, two ways, chosen by the group's back end.
+"""Transports move tensors between ranks: two of them behind one protocol, chosen by the back end.
 
-The environment variable SHARDING_TRANSPORT, read where a unit is first gathered, chooses by hand:
-`collectives` for gloo's own, to compare with, or where many ranks share a network that point-to-
-point messages overload; `p2p`, the default with gloo. It must be the same on all ranks. Some
-ranks of a gloo group (`reshard_after_forward=2`) always use messages: collectives would need a
-group of their own, which torch makes reliably only where all ranks of the default group take part.
+The environment variable SHARDING_TRANSPORT chooses by hand: `p2p`, the default with gloo; or
+`collectives`, gloo's own, to compare, or for a network that point-to-point messages overload. A
+unit reads it at its first all-gather. It must be the same on all ranks. Some ranks of a gloo group
+(`reshard_after_forward=2`) always use `p2p`: collectives would need a process group, and torch
+makes one reliably only where all ranks of the default group take part.
 
-All ranks of the shard group call every method, in the same order, with the same sizes and the
-same composition, which says what the call carries. Messages of unlike compositions never meet;
-collectives take part in whatever others call, and find a difference afterwards.
+All ranks of the shard group call every method, in the same order, with the same sizes and the same
+composition. Point-to-point messages of different compositions never meet. Collectives take part in
+any collective of the others, and detect a difference afterwards.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from sharding.engine.shard_group import ShardGroup
 
 
 class PendingAllGather(Protocol):
-    """A gather on its way."""
+    """An all-gather on its way."""
 
     def wait(self) -> None:
-        """What was gathered is in its places. Called once."""
+        """Wait until the places are filled. Called once."""
         ...
 
 
 class PendingReduceScatter(Protocol):
-    """A sum on its way."""
+    """A reduce-scatter on its way."""
 
     def wait(self) -> list[torch.Tensor]:
-        """This rank's sums. Called once."""
+        """This rank's sums, flat. Waits. Called once."""
         ...
 
 
@@ -53,24 +53,24 @@ class Transport(Protocol):
         places: Sequence[Sequence[torch.Tensor]],
         composition: Composition,
     ) -> PendingAllGather:
-        """Start to fill `places[r]` with what rank r has as `mine`, this rank's own included."""
+        """Start to fill `places[r]` with the `mine` of rank r, on all ranks."""
         ...
 
     def reduce_scatter(
         self, parts: Sequence[Sequence[torch.Tensor]], composition: Composition
     ) -> PendingReduceScatter:
-        """Start to sum, on every rank r, what all ranks have as `parts[r]`."""
+        """Start to sum, for each rank r, the `parts[r]` of all ranks."""
         ...
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
-        """`flat` is the sum over ranks, on all of them the same."""
+        """Sum `flat` over all ranks, in place. Waits."""
         ...
 
 
 def transport_between(shard_group: ShardGroup, device: torch.device) -> Transport:
-    """The fastest way between these ranks for tensors on this device, unless another is asked for.
+    """The fastest transport between these ranks for tensors on this device, or the one asked for.
 
-    Raises ValueError where the way asked for does not exist.
+    Raises ValueError where the one asked for does not exist, or cannot be had here.
     """
     asked = os.environ.get("SHARDING_TRANSPORT", "")
     if asked not in ("", "p2p", "collectives"):

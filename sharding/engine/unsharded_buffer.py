@@ -1,14 +1,14 @@
-"""The memory that unsharded parameters are views of: it comes and goes, its storages stay.
+"""The unsharded buffer: unsharded parameters are views of it; its memory comes and goes.
 
-Autograd saves views of parameters in forward and reads them in backward. The buffer is emptied in
-between and filled again, in the same storages: what was saved is right again. What fills it writes
-through second tensors over the same storages, with version counters of their own: to autograd the
-parameters never change.
+Autograd saves views of parameters in forward and reads them in backward. In between the buffer is
+emptied, then filled again in the same storages, so the saved views are right again. Writes go
+through second tensors over the same storages, with version counters of their own: autograd never
+sees a parameter change.
 
 [Note: slabs]
 A large buffer is several storages, slabs of at most `SLAB_BYTES` where parameters allow. The C
-library gives memory of more than 32 MiB back to the system at once, and what comes from there again
-costs a page fault for every 4 KiB: more than filling it. Smaller memory is kept and used again.
+library returns memory of more than 32 MiB to the system at once. New memory from the system costs a
+page fault for every 4 KiB, more than filling it. Smaller memory is kept and used again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, Span, chunk
 from sharding.engine.shard_group import ShardGroup
 
 SLAB_BYTES = 28 << 20
-"""Smaller ones leave more holes between them: more memory, and no time gained."""
+"""Smaller slabs leave more holes between them: more memory, and no time gained."""
 
 Leaf = Callable[[int, torch.Tensor], torch.Tensor]
 """Makes the parameter of a slot's index and the view of its elements."""
@@ -68,7 +68,7 @@ class UnshardedBuffer:
 
     @property
     def raw(self) -> torch.Tensor:
-        """All of a buffer in one piece, as who fills it sees it."""
+        """All of a buffer in one piece, flat, for writing: the alias that autograd does not see."""
         [slab] = self._slabs
         return slab.raw
 
@@ -79,17 +79,17 @@ class UnshardedBuffer:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes when it has memory."""
+        """Bytes of the buffer when it has memory."""
         return self.numel * self.dtype.itemsize
 
     def allocate(self) -> None:
-        """There is memory; what is in it is not defined, unless it was there before."""
+        """Allocate the memory. New memory is not initialized."""
         if self._owns:
             for slab in self._slabs:
                 slab.allocate()
 
     def free(self) -> None:
-        """There is no memory."""
+        """Free the memory."""
         if self._owns:
             for slab in self._slabs:
                 slab.free()
@@ -107,7 +107,7 @@ class UnshardedBuffer:
         return moved
 
     def places(self, packing: ChunkPacking | FlatPacking) -> list[list[torch.Tensor]]:
-        """By rank, its ranges of the buffer, to be filled. Always the same."""
+        """By rank, its ranges of the buffer, to be filled; always the same tensors."""
         if not self._places:
             self._places = [self.parts(packing.spans(rank)) for rank in range(packing.size)]
         return self._places
@@ -177,7 +177,7 @@ class _Slab:
                 self._storage.resize_(self._unsharded_bytes)
             self._full = full.set_(self._storage, offset, (hi - lo,), (1,))
             self.raw = torch.empty(0, dtype=dtype, device=device)
-            """The slab as who fills it sees it."""
+            """The slab, flat, for writing."""
             self.raw.set_(self._storage, offset, (hi - lo,), (1,))
 
     @property

@@ -1,15 +1,15 @@
-"""An exchange that failed is reported with both sides: each rank tells what it waited for.
+"""The report of an exchange that failed: both sides, each rank with the exchange it waited for.
 
-A rank whose wait ends with an error leaves a note in the store at which the processes have met, and
+A rank whose wait ends with an error leaves a note in the store where the processes have met, and
 looks for the notes of the others. gloo closes the connections of a rank whose time-out is over, so
-others that wait at that moment fail at once and leave their notes within milliseconds.
+other ranks that wait at that moment fail at once and leave their notes within milliseconds.
 
 Rules:
 
-1. Nothing here communicates before an exchange has failed.
-2. A report needs no other rank: the first in a process group waits `ANSWER_SECONDS` at most, the
-   later ones not at all. It says who has left no note.
-3. A store that cannot be reached changes the report, not the error's type.
+1. This module communicates only after an exchange has failed.
+2. A report needs no other rank. The first in a process group waits `ANSWER_SECONDS` at most, later
+   ones do not wait. It names the ranks that left no note.
+3. A store that cannot be reached changes the report, not the type of the error.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ANSWER_SECONDS = 3.0
-"""How long a rank that has failed looks for the notes of others."""
+"""The time that a failed rank looks for the notes of others."""
 MOST_ASKED = 8
-"""Of how many ranks a report tells."""
+"""The number of ranks that a report names."""
 _KEY = "sharding/waits/"
 _ADVICE = (
     "All ranks must run the same units, as often and in the same order; "
@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank leaves in the store."""
+    """The note that a rank leaves in the store."""
 
     group: str
     """The name of the process group."""
@@ -70,7 +70,8 @@ class Missed:
 def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> TransferError:
     """The error for a rank whose exchange failed; it names this rank, the other, and both waits.
 
-    No collective: whoever fails calls it. It takes `ANSWER_SECONDS` where another rank is silent.
+    Not a collective: the rank that failed calls it. It takes `ANSWER_SECONDS` where another rank
+    is silent.
     """
     group = shard_group.group
     assert group is not None
@@ -89,7 +90,7 @@ def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> Tra
 def report_unlike(shard_group: ShardGroup, composition: Composition) -> TransferError:
     """The error for a rank that found, in a collective, that others did not take part in the same.
 
-    No collective. All ranks of the group find it, and call this.
+    Not a collective: every rank that finds the difference calls it.
     """
     told = _told_by_others(shard_group, composition, f"{composition}", None)
     return TransferError(
@@ -101,7 +102,7 @@ def report_unlike(shard_group: ShardGroup, composition: Composition) -> Transfer
 def _told_by_others(
     shard_group: ShardGroup, composition: Composition, waited: str, other: int | None
 ) -> str:
-    """What other ranks wait for, in sentences: the one missed and some more."""
+    """Sentences on the waits of other ranks: the one that was missed, and a few more."""
     assert shard_group.group is not None
     note = Note(shard_group.group.group_name, waited, composition.digest.hex())
     asked = [] if other is None else [other]
