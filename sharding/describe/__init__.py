@@ -1,4 +1,4 @@
-"""Who holds what: torch's tensors, modules and optimizers in the words of `sharding.layout`.
+"""Layouts of torch's tensors, modules and optimizers, in the words of `sharding.layout`.
 
 Nothing here communicates.
 """

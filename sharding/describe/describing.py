@@ -1,23 +1,23 @@
-"""A module's state in the words of the layout algebra: what this rank has of every tensor.
+"""A module's state as this rank has it: names, local tensors and layouts.
 
-A checkpoint needs no more of a runtime than names, local tensors and layouts. Two runtimes flatten
-parameters: ours (`sharding.describe.own_members`) and torch's FullyShardedDataParallel
+A checkpoint needs no more of a runtime than these. Two runtimes flatten parameters: ours
+(`sharding.describe.own_members`) and torch's FullyShardedDataParallel
 (`sharding.describe.torch_fsdp`).
 
 Rules:
 
-1. Nothing communicates and nothing is gathered. Whatever of the modules is whole is resharded; a
-   gather that is on its way is awaited.
-2. Names are those that the modules have in themselves, without what wrappers add. A tied parameter
+1. Nothing communicates. Unsharded parameters of the modules are resharded; an all-gather that is on
+   its way is awaited.
+2. Names are those of the modules themselves, without the parts that wrappers add. A tied parameter
    has all of its names, and one part.
-3. A local part shares the memory of what the optimizer sees: what is written to it is loaded.
-4. State that an optimizer keeps for what it sees is divided as that is (`FlatSlice.of`).
+3. A local part shares the memory of the parameter that the optimizer sees: writing to it loads it.
+4. Optimizer state of a parameter is divided like the parameter (`FlatSlice.of`).
 
 The parameters of `fully_shard` are DTensors, which `sharding.describe.dtensor` describes. A flat
-parameter is a run of parameters end to end, cut evenly over the ranks that share it: of each, a
-rank has a range of its row-major elements, `FlatShard` in the algebra. Whoever holds the same shard
-is a replica. Where tensor parallelism divided the parameters first, the range is one of what that
-left.
+parameter is a run of parameters end to end, cut evenly over the ranks that share it. Of each
+parameter, a rank has a range of row-major elements, `FlatShard` in the algebra. Ranks that hold the
+same shard are replicas. Where tensor parallelism divided the parameters first, the range is one of
+the local part that it left.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ TensorLike = torch.Tensor | LocalPart
 def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
 
-    As `sharding.describe.dtensor.describe`, of which this knows two kinds more. Raises
-    LocalShapeError for a part that is not what its layout gives this rank.
+    Like `sharding.describe.dtensor.describe`, also for `LocalPart`s and ShardedTensors. Raises
+    LocalShapeError for a part that has not the elements that its layout gives this rank.
     """
     if isinstance(tensor, LocalPart):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -61,8 +61,8 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
 def describe_module(module: nn.Module) -> dict[str, object]:
     """The module's state by name: a `LocalPart` for every parameter that lies in a flat one.
 
-    The rest is what `module.state_dict(keep_vars=True)` has: tensors and DTensors, which
-    `describe` takes, and what modules add to their state dicts.
+    The other values are those of `module.state_dict(keep_vars=True)`: tensors and DTensors, which
+    `describe` takes, and objects that modules add to their state dicts.
 
     >>> import torch.distributed as dist
     >>> from sharding import FullyShardedDataParallel, ShardingStrategy
@@ -95,7 +95,9 @@ def describe_module(module: nn.Module) -> dict[str, object]:
             entries[name] = own.of(member.parameter, own.key)
         else:
             entries |= dict(member.parts())
-    for member in members.values():  # one may be outside, but for what is tied to it
+    for (
+        member
+    ) in members.values():  # one outside of the module, with a parameter tied to one inside
         if not member.is_original:
             for name, part in member.parts():
                 entries.setdefault(name, part)
@@ -103,9 +105,9 @@ def describe_module(module: nn.Module) -> dict[str, object]:
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """What an optimizer sees of all flat parameters in a module.
+    """The parameters that an optimizer sees of all flat parameters in a module.
 
-    Original parameters that are not divided are not among them: they are what they were.
+    Original parameters that are not divided are left out: they are as before wrapping.
     """
     if (ours := _own_members()) is not None:
         yield from ours.flat_members(module)
@@ -115,8 +117,8 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 def part_of(tensor: torch.Tensor) -> LocalPart | None:
     """The part that an original parameter is by itself, without its module; None if it is none.
 
-    Raises ShardingError for a parameter of torch's FullyShardedDataParallel: without its module
-    nobody knows which part of what it is.
+    Raises ShardingError for a parameter of torch's FullyShardedDataParallel: only its
+    module knows the parameter that it is a part of.
     """
     if torch_fsdp.is_flattened(tensor) and tensor.ndim == 1:
         raise torch_fsdp.loose(tensor)
@@ -125,7 +127,7 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
 
 
 def is_divided(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer sees in it a part, of which it does not say itself of what.
+    """Whether an optimizer sees a part in it that does not itself name its parameter.
 
     One-dimensional parameters that torch's FullyShardedDataParallel replicates are taken for parts.
     """
@@ -136,7 +138,7 @@ def is_divided(parameter: torch.Tensor) -> bool:
 
 
 def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
-    """The module's `load_state_dict` for what is no `LocalPart`: what was filled stays as it is."""
+    """Call the module's `load_state_dict` with all values but the `LocalPart`s, filled already."""
     rest = {name: value for name, value in state.items() if not isinstance(value, LocalPart)}
     with _local_state_dicts(module):
         module.load_state_dict(rest, strict=False)
@@ -150,7 +152,7 @@ def state_dict_names(module: nn.Module) -> list[str]:
 
 @contextmanager
 def _local_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Inside, state dicts have what this rank has, whatever kind a user has set."""
+    """Inside, state dicts have this rank's tensors, whatever kind a user has set."""
     with local_state_dicts(), torch_fsdp.local_state_dicts(module):
         yield
 

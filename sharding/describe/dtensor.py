@@ -1,21 +1,21 @@
-"""Torch's tensors in the words of the layout algebra: the local tensor, and who holds what.
+"""The local tensor and the layout of torch's tensors, in the words of the layout algebra.
 
 Rules that hold here:
 
-1. Nothing communicates. Every rank describes what it has; ranks that run the same program get equal
-   layouts, because a layout follows from the tensor's shape, mesh and placements alone.
-2. What torch says of a DTensor is checked against the local tensor it has: a layout is returned
-   only when the two agree.
+1. Nothing communicates. Every rank describes its own tensors. Ranks that run the same program get
+   equal layouts, because a layout follows from the tensor's shape, mesh and placements alone.
+2. A DTensor's placements are checked against its local tensor: a layout is returned only when the
+   two agree.
 3. `torch.distributed.tensor` is imported only once a DTensor is seen. It takes a second to import,
    and a torch built without torch.distributed does not have it.
 
 [Note: FSDP over tensor parallelism]
-FSDP2 cuts what tensor parallelism left, so along a dimension that both cut, the axis on the right
-comes first. Torch says so with `_StridedShard(dim, split_factor)` on the left axis. Read from left
-to right, as torch's placements are, it gives every rank the elements that it has, as long as the
-dimension divides evenly. Where it does not, the two can differ: of 9 rows over 4 × 2 ranks, FSDP2
-has the last row at (3, 1) and torch's reading at (3, 0). Such a tensor is described by the
-transposed mesh with plain shards, which is the order in which it was cut.
+FSDP2 cuts the local tensor that tensor parallelism left. So along a dimension that both cut, the
+axis on the right comes first. Torch expresses this by `_StridedShard(dim, split_factor)` on the
+left axis. Its placements, read from left to right, give every rank its elements as long as the
+dimension divides evenly. Otherwise the two can differ: of 9 rows over 4 × 2 ranks, FSDP2 has the
+last row at (3, 1) and torch's reading at (3, 0). Such a tensor is described by the transposed mesh
+with plain shards, which is the order in which it was cut.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
 """By the identity of its mesh, which the layout keeps alive, the shape and the placements."""
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 _specs: dict[int, _Known] = {}
-"""What was found out of each DTensorSpec, by its id."""
+"""The layout and rank of each DTensorSpec, by its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
 
 
 def described_before(tensor: object) -> tuple[torch.Tensor, Layout] | None:
-    """As `describe`, where that has described this very DTensor as it still is; None elsewhere.
+    """The result of `describe` for a DTensor that has not changed since; else None.
 
     Only for those of torch's own class with a dense local tensor.
     """
@@ -175,7 +175,7 @@ def _of_spec(tensor: DTensor, name: str) -> _Known:
 def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zeros of `dtype` with the shape, device, strides and (of a DTensor) placements of `param`.
 
-    They ask for no gradient, and nothing is communicated: what optimizer state is loaded into.
+    They require no gradient. Nothing communicates. Optimizer state is loaded into them.
 
     >>> zeros_placed_like(torch.ones(2, 3, dtype=torch.bfloat16), torch.float32).sum()
     tensor(0.)
@@ -200,7 +200,7 @@ def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placemen
 
 
 def _layout(tensor: DTensor, name: str) -> Layout:
-    """What torch says of a DTensor, in our words."""
+    """The layout that torch's mesh and placements give a DTensor."""
     shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
     last = _cut_last(shape, mesh, placements)
@@ -251,7 +251,7 @@ def _cut_last(
 ) -> dict[int, Shard]:
     """The strided axes whose `split` stands for the shards to their right, where that matters.
 
-    Each with what it is as the last cut. See [Note: FSDP over tensor parallelism].
+    Each with its placement as the last cut. See [Note: FSDP over tensor parallelism].
     """
     found: dict[int, Shard] = {}
     for axis, placement in enumerate(placements):

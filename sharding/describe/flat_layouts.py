@@ -1,8 +1,8 @@
-"""Where the parameters of a flat one are: each as a layout over all ranks that have some of it.
+"""The layouts of the parameters in a flat one, each over all ranks that have elements of it.
 
-The axes of the mesh are, in this order and where there are more ranks than one: those that
-replicate the shards, those that share them, those over which tensor parallelism divided the
-parameters before.
+The mesh has up to three kinds of axes, in this order, each only where it has more than one rank:
+the ranks that replicate the shards, those that share them, and those of tensor parallelism, which
+divided the parameters before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOWHERE = Mesh.grid((), ())
 
 
 def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
-    """By parameter, what of it is in this rank's shard, and where."""
+    """By parameter, the slice of this rank's shard that is part of it, and its layout."""
     found = []
     grids: dict[Mesh | None, tuple[Mesh, int]] = {}
     groups = param_group.groups

@@ -10,12 +10,12 @@ from sharding.errors import LocalShapeError
 from sharding.layout import Layout
 
 FLAT_PARAMETERS = "flat_parameters"
-"""In the metadata of a local state dict: what its flat parameters hold."""
+"""The key in the metadata of a local state dict for the records of its flat parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPart:
-    """What this rank has of a tensor: it stands for the whole one in a module's state."""
+    """This rank's part of a tensor; it stands for the tensor in a module's state."""
 
     local: torch.Tensor
     """The local storage, in the tensor's row-major order; it shares its memory."""
@@ -41,7 +41,7 @@ class LocalPart:
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """Elements `[lo, hi)` of what the optimizer sees: this rank's part of one parameter."""
+    """Elements `[lo, hi)` of a tensor that an optimizer sees: this rank's part of one parameter."""
 
     lo: int
     hi: int

@@ -1,8 +1,8 @@
-"""Local state dicts that say themselves what their values are: the shards, and which of what.
+"""Local state dicts, whose metadata names the parameters that their shards are parts of.
 
-A local state dict has this rank's memory as it lies: flat parameters, or this rank's elements of
-the original ones. What they are parts of stands in its `_metadata`, under the name of the module
-that made it, as numbers, strings and tuples alone, so that it goes wherever the state dict goes and
+A local state dict shares this rank's memory: flat parameters, or this rank's elements of the
+original ones. Its `_metadata` has a record of them under the name of the module that made it. A
+record has only numbers, strings and tuples. So it stays with the state dict, and
 `torch.load(weights_only=True)` takes it.
 
 Rules:
@@ -10,9 +10,9 @@ Rules:
 1. Nothing here communicates, and nothing needs the module that made the state dict.
 2. One record for each flat parameter: `flat_parameters` is a tuple of dicts with
 
-       key              its name in the state dict; None where the original parameters are there
+       key              its name in the state dict; None with original parameters
        fqns             by parameter in it, all of its names in the module
-       shapes           by parameter, what of its shape tensor parallelism left
+       shapes           by parameter, its shape, or the local one of tensor parallelism
        offsets          by parameter, its first element in the flat parameter
        numel            elements of all, without padding
        shard_numel      elements of every rank's shard, with padding
@@ -71,7 +71,7 @@ def record_of(param_group: FlatParamGroup, names: list[tuple[str, ...]]) -> Reco
 
 
 def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Record:
-    """What a module's DTensors are in a local state dict: each a local tensor under its names."""
+    """The record of a module's DTensors, each a local tensor under its names."""
     rank = dist.get_rank()
     return {
         "key": None,
@@ -93,12 +93,12 @@ def local_parts(
 ) -> dict[str, object]:
     """A local state dict by the names of the parameters: `LocalPart`s, and what is not divided.
 
-    Parts share the state dict's memory. What no record speaks of stays as it is. The order is the
-    state dict's, with the parameters of a flat one where that is.
+    Parts share the state dict's memory. Values without a record stay as they are. The order is the
+    state dict's; the parameters of a flat one stand in its place.
 
     Raises ShardingError where the state dict has lost its `_metadata`, LocalShapeError where a
-    shard is not as large as the record says, and WorldMismatchError where `rank` or `world_size`
-    are given and it was made by another.
+    shard has another size than its record, and WorldMismatchError where another `rank` or
+    `world_size` than the given one made it.
     """
     found: dict[str, object] = {}
     records = dict(_by_key(state))
@@ -140,8 +140,8 @@ def check_loadable(
     """Raise where a local state dict does not fit a module's flat parameters, on this rank.
 
     LocalShapeError for a shard of another size, or a module that was wrapped another way;
-    WorldMismatchError where another rank made it, or another number of ranks. What is missing is
-    not looked at, and neither is what the module's metadata does not say.
+    WorldMismatchError where another rank made it, or another number of ranks. Missing keys are no
+    error here, and neither are values without metadata.
     """
     rank, records = dist.get_rank(), metadata.get(FLAT_PARAMETERS, ())
     if records and len(records) != len(own):
@@ -192,7 +192,7 @@ def _check_size(key: str, value: object, rank: int, expected: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a record says of one value of the state dict: a flat parameter, or one in it."""
+    """The record of one value of the state dict: a flat parameter, or a parameter in one."""
 
     record: Record
     prefix: str
@@ -208,7 +208,7 @@ class _Entry:
         return hi - lo
 
     def parts(self, value: torch.Tensor) -> dict[str, object]:
-        """By name, what of the parameters is in the value."""
+        """By name, the parts of parameters that the value has."""
         flat = value.detach().reshape(-1)
         found: dict[str, object] = {}
         first = self.record["sharing"].index(self.record["rank"]) * self.record["shard_numel"]
@@ -233,7 +233,7 @@ class _Entry:
 
 
 def _by_key(state: Mapping[str, Any]) -> Iterator[tuple[str, _Entry]]:
-    """What the metadata of a state dict says of its keys."""
+    """The keys of a state dict that have a record."""
     for path, metadata in (getattr(state, "_metadata", None) or {}).items():
         prefix = key_prefix(path)
         for record in metadata.get(FLAT_PARAMETERS, ()):

@@ -1,7 +1,7 @@
-"""What an optimizer sees of flat parameters, and the names that parameters have in a module.
+"""The parameters that an optimizer sees of flat ones, and the names of parameters in a module.
 
-The vocabulary that the runtimes which flatten parameters are described in: ours
-(`sharding.describe.own_members`) and torch's first one (`sharding.describe.torch_fsdp`).
+Both runtimes that flatten parameters are described in these terms: ours
+(`sharding.describe.own_members`) and torch's FSDP1 (`sharding.describe.torch_fsdp`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRAPPERS = (*KEY_WRAPPERS, "_orig_mod.")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatMember:
-    """A parameter that an optimizer sees, and what of which parameters of the modules it is."""
+    """A parameter that an optimizer sees, and the slices of module parameters in it."""
 
     parameter: nn.Parameter
     names: tuple[tuple[str, ...], ...]
@@ -31,10 +31,10 @@ class FlatMember:
     is_original: bool
     """Whether it stands in the modules in the place of its one parameter."""
     is_idle: bool = False
-    """Whether it never gets a gradient on this rank, which has nothing of it, while others do."""
+    """Whether it gets no gradient on this rank, which has no element of it, but does on others."""
 
     def parts(self) -> Iterator[tuple[str, LocalPart]]:
-        """What is in it, under all names."""
+        """The parts in it, under all names."""
         for names, part in zip(self.names, self.slices, strict=True):
             found = part.of(self.parameter, part.key)
             for name in names:
@@ -43,7 +43,7 @@ class FlatMember:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedParameter:
-    """A parameter that an optimizer sees, by the names of what it is in a module."""
+    """A parameter that an optimizer sees, with the names of its parameters in a module."""
 
     parameter: torch.Tensor
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class NamedParameter:
     slices: tuple[FlatSlice, ...] = ()
     """For each name which part of the parameter it is; none where it is the name's own."""
     is_idle: bool = False
-    """Whether this rank has nothing of it, and so its optimizer keeps no state for it."""
+    """Whether this rank has no element of it, so that its optimizer keeps no state for it."""
 
     @classmethod
     def of(cls, member: FlatMember) -> NamedParameter:
@@ -61,7 +61,7 @@ class NamedParameter:
 
 
 def clean_name(name: str) -> str:
-    """A name without what wrappers put into it.
+    """A name without the parts that wrappers add.
 
     >>> clean_name("_fsdp_wrapped_module.layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -72,7 +72,7 @@ def clean_name(name: str) -> str:
 
 
 def clean_prefix(path: str) -> str:
-    """What a module's path puts before the names of what is in it.
+    """The prefix that a module's path gives to the names inside it.
 
     >>> clean_prefix("layers.0._fsdp_wrapped_module"), clean_prefix("")
     ('layers.0.', '')

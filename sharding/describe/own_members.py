@@ -22,9 +22,9 @@ from sharding.errors import LocalShapeError, ShardingError
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """What an optimizer sees of the flat parameters in a module; what was unsharded is resharded.
+    """The parameters that an optimizer sees of flat ones in a module, which is resharded.
 
-    Original parameters that are not divided are not among them: they are what they were.
+    Original parameters that are not divided are left out: they are as before wrapping.
     """
     units = list(units_of((module,)))
     owner = {id(param_group): unit for unit in units for param_group in unit.param_groups}
@@ -95,7 +95,7 @@ def check_is_whole(module: nn.Module) -> None:
 
 
 def _is_as_it_was(param_group: FlatParamGroup) -> bool:
-    """True where the optimizer sees what the modules had before they were wrapped."""
+    """True where the optimizer sees the parameters as they were before wrapping."""
     divided = param_group.is_divided or any(
         p.distributed is not None for p in param_group.parameters
     )

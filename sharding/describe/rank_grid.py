@@ -11,12 +11,12 @@ from sharding.layout import Layout, Mesh
 def grid_around(
     me: int, axes: Mapping[str, Sequence[int]], before: Mesh | None = None
 ) -> tuple[Mesh, int]:
-    """The ranks along named axes, and then along those of a mesh; how many the former are.
+    """The mesh of named axes and then those of another mesh; the number of the named ones.
 
-    `axes` has the ranks of the row of each axis that the rank `me` is in. Axes of one rank are left
-    out, but for the first where there is no other. A rank knows no other rows: the rest of the grid
-    is taken to be in step with them; where it is not, ranks come to different grids, and saving
-    says that they differ.
+    `axes` has, for each axis, the ranks of the row that the rank `me` is in. Axes of one rank are
+    left out, except the first where there is no other. A rank knows no other rows: it assumes that
+    the rest of the grid is regular. Where it is not, ranks find different grids, and saving reports
+    the difference.
 
     >>> mesh, axes = grid_around(2, {"replicate": [0, 2], "shard": [2, 3]})
     >>> mesh.names, list(mesh.ranks()), axes

@@ -1,9 +1,9 @@
 """Torch's ShardedTensor in the words of the layout algebra: FSDP1's sharded and local state dicts.
 
-A ShardedTensor lists the box of every shard, and any list is allowed. Described is what torch
-itself makes: the rows cut as by torch.chunk over the ranks of its process group, in their order, or
-a one-dimensional tensor cut into runs of one length, of which the last may be shorter and ranks
-behind it have none. Nothing communicates: every rank has the list.
+A ShardedTensor lists the box of every shard, and any list is allowed. This module describes the two
+forms that torch makes: rows cut as by torch.chunk over the ranks of the process group, in their
+order; and a one-dimensional tensor cut into runs of one length, where the last run may be shorter
+and the ranks behind it have none. Nothing communicates: every rank has the list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOWN = 4
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:
-    """Whether it is a ShardedTensor, without importing what defines them."""
+    """Whether it is a ShardedTensor; imports nothing."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
@@ -58,7 +58,7 @@ def describe(tensor: ShardedTensor, name: str) -> tuple[torch.Tensor, Layout]:
 
 
 def _layout(tensor: ShardedTensor, ranks: list[int], name: str) -> Layout:
-    """Who holds what, if torch cut it in one of the two ways."""
+    """The layout of a ShardedTensor in one of the two forms."""
     shape = tuple(tensor.size())
     metadata = tensor.metadata().shards_metadata
     cut = [

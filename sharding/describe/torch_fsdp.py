@@ -1,21 +1,20 @@
 """Torch's FullyShardedDataParallel (FSDP1) in the words of the layout algebra, nothing gathered.
 
-A unit of it flattens its parameters into one, as units of ours do, and cuts that evenly over the
-ranks of its process group, `FlatShard`; under a hybrid strategy other groups hold copies. What is
-particular to it:
+Its unit flattens parameters into one, as our units do, and cuts it evenly over the ranks of its
+process group, `FlatShard`. Under a hybrid strategy other groups hold copies. It differs from ours:
 
 1. With `use_orig_params=True` torch puts padding between parameters, so that each begins at an
-   aligned address. The offsets here count it, and no part has it.
-2. A parameter of which a rank has nothing is an empty tensor there, which torch gives no gradient:
-   the optimizer of that rank keeps no state of it (`FlatMember.is_idle`).
+   aligned address. The offsets here count the padding, and no part includes it.
+2. A parameter without an element on a rank is an empty tensor there and gets no gradient: the
+   optimizer of that rank keeps no state for it (`FlatMember.is_idle`).
 3. A parameter whose elements do not lie in row-major order is flattened in the order of its memory,
    which no layout describes.
-4. After a forward without a backward, torch keeps some parameters whole and the next forward uses
-   them as they are. They are let go of, as what is loaded would be ignored.
-5. Torch's hooks around state dicts gather, refuse device meshes and change names. They are taken
-   off for as long as a state dict is read or loaded here.
+4. After a forward without a backward, torch keeps some parameters unsharded, and the next forward
+   uses them as they are. They are resharded here, as it would ignore loaded values.
+5. Torch's hooks around state dicts gather, refuse device meshes and change names. They are removed
+   while a state dict is read or loaded here.
 
-Torch's FSDP takes a second to import: where nobody has imported it, nothing here does.
+Torch's FSDP takes a second to import. Nothing here imports it; without it no module can have it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 FSDP_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 FLAT_PARAMETER = "_flat_param"
-"""What torch calls a unit's flat parameter in its module and in local state dicts."""
+"""Torch's name of a unit's flat parameter, in its module and in local state dicts."""
 HOOKS_MODULE = "torch.distributed.fsdp._state_dict_utils"
 HOOKS = (
     "_state_dict_pre_hooks",
@@ -64,9 +63,9 @@ def is_flattened(value: object) -> TypeGuard[nn.Parameter]:
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """What an optimizer sees of the flat parameters in a module; what was whole is resharded.
+    """The parameters that an optimizer sees of flat ones in a module, which is resharded.
 
-    Original parameters that are not divided are not among them: they are what they were.
+    Original parameters that are not divided are left out: they are as before wrapping.
     """
     for unit, handle in _units(module):
         _reshard(handle)
@@ -86,7 +85,7 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """By name, what the buffers were that mixed precision has cast."""
+    """By name, the original dtype of the buffers that mixed precision has cast."""
     found: dict[str, torch.dtype] = {}
     for path, unit in module.named_modules():
         if is_unit(unit) and unit.mixed_precision.buffer_dtype is not None:
@@ -149,7 +148,7 @@ def check_is_whole(module: nn.Module) -> None:
 
 
 def loose(parameter: torch.Tensor | None, where: str = "") -> ShardingError:
-    """What to raise for a parameter, or a module of that name, that is given without its unit."""
+    """The error for a parameter, or a module of that name, that is given without its unit."""
     shape = "" if parameter is None else f" of shape {tuple(parameter.shape)}"
     what = f"{where} has its parameters" if where else f"a parameter{shape} is, or may be, a part"
     return ShardingError(
@@ -160,7 +159,7 @@ def loose(parameter: torch.Tensor | None, where: str = "") -> ShardingError:
 
 @contextmanager
 def local_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Inside, state dicts have what this rank has, under the names inside the wrappers."""
+    """Inside, state dicts have this rank's tensors, under the names inside the wrappers."""
     units = [part for part in module.modules() if is_unit(part)]
     before = [(hooks := getattr(unit, kind), dict(hooks)) for unit in units for kind in HOOKS]
     for hooks, every in before:
@@ -183,7 +182,7 @@ def _units(module: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatPa
 
 
 def _reshard(handle: FlatParamHandle) -> None:
-    """The optimizer's view of the parameters is what the modules have, and no other is left."""
+    """Put the parameters that the optimizer sees into the modules, and free all others."""
     flat = handle.flat_param
     if handle._training_state.name == "SUMMON_FULL_PARAMS":
         raise ShardingError(
@@ -217,7 +216,7 @@ def _names(module: nn.Module, handle: FlatParamHandle) -> list[tuple[str, ...]]:
 
 
 def _originals(flat: FlatParameter) -> Iterator[nn.Parameter]:
-    """What the modules have as parameters now: what they had, or what the user put there."""
+    """The parameters in the modules now: the original ones, or those that a user put there."""
     for info, parameter in zip(flat._param_infos, flat._params or (), strict=True):
         registered = info.module._parameters.get(info.param_name)
         yield registered if isinstance(registered, nn.Parameter) else parameter
@@ -232,7 +231,7 @@ def _check_numel(parameter: nn.Parameter, name: str, numel: int) -> None:
 
 
 def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
-    """This rank's shard of a flat parameter in a local state dict, if it is what it should be."""
+    """This rank's shard of a flat parameter in a local state dict, checked for its size."""
     flat, rank = handle.flat_param, dist.get_rank()
     padded = flat._sharded_size.numel()
     numel, at = padded - flat._shard_numel_padded, padded * handle.rank

@@ -1,8 +1,6 @@
-"""Where the parameters of a flat one of torch's FSDP1 are: each as a layout over its ranks.
+"""The layouts of the parameters in a flat one of torch's FSDP1, each over its ranks.
 
-The axes of the mesh are those of `sharding.describe.flat_layouts`: where there are more ranks than
-one, those that replicate the shards, those that share them, and those over which tensor parallelism
-divided the parameters before.
+The axes of the mesh are those of `sharding.describe.flat_layouts`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ NOWHERE = Mesh.grid((), ())
 
 
 def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterator[FlatSlice]:
-    """By parameter, what of it is in this rank's shard, and where."""
+    """By parameter, the slice of this rank's shard that is part of it, and its layout."""
     flat, stride = handle.flat_param, handle.flat_param._sharded_size.numel()
     first = stride * handle.rank if handle.uses_sharded_strategy else 0
     ends = accumulate(flat._numels_with_padding)

@@ -3,7 +3,8 @@
 A parameter that is a DTensor over a mesh of tensor parallelism is cut further. Its unsharded
 parameter is the DTensor that the user gave, on the memory of the unsharded buffer.
 
-[Note: which dimension comes first] Where tensor parallelism and sharding cut the same dimension,
+[Note: which dimension comes first]
+Where tensor parallelism and sharding cut the same dimension,
 tensor parallelism cut it first, though its mesh dimension stands behind. torch expresses this order
 by `_StridedShard`.
 """

@@ -13,7 +13,8 @@ Rules:
 2. A composition is the same on all ranks that run the same program. It holds no address, no time
    and no value that depends on Python's randomized hashes.
 
-[Note: 30 bits] torch takes tags from 0 to 2**31 - 1. These messages use the upper half; user
+[Note: 30 bits]
+torch takes tags from 0 to 2**31 - 1. These messages use the upper half; user
 programs number their messages from 0. Two different messages have the same tag with a probability
 of 1 in 10**9. That does harm only where ranks disagree, and only to the few messages that are on
 their way at the same time between the same two ranks. Where ranks agree, messages with the same tag

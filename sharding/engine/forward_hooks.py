@@ -1,6 +1,7 @@
 """The hooks around a unit's forward: they unshard its parameters in time and reshard them.
 
-[Note: checkpoints] A call that runs without gradients inside a root that runs with them may be
+[Note: checkpoints]
+A call that runs without gradients inside a root that runs with them may be
 recomputed in backward, by a reentrant checkpoint; its own backward follows at once. A checkpoint
 that is not reentrant recomputes only for the saved tensors; then backward goes on where it was.
 """

@@ -142,7 +142,7 @@ class Runtime:
     def _prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
         """Unshard the units that follow: one; or, of small ones, all that `PREFETCH_BYTES` hold.
 
-        The next time when half of them have run: then those on their way have time to arrive.
+        Prefetches again when half of them have run, so that messages have time to arrive.
         """
         chosen: list[Unit] = []
         nbytes = 0

@@ -1,20 +1,28 @@
-"""A unit: modules whose parameters are gathered and reduced together, and what it was told to do.
+"""A unit: modules whose parameters are unsharded and reduced together, by its policy.
 
-    before forward    gather, or await it; start the next unit's
-    after forward     reshard, or keep the parameters unsharded; put hooks on the outputs
-    before backward   gather; start the previous unit's
-    gradients in      reduce to the shards
-    after backward    let the unsharded parameters go
-    end of backward   reduce what is left; await what is on its way
+The states of a unit, with the call that leads to each. A unit has no field for its state: a state
+is a combination of `is_unsharded`, `holders` and `backward` of its parameter groups.
+
+    state                     entered by                 unsharded buffer     modules have
+    idle                      `end_backward`, `reshard`  no memory            sharded parameters
+    unsharded for forward     `acquire` (before forward) filled               unsharded parameters
+    resharded                 `release` (after forward)  no memory; or part   sharded parameters
+                                                         kept on this rank
+    unsharded for backward    `acquire` (output's hook)  filled, same storage unsharded parameters
+    reduced                   `ParamGroup.reduce`        filled, no gradients unsharded parameters
+    idle                      `leave`, `end_backward`    no memory            sharded parameters
+
+`reshard_after_forward=False` and the root skip "resharded": holders keep the buffer filled.
 
 Rules:
 
-1. A unit that runs on one rank runs on all, as often and in the same order: that is the program's
-   promise. Which of them are in the loss, and which of its parameters get a gradient, may differ.
-2. Parameters that were changed between a forward and its backward are an error, as in plain
-   PyTorch, wherever torch's version counters tell.
-3. What stays unsharded after forward is gathered anew by the root's next forward, unless a backward
-   that did not reduce kept it: no counter tells of every optimizer's step.
+1. A unit that runs on one rank runs on all ranks, as often and in the same order. The program
+   promises that. Ranks may differ in the units that are part of the loss, and in the parameters
+   that get a gradient.
+2. Parameters that changed between a forward and its backward are an error, as in plain PyTorch, as
+   far as torch's version counters show it.
+3. The root's next forward gathers again the parameters that stayed unsharded after forward, unless
+   a backward that did not reduce kept them: no counter shows the steps of every optimizer.
 """
 
 from __future__ import annotations
@@ -34,34 +42,35 @@ from sharding.policies import BackwardPrefetch
 UNIT = "_sharding_unit"
 """The attribute of a module that is its unit."""
 BY_USER, KEPT = "unsharded by the user", "kept by a backward that did not reduce"
-"""Holders that are no calls."""
+"""Holders other than calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPolicy:
-    """What was decided for a unit: by its entry point, and later by a user."""
+    """The options of a unit: set by its entry point, replaced when a user changes one."""
 
     cast_inputs: torch.dtype | None = None
     """The dtype of its floating-point inputs; None leaves them alone."""
     cast_root_inputs: torch.dtype | None = None
-    """In the place of `cast_inputs`, where the unit is the root."""
+    """Replaces `cast_inputs` in the root."""
     cast_outputs: torch.dtype | None = None
     reshard_after_forward: bool | int | None = None
-    """None: all but the root. A number: to that many ranks."""
+    """None: all units but the root. A number: keep a part on each of that many ranks."""
     reshard_after_backward: bool = True
     reshard_after_unreduced_backward: bool = True
     """False keeps the parameters unsharded after a backward that does not reduce."""
     forward_prefetch: bool = True
-    """Whether forward gathers ahead; the root's counts for all."""
+    """Whether forward prefetches; the root's option counts for all units."""
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    """Whether backward gathers ahead when it comes to the unit, or when it leaves it."""
+    """Whether backward prefetches when it comes to the unit, when it leaves it, or not at all."""
     unshard_in_backward: bool = True
     always_show_sharded: bool = False
-    """Whether modules have the sharded parameters after the root's forward, even if those unsharded
-    stay in memory."""
+    """Whether modules have the sharded parameters after the root's forward even where the
+    unsharded ones stay in memory."""
     units_to_forward_prefetch: tuple[Unit, ...] | None = None
-    """Gathered while this unit runs forward, in the place of those that followed the last time."""
+    """Units to gather while this one runs forward; None: those that followed the last time."""
     units_to_backward_prefetch: tuple[Unit, ...] | None = None
+    """The same for backward."""
 
 
 class StepRuntime(Protocol):
@@ -70,7 +79,7 @@ class StepRuntime(Protocol):
     root: Unit
 
     def number_param_groups(self) -> None:
-        """Give every parameter group its index and name; the unit has others than before."""
+        """Give every parameter group its index and name; the unit has new ones."""
         ...
 
 
@@ -87,25 +96,25 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.param_groups = param_groups
-        """What it gathers and reduces."""
+        """The groups that it gathers and reduces."""
         self.borrowed = borrowed
-        """What it uses of other units: their parameters are tied to some of its modules'."""
+        """Groups of other units that have tied parameters of its modules."""
         self.policy = policy
         self.prepare = prepare
         """Called once, before the first forward, when the unit has its runtime."""
         self.runtime: StepRuntime | None = None
         self.summoned = False
-        """Whether a user has its unsharded parameters before them."""
+        """True inside `summon_full_params`."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refused, and with it that of its modules."""
+        """Raise TypeError: shards and process groups cannot be pickled or copied."""
         raise TypeError(
             f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are "
             "spread over ranks; copy the module before it is sharded, or save its state_dict()"
         )
 
     def hook_state_dict(self, module: nn.Module) -> None:
-        """Have the sharded parameters in a module while its state dict is made or loaded."""
+        """Reshard the unit before a module's state dict is made or loaded."""
         for register in (
             module.register_state_dict_pre_hook,
             module.register_load_state_dict_pre_hook,
@@ -116,7 +125,7 @@ class Unit:
 
     @property
     def full_precision(self) -> bool:
-        """Whether it computes in the dtype that its parameters are kept in, whatever the policy."""
+        """Whether it computes in the dtype of its shards, whatever the policy."""
         return any(param_group.full_precision for param_group in self.param_groups)
 
     @property
@@ -126,36 +135,36 @@ class Unit:
 
     @property
     def used(self) -> tuple[ParamGroup, ...]:
-        """What it needs whole to run."""
+        """All groups that it needs unsharded to run."""
         return (*self.param_groups, *self.borrowed)
 
     def unshard(self) -> None:
-        """Start gathering what this unit uses."""
+        """Start the all-gathers of this unit. All ranks call it; does not wait."""
         unshard_together([self])
 
     def join(self, batch: AllGather) -> None:
-        """Gather what this unit uses with a batch."""
+        """Add the all-gathers of this unit to a batch."""
         self._settle()
         for param_group in self.used:
             param_group.unshard(batch)
 
     @property
     def is_gathered(self) -> bool:
-        """True when what this unit uses is unsharded or on its way."""
+        """True when all parameters it uses are unsharded or on their way."""
         return all(param_group.is_gathered for param_group in self.used)
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of what it uses."""
+        """Bytes of the unsharded buffers that it uses."""
         return sum(param_group.unsharded_bytes for param_group in self.used)
 
     def wait(self) -> None:
-        """What this unit uses is unsharded."""
+        """Wait until all parameters it uses are unsharded."""
         for param_group in self.used:
             param_group.wait()
 
     def acquire(self, holder: object) -> None:
-        """What this unit uses is unsharded, and stays so until it is released by this holder."""
+        """Unshard all it uses until this holder releases it. All ranks call it; waits."""
         self.unshard()
         self.wait()
         for param_group in self.used:
@@ -164,12 +173,12 @@ class Unit:
             param_group.holders.add(holder)
 
     def release(self, holder: object) -> None:
-        """What only this holder needed whole is sharded again."""
+        """Reshard the groups that no other holder needs unsharded."""
         for param_group in self.used:
             param_group.release(holder)
 
     def reshard(self) -> None:
-        """The sharded parameters are in the modules, whoever needs them whole."""
+        """Reshard the unit's own groups, whatever their holders."""
         for param_group in self.param_groups:
             param_group.reshard()
 
@@ -183,14 +192,14 @@ class Unit:
             param_group.holders.add(BY_USER)
 
     def refresh(self) -> None:
-        """Before the root runs: what is unsharded is what the shards say (rule 3)."""
+        """Before the root's forward, reshard groups whose buffer may be out of date (rule 3)."""
         for param_group in self.param_groups:
             param_group.drop_kept()
             if not param_group.holders <= {BY_USER, KEPT} or param_group.is_stale:
                 param_group.reshard()
 
     def _settle(self) -> None:
-        """Parameters that gather themselves have parameter groups of their own."""
+        """Give parameters with all-gather hooks parameter groups of their own."""
         if all(param_group.is_used for param_group in self.used):
             return
         before = self.used
@@ -207,7 +216,7 @@ class Unit:
     # Backward.
 
     def check_unchanged(self, versions: list[list[int]]) -> None:
-        """Raise RuntimeError where parameters have not these versions any more (rule 2)."""
+        """Raise RuntimeError where parameters do not have these versions any more (rule 2)."""
         if versions != self.versions():
             raise RuntimeError(
                 f"the parameters of {type(self.modules[0]).__name__} were changed between a "
@@ -215,12 +224,12 @@ class Unit:
             )
 
     def leave(self, holder: object) -> None:
-        """Backward has left a call, which is the holder."""
+        """Release a call that backward has left, if the policy reshards after backward."""
         if not self._keeps_after_backward:
             self.release(holder)
 
     def end_backward(self) -> None:
-        """Nothing is unsharded, but what is to be."""
+        """Reshard all groups, except those that the policy keeps unsharded."""
         for param_group in self.param_groups:
             if self._keeps_after_backward and param_group.is_unsharded:
                 param_group.holders.clear()
@@ -236,12 +245,12 @@ class Unit:
         return not (reshards and self.policy.reshard_after_unreduced_backward)
 
     def versions(self) -> list[list[int]]:
-        """The version counters of what it uses."""
+        """The version counters of the shards of all groups it uses."""
         return [param_group.versions() for param_group in self.used]
 
 
 def unshard_together(units: Iterable[Unit]) -> None:
-    """Start gathering what units use, in as few messages as may be."""
+    """Start the all-gathers of units, in few messages. All ranks call it; does not wait."""
     with AllGather() as batch:
         for unit in units:
             unit.join(batch)

@@ -1,4 +1,4 @@
-"""What a module can do once it was given to `fully_shard`: `FSDPModule`, as torch has it."""
+"""`FSDPModule`: the methods of modules that were given to `fully_shard`, as torch has them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def become_unit(module: nn.Module, unit: Unit, forward_hooks: ForwardHooks) -> N
 
 
 class FSDPModule:
-    """What a module can do besides, once it was given to `fully_shard`."""
+    """The methods that `fully_shard` adds to a module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A slice of a sharded container is a plain container of the sharded modules."""
@@ -52,11 +52,11 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """The unit's parameters are sharded, and the memory of the unsharded ones is free."""
+        """Reshard the unit: free the memory of its unsharded parameters."""
         _unit(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """What an error in forward or backward left behind is gone, with its gradients.
+        """Forget the state and the gradients that an error in forward or backward left.
 
         The next forward does this by itself.
         """
@@ -94,17 +94,17 @@ class FSDPModule:
             unit.policy = replace(unit.policy, reshard_after_backward=reshard_after_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """What to gather while this module runs forward, in place of what followed it last."""
+        """Set the modules to gather while this one runs forward; default: the followers."""
         unit = _unit(self)
         unit.policy = replace(unit.policy, units_to_forward_prefetch=_units_given(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """What to gather while this module runs backward, in place of what ran before it."""
+        """Set the modules to gather while this one runs backward; default: those before it."""
         unit = _unit(self)
         unit.policy = replace(unit.policy, units_to_backward_prefetch=_units_given(modules))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums of gradients are divided by, in place of the number of ranks."""
+        """Set the divisor of summed gradients, in place of the number of ranks."""
         for param_group in _param_groups(self, recurse=False):
             param_group.divide = factor
 
@@ -113,10 +113,11 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Have `hook(reduced)` called on what a shard gets, flat, before it is the gradient.
+        """Have `hook(reduced)` called with the reduced gradients of a shard, flat.
 
-        It may change the tensor in place, by a sum over further ranks for one. Behind the
-        gradients it has one more element for each parameter: positive where it has a gradient.
+        It may change the tensor in place, by a sum over further ranks for example. Behind the
+        gradients the tensor has one element for each parameter: positive where any rank has its
+        gradient.
         """
         for param_group in _param_groups(self, recurse=False):
             cast(ChunkParamGroup, param_group).reduced_hook = hook
@@ -135,7 +136,7 @@ class FSDPModule:
         unit.policy = replace(unit.policy, unshard_in_backward=unshard_in_backward)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """What `to`, `float` and the like change is the sharded parameters."""
+        """Reshard, so that `to`, `float` and others change the sharded parameters."""
         self.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 

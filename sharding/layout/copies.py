@@ -34,7 +34,7 @@ class Copy:
 def copies_to(have: Layout, want: Layout, rank: int) -> Iterator[Copy]:
     """The copies that fill what `want` gives to `rank`, every element once.
 
-    Costs what the answer costs, not what the worlds are. Raises `HoleError` naming the first box
+    The cost grows with the answer, not with the worlds. Raises `HoleError` naming the first box
     that no rank of `have` holds.
 
     >>> from sharding.layout import Mesh, Shard

@@ -1,7 +1,8 @@
-"""What one rank sends and receives for a tensor to get from one layout into another.
+"""The part of one rank in moving a tensor from one layout into another: its sends and receives.
 
-Every rank computes its own part alone, and the parts agree: what one sends is, copy for copy and in
-the same order, what the other receives. The cost is that of the answer, not of the world.
+Every rank computes its own part alone, and the parts agree: the sends of one rank are, copy for
+copy and in the same order, the receives of the others. The cost grows with the answer, not with the
+world.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Exchange:
 
 @lru_cache(4096)
 def exchange(have: Layout, want: Layout, rank: int) -> Exchange:
-    """What `rank` sends and receives. Raises as `copies_to` does.
+    """The sends and receives of `rank`. Raises as `copies_to` does.
 
     >>> from sharding.layout import Mesh, Shard
     >>> two = Mesh.grid(("dp",), (2,))
@@ -59,7 +60,7 @@ def exchange(have: Layout, want: Layout, rank: int) -> Exchange:
 
 
 def _serves(have: Layout, rank: int, target: int) -> bool:
-    """Whether, of the replicas that hold the same, `target` takes what it lacks from this rank."""
+    """Whether, among the replicas of a shard, `target` takes its elements from this rank."""
     mine = have.mesh.coordinate(rank)
     near = have.mesh.coordinate(target) or (0,) * len(have.placements)
     return mine is not None and all(

@@ -3,9 +3,9 @@
 `Layout(shape, mesh, placements)` does not grow with the world. `pieces(rank)` costs O(1) in ranks
 and `holders(box)` costs O(answer): a shard axis is inverted by division, never searched.
 
-Words: a rank's *local array* is what the `Shard` and `StridedShard` axes leave it, an n-D array of
-`local_shape(rank)`; its *local storage* is the span of the local array's row-major elements that
-the `FlatShard`, `Split` and `Only` axes leave it. Pieces are placed in the local storage.
+Words: the `Shard` and `StridedShard` axes leave a rank its *local array*, an n-D array of
+`local_shape(rank)`. Of its row-major elements, the `FlatShard`, `Split` and `Only` axes leave the
+rank a span, its *local storage*. Pieces are placed in the local storage.
 
 A layout that can be built covers its tensor: every element is held `replicas` times.
 """

@@ -1,13 +1,13 @@
-"""How one mesh axis divides a tensor.
+"""The placements of a layout: the division of a tensor by one mesh axis each.
 
 A layout has one placement per mesh axis. They are applied in this order, whatever the axes' order
 in the mesh is (rule P1): first every `Shard` and `StridedShard`, left to right, which cut the
-tensor along dimensions; then every `FlatShard`, left to right, which cuts the row-major elements
-of what is left; last every `Split`, together, which divides what is left evenly. `Replicate` and
-`Only` cut nothing: they say how many coordinates of their axis hold the result.
+tensor along dimensions; then every `FlatShard`, left to right, which cuts the remaining row-major
+elements; last every `Split`, together, which divides the remaining elements evenly. `Replicate` and
+`Only` cut nothing: all coordinates of a `Replicate` axis hold the result, one of an `Only` axis.
 
 `Shard` follows torch.chunk (rule P2): every coordinate but the last few gets `ceil(n / size)`
-indices, the next one what is left, the others none. `StridedShard` is torch's placement of the
+indices, the next one the rest, the others none. `StridedShard` is torch's placement of the
 same name (rule P3): the dimension is first cut into `split` chunks, each of those over the axis,
 and a coordinate holds its part of every chunk, end to end; FSDP over tensor parallelism needs it.
 """

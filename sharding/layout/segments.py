@@ -1,11 +1,11 @@
-"""One dimension cut again and again: which of its indices a coordinate keeps, as ranges.
+"""One dimension cut again and again: the indices that a coordinate keeps, as ranges.
 
 Rules that hold here:
 
 1. `Segments` are disjoint ranges `[lo, hi)` of one dimension, held end to end in this order. They
    do not touch: neighbours that continue each other are one range.
 2. A cut counts positions in the end-to-end concatenation, as torch.chunk counts in a local tensor.
-3. The whole dimension is one segment, also when it is empty; what a cut leaves has no empty ones.
+3. A whole dimension is one segment, also when it is empty. A cut leaves no empty segments.
 """
 
 from __future__ import annotations

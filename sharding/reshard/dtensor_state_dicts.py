@@ -1,17 +1,18 @@
 """State dicts of modules whose parameters are DTensors, of the kind that a user set.
 
 Until a kind is set, `state_dict()` and `load_state_dict()` are torch's: a rank has its DTensors. A
-kind holds for the module that it was set for, with all that is inside:
+kind holds for the module that it was set for and all modules inside:
 
-    full      whole plain tensors, on all ranks or the first
-    sharded   the DTensors; those of another mesh or placement load as well
-    local     their local tensors, which say in the metadata what they are parts of
+    full      full plain tensors, on all ranks or the first
+    sharded   the DTensors; DTensors of another mesh or placement load as well
+    local     the local tensors; the metadata describes the DTensors that they are parts of
 
 Rules:
 
-1. All ranks make and load a full or a sharded one together. A local one is memory that is there.
-2. What does not fit a local one is an error before anything is changed. What does not fit the
-   others is `load_state_dict`'s complaint.
+1. All ranks make and load a full or a sharded one together. A local one shares memory and does not
+   communicate.
+2. A local one that does not fit is an error before anything is changed. `load_state_dict` reports
+   the misfits of the other kinds.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def chosen_for(module: nn.Module) -> StateDictSettings | None:
-    """What was set for a module; None where nothing was."""
+    """The settings of a module; None where none were set."""
     return _chosen.get(module)
 
 
 def choose(module: nn.Module, settings: StateDictSettings | None) -> None:
-    """State dicts of a module are of this kind from now on; None: what torch makes of them."""
+    """Set the kind of a module's state dicts from now on; None: torch's own."""
     if settings is None:
         _chosen.pop(module, None)
         return
@@ -62,7 +63,7 @@ def choose(module: nn.Module, settings: StateDictSettings | None) -> None:
 def _after_saving(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Values are of the kind that is set."""
+    """Make the values of the kind that is set. May communicate."""
     settings = _chosen.get(module)
     if settings is None or is_local_forced():
         return
@@ -94,7 +95,7 @@ def _convert(
 def _make_local(
     state: dict[str, Any], first: dict[str, str], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Local tensors, sharing memory, and a record of what they are."""
+    """Put in the local tensors, which share memory, and a record of their DTensors."""
     world = Ranks().mesh
     names: dict[str, list[str]] = {}
     layouts: dict[str, Layout] = {}
@@ -125,7 +126,7 @@ def _before_loading(
     metadata: dict[str, Any],
     *rest: object,
 ) -> None:
-    """Where the module has DTensors, the state dict has such as it has."""
+    """Make the values for the module's DTensors into DTensors like them. May communicate."""
     settings = _chosen.get(module)
     if settings is None or is_local_forced():
         return

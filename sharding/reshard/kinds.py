@@ -1,15 +1,15 @@
 """Tensors of any kind of state dict made into those of another.
 
-    full      whole plain tensors
-    sharded   DTensors: this rank's rows, or whatever its placements say
-    local     `LocalPart`s: what this rank has, as it lies in memory, and the layout it is part of
+    full      full plain tensors
+    sharded   DTensors: this rank's rows, or the part that its placements give it
+    local     `LocalPart`s: this rank's elements, flat or a box, with the layout
 
 Rules:
 
-1. What already lies as it is wanted is not copied: the result shares its memory.
-2. Tensors without dimensions are whole in every kind, on every rank.
-3. The ranks compare what they are about to do before anything moves: an error of one, or a
-   difference between them, is an error on all.
+1. A tensor that already has the wanted layout is not copied: the result shares its memory.
+2. Tensors without dimensions are full in every kind, on every rank.
+3. The ranks compare their plans before anything moves. An error of one rank, or a difference
+   between them, is an error on all.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def converted(
 ) -> dict[str, TensorLike]:
     """The tensors by the same names, in another kind.
 
-    To be called by all ranks of `group`, with the same names in the same order. A plain tensor is
-    taken to be the same on all of them. Nothing travels that is where it belongs already, and no
-    more than `budget` bytes at once.
+    All ranks of `group` call it, with the same names in the same order. A plain tensor is assumed
+    to be the same on all of them. Elements that are in place do not travel. At most `budget` bytes
+    travel at once.
 
     Args:
         mesh: for sharded and local results. Tensors are divided over its last dimension, by rows or
-            by elements, and are replicas along the others. Without it, what is divided already
-            stays as it is divided, and the rest is divided over the group.
+            by elements, and are replicas along the others. Without it, divided tensors stay
+            divided as they are, and the others are divided over the group.
         rank0_only: full tensors on the first rank of the group alone; the others get no names.
         offload_to_cpu: results are in host memory.
 
     Raises:
-        ShardingError: a tensor is not what its layout says, or ranks differ in what they give. On
-            all ranks (RankError where the fault is another's), before anything has moved.
+        ShardingError: a tensor does not fit its layout, or ranks give different tensors. On all
+            ranks (RankError where another rank is at fault), before anything has moved.
 
     >>> converted({"w": torch.ones(3)}, Kind.LOCAL)["w"].layout.shape
     (3,)
@@ -139,14 +139,14 @@ def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """One tensor: what this rank has, and what it is to become."""
+    """One tensor: this rank's part of it, and the layout that it is to get."""
 
     name: str
     local: torch.Tensor
     have: Layout
     want: Layout
     wrap: Callable[[torch.Tensor], TensorLike]
-    """From the local storage under `want` to what stands in the state dict."""
+    """Makes the value of the state dict from the local storage under `want`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class _Targets:
     rank0_only: bool
 
     def layout(self, have: Layout) -> Layout:
-        """Where a tensor is to lie that lies like this."""
+        """The wanted layout of a tensor that has this layout."""
         shape, world = have.shape, self.ranks.mesh
         if self.kind is Kind.FULL:
             if self.rank0_only:
@@ -187,10 +187,9 @@ class _Targets:
 
 
 def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
-    """The ranks of a mesh and those that do the same beside it, and which axis is its last one.
+    """The mesh that a slice of a mesh was taken from, and the axis in it of the slice's last one.
 
-    Each rank is in another slice of the mesh that this one was taken from; all of them together are
-    what everybody sees.
+    Ranks of other slices do the same beside this one. All ranks describe the mesh of all slices.
     """
     root = root_mesh(mesh)
     names = root.mesh_dim_names or ()
@@ -205,7 +204,9 @@ def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
         return _Item(name, local, have, have, lambda part: dtensor_like(tensor, part))
     want = targets.layout(have)
-    exchange(have, want, here)  # finds what nobody holds, while all can still be told
+    exchange(
+        have, want, here
+    )  # raises where no rank holds an element, while all ranks can still be told
     if targets.kind is Kind.LOCAL:
         if targets.mesh is None and have.replicas == targets.ranks.world_size:  # everybody's
             lo, hi = want.span(here)
@@ -247,7 +248,7 @@ def _replicated(shape: tuple[int, ...], world: Mesh) -> Layout:
 
 
 def _mark(items: list[_Item]) -> int:
-    """A hash of what all ranks must agree on."""
+    """A hash of the items, equal on ranks that agree."""
     hasher = blake2b(digest_size=8)
     for item in items:
         hasher.update(repr((item.name, item.local.dtype, item.have, item.want)).encode())

@@ -1,16 +1,16 @@
 """Tensors from one layout into another, from rank to rank: gathering, scattering, resharding.
 
-What moves is what `sharding.layout.exchange` says and nothing else: a rank sends what others lack,
-and copies what it has itself. Nothing is gathered to be cut again.
+`sharding.layout.exchange` plans the copies. A rank sends the elements that others lack, and copies
+those that it has itself. No tensor is gathered to be cut again.
 
 Rules:
 
 1. All ranks of the group take part, with the same tensors in the same order: names, dtypes and
-   layouts. What they send each other follows from that alone, so nothing is negotiated.
-2. Tensors travel together, in one message from rank to rank, as long as they have no more than
-   `budget` bytes; a larger one travels in parts. Beyond sources and targets a rank has at most what
-   it sends and what it receives of one such batch in memory.
-3. What goes to several ranks alike is packed once.
+   layouts. The messages follow from these alone, so nothing is negotiated.
+2. Tensors of together at most `budget` bytes travel in one message from rank to rank. A larger
+   tensor travels in parts. Beside sources and targets, the memory of a rank holds at most the
+   outgoing and incoming messages of one batch.
+3. Elements that several ranks get alike are packed once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGET_BYTES = 64 << 20
 ALIGNMENT = 16
 """Where a copy begins in a message: no element is wider."""
 TAG = 1 << 15
-"""Of all messages here; those of `sharding.engine.p2p` have higher ones."""
+"""The tag of all messages here; those of `sharding.engine.p2p` are higher."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,14 +59,14 @@ def redistribute(
 ) -> None:
     """Every target has the elements that its layout gives it, when this returns.
 
-    To be called by all ranks of `group`. Moves are taken from the iterable batch by batch, so that
-    their targets may be made as they are needed. Sources are not changed; a target may share memory
-    with its own source, where that lies in its place already, and with no other. Raises HoleError
-    where a layout wants what the other does not hold, TransferError where a rank does not take part
-    in the time that ranks have for one another. Neither is told to the others here.
+    All ranks of `group` call it. Moves are taken from the iterable batch by batch, so that their
+    targets may be made as they are needed. Sources are not changed. A target may share memory with
+    its own source, where the elements are in place already, and with no other. Raises HoleError
+    where a layout wants elements that the other does not hold, TransferError where a rank does not
+    take part in time. Neither error reaches other ranks from here.
 
-    Local tensors are what their layouts say: whoever is not sure uses `local_part.check_holds`,
-    and tells the other ranks, before.
+    Local tensors must fit their layouts. A caller that is not sure of it calls
+    `local_part.check_holds`, and tells the other ranks, before.
 
     >>> have, want = Layout.replicated((4,), 1), Layout.single((4,))
     >>> target = torch.zeros(4)
@@ -98,7 +98,7 @@ def redistribute(
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
     """A local tensor's elements in row-major order, end to end: in its own memory, if they are."""
-    return local.detach().reshape(-1).contiguous()  # what `reshape` gives may have steps between
+    return local.detach().reshape(-1).contiguous()  # the result of `reshape` may be strided
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class _Message:
 
     parts: list[torch.Tensor] = field(default_factory=list)
     places: list[tuple[int, Piece]] = field(default_factory=list)
-    """Which tensor of the batch, and where in it: what tells two messages apart."""
+    """The index of the tensor in the batch and the place in it: identifies a part of a message."""
 
 
 class _Batch:
@@ -122,7 +122,7 @@ class _Batch:
         self._in: dict[int, _Message] = {}
 
     def add(self, plan: Exchange, source: torch.Tensor, target: torch.Tensor, nbytes: int) -> None:
-        """One more; what this rank has itself is copied at once."""
+        """Add a move; elements that this rank has itself are copied at once."""
         self.nbytes += nbytes
         self._tensors += 1
         for copy in plan.receives:
@@ -139,7 +139,7 @@ class _Batch:
             message.places.append((self._tensors, copy.source))
 
     def run(self) -> None:
-        """Send, receive, and put what was received into its places."""
+        """Send, receive, and put received elements into their places. Waits."""
         if not self._out and not self._in:
             return
         device = message_device(self._group)
