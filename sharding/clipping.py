@@ -20,9 +20,9 @@ Groups = tuple[ProcessGroup, ...]
 def clip_grad_norm(
     module: nn.Module, max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all gradients in a module, as of one vector; they are scaled to `max_norm`.
+    """The norm of all gradients in a module, as of one vector; scales them to `max_norm`.
 
-    All ranks that share its parameters call it. What is not sharded counts once.
+    All ranks that share its parameters call it; communicates. Unsharded gradients count once.
     """
     divided: dict[Groups, list[torch.Tensor]] = {}
     seen: set[int] = set()

@@ -10,8 +10,8 @@ ranks, in the same order:
 Rules that hold in this file:
 
 1. The order is: cast, divide by `gradient_predivide_factor`, sum over the ranks, divide by
-   `gradient_postdivide_factor`, cast back. That is what the runtime does of its own under
-   `MixedPrecision(reduce_dtype=...)`, so that the results are equal bit for bit.
+   `gradient_postdivide_factor`, cast back. The runtime itself does the same under
+   `MixedPrecision(reduce_dtype=...)`, so the results are equal bit for bit.
 2. The sum is the library's collective, and so is the order of its summands. Two summands have one
    sum; with more ranks it may differ in the last bit from a sum in the order of the ranks.
 3. Only collectives that every backend has for these dtypes are used; nothing needs an accelerator.
@@ -123,14 +123,14 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
 def fp16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Averages in float16; the result is in `state.parameter_type`, whatever it was before."""
+    """Averages in float16; the result is in `state.parameter_type`."""
     _compress(torch.float16, state, grad, output)
 
 
 def bf16_compress_hook(
     state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
 ) -> None:
-    """Averages in bfloat16; the result is in `state.parameter_type`, whatever it was before."""
+    """Averages in bfloat16; the result is in `state.parameter_type`."""
     _compress(torch.bfloat16, state, grad, output)
 
 
@@ -153,7 +153,7 @@ def _divide(tensor: torch.Tensor, factor: float) -> None:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """The same tensor object, for all who hold it, with its values in another dtype."""
+    """Change the dtype of a tensor object in place: all references see the new one."""
     if tensor.dtype == dtype:
         return
     values = tensor.data

@@ -1,4 +1,4 @@
-"""`fully_shard` with flat parameters: the entry point that leaves the module and its class alone.
+"""`fully_shard` with flat parameters: the entry point that keeps the module and its class.
 
 Torch had a function of this name and form up to 2.5. The function of the same name with a DTensor
 for each parameter is `sharding.fully_shard`.
@@ -47,12 +47,15 @@ def fully_shard(
     forward_prefetch: bool = False,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> ModuleT:
-    """`module`, whose parameters, gradients and optimizer state are spread over ranks.
+    """`module`, whose parameters, gradients and optimizer state are divided over ranks.
 
-    The module stays of its class, with its names; its parameters are the ones it had, each as what
-    this rank has of it. What the arguments mean, `FullyShardedDataParallel` says; `policy` is its
-    `auto_wrap_policy`. `state_dict()` gives whole plain tensors unless
-    `FullyShardedDataParallel.set_state_dict_type` says otherwise. All ranks call it.
+    The module keeps its class and its names. It keeps its parameters too, each reduced to this
+    rank's elements, flat. `FullyShardedDataParallel` documents the arguments; `policy` is its
+    `auto_wrap_policy`. `state_dict()` gives full plain tensors unless
+    `FullyShardedDataParallel.set_state_dict_type` sets another kind. All ranks call it, in the same
+    order; it communicates only with `sync_module_states`.
+
+    Raises as `FullyShardedDataParallel` does.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

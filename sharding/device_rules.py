@@ -1,7 +1,6 @@
-"""Where a wrapped module's parameters must lie, and the warnings and errors that say so.
+"""The devices that a wrapped module's parameters may be on, with warnings and errors.
 
-The texts are torch's. Without an accelerator the CPU is the compute device, and nothing has to be
-said about it.
+The texts are torch's. Without an accelerator the CPU is the compute device, without a warning.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None
 
 
 def warn_of_host_memory(parameters: Iterable[nn.Parameter], compute: torch.device) -> None:
-    """Tell a user who has an accelerator that the module is not on it."""
+    """Warn a user with an accelerator whose module is not on it."""
     if compute.type != "cpu" and any(p.device.type == "cpu" for p in parameters):
         warnings.warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "

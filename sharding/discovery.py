@@ -1,9 +1,9 @@
-"""Which parameters a unit takes: those of its modules that no unit below has, each once.
+"""The parameters that a unit takes: those of its modules that no unit below has, each once.
 
-A parameter may be in several modules, and in modules of several units: *tied*. Within a unit it is
-one parameter with several owners. Across units, the unit that sharded it first has it, and the
-others borrow its parameter group; what ties them is an attribute that sharding leaves on the
-parameter.
+A *tied* parameter is in several modules, perhaps of several units. Within a unit it is one
+parameter with several owners. Across units, the unit that sharded it first has it, and the others
+borrow its parameter group. Sharding leaves an attribute on the parameter by which the others find
+it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class FreeParameter:
 
     @property
     def borrowed(self) -> Parameter | None:
-        """What another unit made of it."""
+        """The entry that another unit made for it; None where no unit has it."""
         return entry_of(self.parameter)
 
     def taken_as(self, entry: Parameter) -> None:
-        """A unit has it now: whoever else has it borrows it."""
+        """Note that a unit has it now; other units borrow it."""
         setattr(self.parameter, _TIED, _Tied(entry))
 
 
@@ -44,7 +44,7 @@ class _Tied:
 
 
 def entry_of(parameter: nn.Parameter) -> Parameter | None:
-    """What a unit made of a parameter; None where no unit has it."""
+    """The entry that a unit made for a parameter; None where no unit has it."""
     tied = getattr(parameter, _TIED, None)
     return tied.entry if isinstance(tied, _Tied) else None
 
@@ -76,7 +76,7 @@ def free_parameters(
 
 
 def borrowed_param_group(found: FreeParameter) -> ParamGroup | None:
-    """The parameter group that has a tied parameter already, which gets the new places besides."""
+    """The parameter group that has a tied parameter already; its new places are added."""
     entry = found.borrowed
     if entry is None or not isinstance(entry.param_group, ParamGroup):
         return None

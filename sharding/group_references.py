@@ -1,21 +1,21 @@
-"""Process groups referred to without being kept: a group ends with `destroy_process_group`.
+"""Weak references to process groups, so that `destroy_process_group` ends a group.
 
 A group's threads end when the last reference to it goes. Those of gloo that still run when the
-interpreter ends abort the process (docs/sharding.md, "How a process ends"): so a model that lives
+interpreter ends abort the process (docs/sharding.md, "How a process ends"). So a model that lives
 until then must not keep the group.
 
 Rules:
 
-1. Nothing in this package keeps a ProcessGroup after the call that used it. Objects that last
-   keep a weak reference: torch's own tables have the group until it is destroyed.
+1. No object in this package keeps a ProcessGroup after the call that used it. Lasting objects keep
+   a weak reference; torch's own tables keep the group until it is destroyed.
 2. A dictionary by group is a WeakKeyDictionary, and no value of it keeps its own key.
 3. A DeviceMesh of later versions of torch keeps its groups for torch.compile, and DTensors keep the
-   mesh, as do torch's caches, which no user can empty. `release_with_groups` has it let go.
+   mesh, as do torch's caches, which no user can empty. `release_with_groups` makes it drop them.
 
 [Note: defaults of torch's functions]
 `torch.distributed.nn.functional` and the scaler of `torch.distributed.fsdp` have the default group
-as the default of an argument. Python evaluates it at the import, for good: imported after
-`init_process_group`, these functions keep the group for as long as the process lives. torch imports
+as the default of an argument. Python evaluates a default once, at the import. Imported after
+`init_process_group`, these functions keep the group as long as the process lives. torch imports
 them itself with the first optimizer or DTensor. So the runtime imports them with its own modules,
 which most programs import at their top, before there is a group.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 GroupReference = ReferenceType["ProcessGroup"]
 
 _meshes: WeakKeyDictionary[Store, list[ReferenceType[DeviceMesh]]] = WeakKeyDictionary()
-"""The meshes that are to let go of a group, by the group's store: torch's table of groups has the
-only reference to this Python object, which goes when the group is destroyed, before the group."""
+"""The meshes that are to drop a group, by the group's store. Only torch's table of groups refers to
+this Python object of the store: it dies when the group is destroyed, before the group."""
 
 
 def referred(reference: GroupReference) -> ProcessGroup:
@@ -52,7 +52,7 @@ def referred(reference: GroupReference) -> ProcessGroup:
 
 
 def release_with_groups(mesh: DeviceMesh) -> None:
-    """From now on a mesh, and the one it is a slice of, let go of groups that are destroyed."""
+    """Make a mesh, and the mesh that it is a slice of, drop groups when they are destroyed."""
     from torch.distributed import distributed_c10d
 
     root: DeviceMesh | None = getattr(mesh, "_root_mesh", None)

@@ -6,14 +6,14 @@ from enum import Enum
 
 
 class Kind(str, Enum):
-    """What a rank has of every tensor of a state. Tensors without dimensions are always whole."""
+    """The part that a rank has of every tensor of a state; all of one without dimensions."""
 
     FULL = "full"
-    """All of it, like every other rank."""
+    """The full tensor, like every other rank."""
     SHARDED = "sharded"
-    """Its rows, or what else a DTensor's placements give it."""
+    """Its rows, or the part that a DTensor's placements give it."""
     LOCAL = "local"
-    """What it has in memory, as it lies: a run of the row-major elements, in general."""
+    """Its part as it is in memory: in general a run of the row-major elements."""
 
     @classmethod
     def named(cls, name: str) -> Kind:

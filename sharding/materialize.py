@@ -51,9 +51,9 @@ def materialize(
 
 
 def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
-    """Every rank's tensors are those of the first rank, among those that share and replicate.
+    """Copy the first rank's tensors to all ranks of the shard and the replicate group.
 
-    All ranks call it with tensors of the same shapes.
+    All ranks call it, with tensors of the same shapes. Waits.
     """
     for group in (groups.shard.group, groups.replicate.group):
         if group is None:
@@ -66,7 +66,7 @@ def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
 
 
 def check_reachable(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
-    """Raise ValueError where the group cannot send what is in host memory."""
+    """Raise ValueError where the process group cannot send tensors in host memory."""
     if str(dist.get_backend(groups.group)) == "nccl" and any(
         t.device.type == "cpu" for t in tensors
     ):

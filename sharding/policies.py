@@ -1,11 +1,10 @@
-"""What a user decides about sharding, precision, placement and state dicts, as plain values.
+"""A user's choices for sharding, precision, placement and state dicts, as plain values.
 
 Rules that hold in this file:
 
 1. Names, fields, defaults and the numbering of enums are those of `torch.distributed.fsdp`, so
    that a program moves here by changing its import line.
-2. Nothing here acts: the values are read by the runtime, when a module is wrapped or a state dict
-   is asked for.
+2. The values do not act. The runtime reads them when a module is wrapped or a state dict is made.
 3. A class is frozen where torch's is. The others can be changed field by field, as programs
    written for torch do, but have slots: a misspelt field is an error, not a silent new attribute.
 """
@@ -46,12 +45,12 @@ __all__ = [
 
 
 class ShardingStrategy(Enum):
-    """What each rank keeps a shard of, and how long the whole parameters live."""
+    """The state that is sharded, and the time that unsharded parameters live."""
 
     FULL_SHARD = auto()
-    """Parameters, gradients and optimizer state; whole parameters only while a unit computes."""
+    """Parameters, gradients and optimizer state; unsharded parameters only while a unit runs."""
     SHARD_GRAD_OP = auto()
-    """The same shards, but whole parameters live from a unit's forward to its backward."""
+    """The same shards, but unsharded parameters live from a unit's forward to its backward."""
     NO_SHARD = auto()
     """Nothing: every rank holds everything, and gradients are averaged by an all-reduce."""
     HYBRID_SHARD = auto()
@@ -80,7 +79,7 @@ class MixedPrecision:
     """The dtypes in which a wrapped module computes, reduces and keeps buffers.
 
     Only floating-point tensors are cast; None leaves them alone. The shards that the optimizer
-    steps, and what a state dict holds of them, keep their own dtype.
+    steps, and their values in a state dict, keep their own dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -147,8 +146,8 @@ class StateDictType(Enum):
     FULL_STATE_DICT = auto()
     """Whole tensors under the names of the module as it was before wrapping."""
     LOCAL_STATE_DICT = auto()
-    """This rank's flat shards, as the runtime keeps them, and in the metadata what is in them; to
-    be loaded by the same rank under the same wrapping, or converted."""
+    """This rank's flat shards, with metadata that describes them; only the same rank under the same
+    wrapping can load them, unless they are converted."""
     SHARDED_STATE_DICT = auto()
     """The same names as FULL_STATE_DICT, each tensor sharded over the ranks."""
 
@@ -212,7 +211,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
     """How the optimizer's part of LOCAL_STATE_DICT is built."""
 
     offload_to_cpu: bool = False
-    """Tensors are copied to host memory; not by default, as they are what the runtime keeps."""
+    """Whether tensors are copied to host memory; by default they share the runtime's memory."""
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ and lower its scale, and the ranks would train different models from then on. He
 
 Rules that hold in this file:
 
-1. Whatever looks for such values (`unscale_`, `step`, and the fused optimizers' own check) looks
-   through `_unscale_grads_`, and all ranks leave it with the same answer.
+1. All searches for such values (`unscale_`, `step`, and the fused optimizers' own check) go through
+   `_unscale_grads_`, and all ranks leave it with the same answer.
 2. All ranks communicate there, equally often, whether or not they hold a gradient: the tensors
    exchanged depend on the groups and on the parameters, never on this rank's gradients.
 
@@ -101,10 +101,10 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients in place; tells, alike on all ranks, whether one was not finite.
+        """Multiply the gradients in place; the result says, on all ranks, if one was not finite.
 
-        `found_inf` becomes 1.0 if so and is the one value of the result. float16 is allowed
-        whatever `allow_fp16` says.
+        `found_inf` becomes 1.0 if so and is the one value of the result. float16 is allowed,
+        also with `allow_fp16=False`.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Which submodules become units of their own: policies that decide it, and wrapping by hand.
+"""Policies that choose the submodules to wrap as units, and wrapping by hand.
 
 A policy has one of two forms, and every function here that takes a policy takes both:
 
@@ -7,10 +7,10 @@ A policy has one of two forms, and every function here that takes a policy takes
 * a callable `policy(module=, recurse=, nonwrapped_numel=)`, asked from the root downwards whether
   to look into a module (`recurse=True`) and, on the way back up, whether to wrap it
   (`recurse=False`). `nonwrapped_numel` counts the elements of its parameters: on the way down all
-  of them, on the way up those which no wrapped submodule has.
+  of them, on the way up those that no wrapped submodule has.
 
-Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. What a policy makes of a
-module tree is worked out in `sharding.fsdp1.wrap_plan`. Nothing here knows the runtime.
+Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. `sharding.fsdp1.wrap_plan`
+applies a policy to a module tree. This file does not know the runtime.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class _Policy(ABC):
         ignored_modules: set[nn.Module],
         root_kwargs: dict[str, Any],
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, the root perhaps among them, with what to pass to the wrapper.
+        """The modules to wrap, perhaps with the root, and the arguments of the wrapper for each.
 
-        `root_kwargs` is what the root gets; it is not changed, and no result is the same dict.
+        `root_kwargs` are the arguments for the root; the dict is neither changed nor returned.
         """
 
 
@@ -97,7 +97,7 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wraps what a function of the module says: True, False, or arguments that differ.
+    """Wraps the modules for which a function returns True, or a dict of arguments to change.
 
     A dict overrides the root's keyword arguments one by one; an empty dict counts as False.
 
@@ -188,9 +188,10 @@ def size_based_auto_wrap_policy(
 ) -> bool:
     """Wraps a module once the parameters left to it have `min_num_params` elements or more.
 
-    Modules of `force_leaf_modules` are not looked into, those of `exclude_wrap_modules` not
-    wrapped. None stands for this function's attributes of the same names in capitals: attention,
-    whose parts are not called as modules, and containers, which have no forward.
+    Modules inside those of `force_leaf_modules` are not wrapped, and neither are those of
+    `exclude_wrap_modules`. None stands for this function's attributes of the same names in
+    capitals: attention, whose parts are not called as modules, and containers, which have no
+    forward.
     """
     barred = force_leaf_modules if recurse else exclude_wrap_modules
     if barred is None:
@@ -225,7 +226,7 @@ _wrapping: ContextVar[_Wrapping | None] = ContextVar("sharding.wrap", default=No
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
     """Within it, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; in this thread only.
 
-    Contexts nest: the innermost holds, and whatever was in force before it does so again after.
+    Contexts nest: the innermost one is in force.
 
     >>> def wrapper(module, **kwargs):
     ...     return nn.Sequential(module)
@@ -245,10 +246,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module, wrapped as the `enable_wrap` around this call says; outside one, as it is.
+    """The module, wrapped by the `enable_wrap` around this call; unchanged outside of one.
 
-    A layer written with it can be built both ways. Where both give a keyword argument, this
-    call's counts.
+    A layer that uses it can be built both ways. A keyword argument of this call replaces the one of
+    `enable_wrap`.
     """
     wrapping = _wrapping.get()
     if wrapping is None:

@@ -1,4 +1,4 @@
-"""What both entry points to flat parameters share: the unit, and what must hold before it runs."""
+"""An instance of FSDP1: its unit and its checks, for both entry points with flat parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY_POINT = "_sharding_entry_point"
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """What an instance leaves as it is."""
+    """The modules and parameters that an instance leaves as they are."""
 
     modules: frozenset[nn.Module]
     """Whole subtrees."""
@@ -36,7 +36,7 @@ class Ignored:
 
 
 class EntryPoint:
-    """One instance: the module it is about, its unit, and what a user chose."""
+    """One instance: its module, its unit, and the choices of a user."""
 
     def __init__(
         self, owner: nn.Module, module: nn.Module, settings: FlatSettings, prefix: str
@@ -46,7 +46,7 @@ class EntryPoint:
         self.module = module
         self.settings = settings
         self.prefix = prefix
-        """What it adds to the names of what is in the module."""
+        """The prefix that it adds to the names in the module."""
         self.hook: CommHook | None = None
         self.has_outer = False
         """Whether it is inside another instance."""
@@ -65,9 +65,9 @@ class EntryPoint:
             for name, buffer in part._buffers.items()
             if buffer is not None
         ]
-        """Where the buffers are that are this instance's to cast."""
+        """The places of the buffers that this instance casts."""
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        """What buffers were before they were cast."""
+        """The dtypes of buffers before they were cast."""
 
     def check_is_root(self) -> bool:
         """True for the outermost instance."""
@@ -76,7 +76,7 @@ class EntryPoint:
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The unit's parameters are unsharded; inputs are where and what they must be."""
+        """Unshard the unit; the inputs on its device and in its dtype. May wait."""
         unit = self.unit
         runtime = runtime_of(unit)
         if unit.is_root:
@@ -98,7 +98,7 @@ class EntryPoint:
         return self.before_forward(args, kwargs)
 
     def choose_precision(self) -> None:
-        """In evaluation everything is in full precision, where the environment asks for it."""
+        """Set full precision in evaluation, where the environment asks for it."""
         full = self.full_precision_in_eval and not self.owner.training
         for param_group in self.unit.param_groups:
             param_group.full_precision = full
@@ -106,7 +106,7 @@ class EntryPoint:
             self._cast_buffers(None if full else self.settings.mixed_precision.buffer_dtype)
 
     def _cast_buffers(self, dtype: torch.dtype | None) -> None:
-        """Buffers have this dtype; None: what they had at first."""
+        """Cast the buffers to a dtype; None: the dtype that they had at first."""
         for part, name in self.buffers:
             buffer = part._buffers[name]
             if buffer is None or not buffer.is_floating_point():
@@ -117,7 +117,7 @@ class EntryPoint:
                 part._buffers[name] = buffer.to(wanted)
 
     def _prepare(self) -> None:
-        """Raise, when the first forward begins, what is wrong with devices and settings."""
+        """Raise ValueError or RuntimeError before the first forward, for devices and settings."""
         if self.unit.is_root:
             _check_homogeneous(list(entry_points(self.owner)))
         for param_group in flat_param_groups(self.unit.param_groups):
@@ -133,13 +133,13 @@ class EntryPoint:
 
 
 def entry_point_of(module: nn.Module) -> EntryPoint | None:
-    """The entry point of a module that has one."""
+    """The instance that a module owns; None where it owns none."""
     entry_point: EntryPoint | None = module.__dict__.get(ENTRY_POINT)
     return entry_point
 
 
 def entry_points(module: nn.Module) -> Iterator[EntryPoint]:
-    """All in a module, outer ones first."""
+    """All instances in a module, outer ones first."""
     for part in module.modules():
         entry_point = entry_point_of(part)
         if entry_point is not None:
@@ -160,7 +160,7 @@ def ignored_of(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """What a user says is to be ignored, with all that is in it and what inner instances ignore."""
+    """The modules and parameters that a user or an inner instance ignores, with all inside."""
     if modules is not None and states is not None:
         raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time.")
     parameters: set[nn.Parameter] = set()

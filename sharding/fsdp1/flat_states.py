@@ -1,15 +1,15 @@
-"""State that lies as a flat parameter does, by rows over the ranks that share it, and back.
+"""State laid out like a flat parameter, made into rows over its ranks, and back.
 
-A flat parameter is cut evenly, wherever parameters begin in it; a sharded state dict has each by
-rows, a DTensor. What changes hands between the two goes from rank to rank, and nothing is gathered.
+A flat parameter is cut evenly, regardless of the parameters in it. A sharded state dict has each
+parameter by rows, a DTensor. Elements that change their place between the two go from rank to rank;
+nothing is gathered.
 
 Rules:
 
-1. Only the ranks that share a parameter group talk: its replicas, and the ranks of a mesh that
-   tensor parallelism divided the parameters over before, do the same among themselves.
-2. The ranks that share a parameter group call with the same parameters, names and dtypes, in one
-   order.
-3. What is not divided comes out as plain tensors, and so does what has no dimensions.
+1. Only the ranks that share a parameter group communicate. Its replicas, and the ranks of tensor
+   parallelism, do the same among themselves.
+2. These ranks call with the same parameters, names and dtypes, in one order.
+3. Undivided tensors, and tensors without dimensions, become plain tensors.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Parameter groups that were saved, as an optimizer here has them: matched by their parameters.
+"""Saved parameter groups as an optimizer here has them, matched by their parameters.
 
 Rules:
 
-1. The groups are the optimizer's own, in its order, each with the options that were saved for its
-   parameters: all of them were in one group. Where the optimizer is not known, they are the saved
+1. The groups are the optimizer's own, in its order, each with the saved options of its parameters,
+   which must have been in one group. Where the optimizer is not known, the groups are the saved
    ones.
-2. The optimizer has the parameters that were saved, no more and no others. What has no state is in
-   a group all the same.
+2. The optimizer has exactly the parameters that were saved. A parameter without state is in a group
+   all the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SavedGroups:
 
     @classmethod
     def of(cls, saved: OptimState, first: Mapping[str, str]) -> SavedGroups | None:
-        """Those of a state dict, parameters by their first names; None where it has none."""
+        """The groups of a state dict, parameters by their first names; None where it has none."""
         if "param_groups" not in saved:
             return None
         groups = saved["param_groups"]

@@ -1,12 +1,12 @@
-"""What an optimizer's state dict calls parameters: positions or names, and what the names are.
+"""The keys of parameters in an optimizer's state dict: positions or names.
 
 Rules:
 
-1. A parameter's name is its first in the module, without what wrappers add. A flat parameter has
-   the names of all parameters in it, in order.
-2. A position is that of a parameter in the optimizer's groups, end to end.
-3. An optimizer that keys its state by names itself uses those that the module's parameters have
-   now, with what wrappers add: a flat parameter is `_flat_param`.
+1. A parameter's name is its first in the module, without the parts that wrappers add. A flat
+   parameter has the names of all parameters in it, in order.
+2. A position counts the parameters in the optimizer's groups, end to end.
+3. An optimizer that keys its state by names uses the present names of the module's parameters, with
+   the parts that wrappers add: a flat parameter is `_flat_param`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = int | str
 OptimState = dict[str, Any]
 """An optimizer's state dict: `state`, by key, and `param_groups`."""
 OptimInput = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-"""What an optimizer was made with."""
+"""The parameters or groups that an optimizer was made with."""
 SHOWN = 5
 """How many names a message has."""
 
@@ -47,7 +47,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelNames:
-        """Those of a module; what of it is unsharded is sharded."""
+        """The names of a module's parameters; reshards the module."""
         by_identity: dict[int, NamedParameter] = {}
         first: dict[str, str] = {}
         for member in flat_members(module):
@@ -63,7 +63,7 @@ class ModelNames:
         return cls(by_identity, first, current)
 
     def of_parameter(self, parameter: torch.Tensor, position: int) -> NamedParameter:
-        """The names of one that an optimizer has. Raises OptimizerMismatchError."""
+        """The names of a parameter that an optimizer has. Raises OptimizerMismatchError."""
         found = self.by_identity.get(id(parameter))
         if found is None:
             raise OptimizerMismatchError(
@@ -151,8 +151,8 @@ def rekeyed(
 ) -> OptimState:
     """The state dict of an optimizer with names for its keys, or with positions.
 
-    Groups list them sorted. The state dict itself where its keys are such already. Raises
-    ValueError where they are neither all of one kind, and OptimizerMismatchError where they are not
+    Groups list them sorted. The result is the state dict itself where its keys are of that kind.
+    Raises ValueError for keys of mixed kinds, and OptimizerMismatchError for keys that are not
     those of the module's parameters.
     """
     kinds = {type(key) for key in state["state"]}
@@ -183,7 +183,7 @@ def rekeyed(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group but for its parameters, and what they are called where it is."""
+    """A group without its parameters, and their keys in its state dict."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

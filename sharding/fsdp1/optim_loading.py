@@ -1,18 +1,17 @@
-"""An optimizer's state by the names of the parameters, made into what an optimizer here can load.
+"""An optimizer's state by parameter names, made into a state dict that an optimizer here can load.
 
-The other way of `sharding.fsdp1.optim_state_dicts`: whole tensors, rows or parts of each name fill
-slices of zeros like the optimizer's parameters.
-
-Groups are matched by `sharding.fsdp1.optim_groups`.
+The inverse of `sharding.fsdp1.optim_state_dicts`: full tensors, rows or parts of each name fill
+slices of zeros like the optimizer's parameters. `sharding.fsdp1.optim_groups` matches the groups.
 
 Rules:
 
-1. A parameter in a flat one that has no state, where others have, has zeros and their numbers: it
-   is as before its first step. Their entries must be the same, and their numbers equal.
-2. Everything that does not fit is one error, on all ranks, before anything moves or is changed.
-   What the caller gives is never changed, nor shared with the result.
-3. What only the first rank has, the others learn of from it: names, shapes and values first, then
-   each rank gets the elements it needs.
+1. A parameter in a flat one may have no state while others there have. It gets zeros and the
+   others' numbers, as before its first step. The others must have the same entries, with equal
+   numbers.
+2. All misfits are one error, on all ranks, before anything moves or changes. The caller's state is
+   never changed, nor shared with the result.
+3. Where only the first rank has the state, it sends names, shapes and values to the others first;
+   then each rank gets the elements that it needs.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ def state_to_load(
     """A state dict for `optim.load_state_dict` (see the rules above). All ranks call it.
 
     Args:
-        saved: what `optim_state_of` gave; with `rank0_only`, on the first rank of the group.
-        by_name: whether the result has the names of the module's parameters for keys.
+        saved: the result of `optim_state_of`; with `rank0_only`, on the first rank of the group.
+        by_name: whether the keys of the result are the names of the module's parameters.
 
     Raises:
-        OptimizerMismatchError: it is not the state of this optimizer. RankError where another rank
+        OptimizerMismatchError: the state does not fit this optimizer. RankError where another rank
             found so.
         ValueError: it is no optimizer's state.
     """
@@ -119,7 +118,9 @@ def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | No
             for key, entries in _checked(saved)["state"].items()
         }
         outlined = [{**(saved or {}), "state": state}]
-        pickle.dumps(outlined)  # finds what cannot travel, while all can still be told
+        pickle.dumps(
+            outlined
+        )  # raises where a value cannot be sent, while all ranks can still be told
         return outlined
 
     objects = ranks.attempt(STAGE, outline)
@@ -177,7 +178,7 @@ class _Loading:
             self.result["param_groups"] = groups.matched(known, self.optim)
 
     def mark(self) -> int:
-        """A hash of what ranks must agree on."""
+        """A hash that is equal on ranks that agree."""
         seen = [(m.name, m.target.dtype, str(m.have), str(m.want)) for m in self.moves]
         return crc32(repr(seen).encode())
 
@@ -287,7 +288,7 @@ class _Loading:
         return full
 
     def _copied(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
-        """A tensor that this rank has whole, in memory of its own; None if it has not."""
+        """A full tensor of this rank, in new memory; None where it has none."""
         if isinstance(value, LocalPart | DTensor) or is_sharded(value):
             return None
         if self.from_first and value.numel() != 1:

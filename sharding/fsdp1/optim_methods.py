@@ -1,8 +1,8 @@
-"""What `FullyShardedDataParallel` can do with optimizers' state: torch's functions, by its names.
+"""The methods of `FullyShardedDataParallel` for optimizers' state, with torch's names.
 
 They take any module that has this runtime inside: wrapped, given to either `fully_shard`, or a
-module around such. What they do is in `sharding.fsdp1.optim_state_dicts` and
-`sharding.fsdp1.optim_loading`.
+module around such. `sharding.fsdp1.optim_state_dicts` and `sharding.fsdp1.optim_loading` do the
+work.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class OptimStateDicts:
     ) -> OptimState:
         """The optimizer's state by the names of parameters, of the kind that is set for the model.
 
-        Full: whole tensors, with `rank0_only` on the first rank and an empty dict on the others.
-        Sharded: DTensors by rows. Local: `LocalPart`s on the optimizer's memory; nobody talks.
+        Full: full tensors; with `rank0_only` on the first rank, and an empty dict on the others.
+        Sharded: DTensors by rows. Local: `LocalPart`s on the optimizer's memory, not collective.
         All ranks of `group` call it. `optim_state_dict` is `optim.state_dict()`, if it is changed.
 
         Raises ValueError (`sharding.errors.OptimizerMismatchError`) where it is not the state
@@ -65,11 +65,11 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """What `optim_state_dict` gave, of any kind, as a state dict that `optim` can load.
+        """The result of `optim_state_dict`, of any kind, as a state dict that `optim` can load.
 
-        Wrapping, ranks and kind may be others than they were. Where the model's settings say
-        `rank0_only`, the first rank's is taken. All ranks of `group` call it. `load_directly` has
-        the optimizer load it; `is_named_optimizer` is for one whose state has names for keys.
+        Wrapping, ranks and kind may differ from those that made it. With `rank0_only` in the
+        model's settings, the first rank's is used. All ranks of `group` call it. `load_directly`
+        makes the optimizer load it; `is_named_optimizer` is for one whose keys are names.
 
         Raises ValueError (`sharding.errors.OptimizerMismatchError`) where it is not the state
         of this optimizer: on all ranks, before anything is changed.
@@ -94,7 +94,7 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """The optimizer's state with whole tensors on the CPU, whatever is set for the model."""
+        """The optimizer's state with full tensors on the CPU, ignoring the model's settings."""
         wanted = OptimRequest(Kind.FULL, rank0_only, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted, optim_input)
 
@@ -102,7 +102,7 @@ class OptimStateDicts:
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
     ) -> OptimState:
-        """The optimizer's state as DTensors on the CPU, whatever is set for the model."""
+        """The optimizer's state as DTensors on the CPU, ignoring the model's settings."""
         wanted = OptimRequest(Kind.SHARDED, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted)
 
@@ -113,7 +113,7 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> OptimState:
-        """What an optimizer can load, of whole tensors that every rank has.
+        """A state dict that an optimizer can load, of full tensors that every rank has.
 
         Without `optim` and `optim_input` it is for one of all of the model's parameters.
         """
@@ -127,7 +127,7 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """What an optimizer can load, of whole tensors that the first rank of `group` has."""
+        """A state dict to load, of full tensors that the first rank of `group` has."""
         return state_to_load(
             model,
             optim,
@@ -141,7 +141,7 @@ class OptimStateDicts:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: OptimState, model: nn.Module, optim: Optimizer
     ) -> OptimState:
-        """What an optimizer can load, of DTensors."""
+        """A state dict that an optimizer can load, of DTensors."""
         return state_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod

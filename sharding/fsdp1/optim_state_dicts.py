@@ -1,18 +1,18 @@
-"""An optimizer's state by the names of the parameters: whole, by rows, or as it lies.
+"""An optimizer's state by the names of the parameters: full, by rows, or local.
 
-What an optimizer keeps for a flat parameter is laid out as that is, so it is the state of every
-parameter in it, in slices. Numbers, as of steps, belong to each of them.
+An optimizer's state for a flat parameter is laid out like it. So it is, in slices, the state of
+every parameter in it. Numbers, such as steps, belong to each of them.
 
 Rules:
 
 1. The result is `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`, in the
-   order of the optimizer's groups. Parameters without state are in groups alone. State under keys
-   that are no parameter's is passed through.
-2. Tensors are in memory of their own, but for local state, which is the optimizer's memory.
-3. What is divided among ranks must be there on every rank that has some of the parameter, with the
-   same entries and numbers; a rank that has nothing of it may have no state, or another.
-4. An error of one rank is an error on all of them, before anything has moved. A local one talks to
-   nobody.
+   order of the optimizer's groups. Parameters without state are only in groups. State under other
+   keys than parameters is passed through.
+2. Tensors are in new memory, except local state, which shares the optimizer's memory.
+3. Every rank with elements of a divided parameter must have state for it, with the same entries and
+   numbers. A rank without elements of it may have no state, or another.
+4. An error of one rank is an error on all of them, before anything has moved. Local state does not
+   communicate.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 COMPARING = "comparing optimizers' states"
 Entries = dict[Any, Any]
-"""What an optimizer keeps for one parameter."""
+"""An optimizer's state for one parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimRequest:
-    """Which optimizer state a caller asks for."""
+    """The optimizer state that a caller asks for."""
 
     kind: Kind
     rank0_only: bool = False
-    """Whole tensors on the first rank of the group alone; the others get an empty dict."""
+    """Full tensors on the first rank of the group alone; the others get an empty dict."""
     to_cpu: bool = False
     group: ProcessGroup | None = None
     """The ranks that call."""
 
     def mark(self) -> int:
-        """A hash of what all of them must ask for."""
+        """A hash that is equal on ranks with the same request."""
         return crc32(repr((self.kind, self.rank0_only)).encode())
 
 
@@ -88,7 +88,7 @@ def optim_state_of(
     """An optimizer's state dict by names (see the rules above). All ranks call it.
 
     Raises OptimizerMismatchError where the optimizer is not the module's, state cannot be divided,
-    or ranks differ in what they have (rule 3); RankError where that is another rank's.
+    or ranks have different states (rule 3); RankError where another rank found so.
     """
     local = wanted.kind is Kind.LOCAL
 
@@ -129,7 +129,7 @@ def optim_state_of(
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What a rank has of one divided parameter's state."""
+    """One rank's state of one divided parameter, without its tensors."""
 
     has_elements: bool
     entries: dict[Any, tuple[Any, ...]]
@@ -138,18 +138,18 @@ class _Described:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """An optimizer's state under names: what is divided is a `LocalPart`."""
+    """An optimizer's state under names; divided tensors are `LocalPart`s."""
 
     known: Keyed
     entries: dict[str, Entries] = field(default_factory=dict)
     described: dict[str, _Described] = field(default_factory=dict)
-    """Of what is divided."""
+    """By name, the state of divided parameters on this rank."""
     others: dict[Any, Any] = field(default_factory=dict)
-    """State that is no parameter's."""
+    """State under keys that are no parameters."""
 
     @classmethod
     def of(cls, known: Keyed, state: OptimState) -> _Plan:
-        """What this rank has."""
+        """This rank's state."""
         plan = cls(known)
         for key, named in known.parameters.items():
             if key not in state["state"]:
@@ -172,7 +172,7 @@ class _Plan:
         return plan
 
     def mark(self) -> int:
-        """A hash of what ranks must have alike, where they have elements."""
+        """A hash that is equal on ranks with the same entries."""
         seen = [(name, each.entries) for name, each in self.described.items()]
         return crc32(repr(seen).encode())
 

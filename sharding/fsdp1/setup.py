@@ -1,10 +1,10 @@
-"""Making a unit with flat parameters of a module: what both of its entry points do.
+"""Makes a unit with flat parameters of a module, for both entry points.
 
-choose the groups    ->  who shares, who replicates
+choose the groups    ->  the ranks that share and those that replicate
 materialize          ->  no parameter is on the meta device
-move                 ->  all are where the module computes
-synchronize          ->  all ranks have what the first has
-flatten              ->  a parameter group for each dtype, of what is trained and of what is frozen
+move                 ->  all parameters are on the compute device
+synchronize          ->  all ranks have the first rank's values
+flatten              ->  a parameter group for each dtype, trained and frozen ones apart
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sharding.policies import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 @dataclass(frozen=True, slots=True)
 class FlatSettings:
-    """What a user chose for a unit with flat parameters."""
+    """A user's choices for a unit with flat parameters."""
 
     strategy: ShardingStrategy
     groups: HybridGroups
@@ -99,7 +99,7 @@ def make_flat_unit(
 def _param_groups(
     found: Iterable[FreeParameter], module: nn.Module, settings: FlatSettings, compute: torch.device
 ) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """The unit's parameter groups, and those of other units that it uses besides."""
+    """The unit's parameter groups, and those of other units that it uses."""
     groups = settings.groups
     own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     borrowed: dict[int, ParamGroup] = {}

@@ -48,7 +48,7 @@ def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
 
 
 def in_order(module: nn.Module, keys: list[str]) -> list[str]:
-    """Keys as the module would have them; those it would not have follow what they followed."""
+    """Keys in the order of the module; keys that it does not have keep their predecessor."""
     place = {key: at for at, key in enumerate(_expected(module))}
     places: dict[str, int] = {}
     last = -1

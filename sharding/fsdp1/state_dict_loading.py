@@ -1,11 +1,11 @@
-"""From the values of a state dict to this rank's shard of a flat parameter, gathering nothing.
+"""Makes values of a state dict into this rank's shard of a flat parameter, without an all-gather.
 
-`load_state_dict` copies values into what modules have: a flat parameter, or this rank's elements of
-the original ones. Before it does, the values are made into that, here:
+`load_state_dict` copies values into the tensors of modules: a flat parameter, or this rank's
+elements of the original ones. Before it does, values are made into that form here:
 
     plain tensors                        their elements are taken; nothing is sent
     DTensors and torch's ShardedTensors  sent among the ranks that share the flat parameter, where
-                                         those have all of them, as of sharded state dicts; among
+                                         those have all elements, as of sharded state dicts; among
                                          all ranks otherwise
 """
 
@@ -57,7 +57,7 @@ class _Given:
             yield from (part for part, _ in pairs)
 
     def mark(self) -> int:
-        """A hash of what all ranks must agree on."""
+        """A hash that is equal on ranks that agree."""
         seen = [
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
             for pairs in (self.near, self.spread, self.full)
@@ -76,11 +76,11 @@ class RowLoading:
     inside: str
 
     def load(self, strict: bool, missing: list[str], errors: list[str]) -> None:
-        """A flat parameter has the values; for original ones the state dict has what they copy.
+        """Fill the flat parameter; or put this rank's elements of original ones in the state dict.
 
-        All ranks call it. What is missing has the elements that it had, and is noted where `strict`
-        if the modules would not. Raises ShardingError, on all ranks, where they do not load the
-        same names.
+        All ranks call it. Parameters without a value keep their elements; with `strict` they are
+        noted as missing where the modules would not note it. Raises ShardingError, on all ranks,
+        where ranks load different names.
         """
         param_group, keys = self.own.param_group, self.own.keys
         flat = param_group.flat.detach().clone()

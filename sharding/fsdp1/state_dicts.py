@@ -1,18 +1,18 @@
 """State dicts of modules with flat parameters, by the module's own `state_dict()`.
 
-    full      whole plain tensors, under the names the module had before it was wrapped
+    full      full plain tensors, under the names that the module had before it was wrapped
     sharded   the same names, each a DTensor of which every rank has a chunk of rows
-    local     what this rank has: its flat parameters, or its parts of the original ones
+    local     this rank's flat parameters, or its elements of the original ones
 
 Rules:
 
-1. All ranks make and load a full or a sharded one together. A local one is memory that is there,
-   and says in its metadata what it is (`sharding.describe.local_state_dicts`).
-2. A full one is made unit by unit, each tensor in memory of its own. Ranks that are to have nothing
-   of it let go of each unit before the next is gathered.
-3. For a sharded one nothing is gathered, made or loaded (`sharding.fsdp1.flat_states`).
-4. What does not fit a local one is an error before anything is changed. What does not fit the
-   others is `load_state_dict`'s complaint, with whole shapes.
+1. All ranks make and load a full or a sharded one together. A local one shares memory and does not
+   communicate; its metadata describes it (`sharding.describe.local_state_dicts`).
+2. A full one is made unit by unit, each tensor in new memory. Ranks that get nothing of it drop
+   each unit before the next is gathered.
+3. A sharded one is made and loaded without an all-gather (`sharding.fsdp1.flat_states`).
+4. A local one that does not fit is an error before anything is changed. `load_state_dict` reports
+   the misfits of the other kinds, with full shapes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def with_settings(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Set the kind of state dicts of all instances in a module; what it was before."""
+    """Set the kind of state dicts of all instances in a module; returns the former settings."""
     before = settings_of(module)
     chosen = checked_settings(kind, config, optim_config)
     instances = list(entry_points(module))
@@ -122,7 +122,7 @@ def hook_state_dicts(entry_point: EntryPoint) -> None:
 
 
 _shown: WeakKeyDictionary[FlatParamGroup, UnshardedParameters] = WeakKeyDictionary()
-"""What the modules have whole for the sake of a state dict that is being made or loaded."""
+"""Unsharded parameters in the modules while a state dict is made or loaded."""
 
 
 class _Hooks:
@@ -155,7 +155,7 @@ class _Hooks:
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """For a full state dict the unit's parameters are unsharded, else they are sharded."""
-        self._close()  # what a state dict left that an error ended
+        self._close()  # after a state dict that an error ended
         self._own = own_keys(self._entry_point)
         if self._entry_point.unit.summoned:
             return
@@ -173,7 +173,7 @@ class _Hooks:
     def after_saving(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
-        """Names are those of the module, values those of the kind; the unit is sharded again."""
+        """Give names of the module and values of the kind; reshard the unit. May communicate."""
         entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         config = self._settings.state_dict_config
         if entry_point.prefix:
@@ -273,7 +273,7 @@ class _Hooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """The state dict has the names inside the wrapper, and values that the module can copy."""
+        """Give names inside the wrapper and values that the module can copy. May communicate."""
         entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         self._close()
         self._own, self._filled = own_keys(entry_point), []
@@ -305,13 +305,13 @@ class _Hooks:
                     state[inside + key] = unsharded_as_used(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:
-        """The shards are what was loaded; names in complaints are those of the module."""
+        """Write loaded values into the shards; report names of the module."""
         self._close(writeback=True)
         for names in (incompatible.missing_keys, incompatible.unexpected_keys):
             names[:] = [key for key in map(state_key, names) if key not in self._filled]
 
     def _fill_flat(self, state: dict[str, Any], inside: str) -> None:
-        """Flat parameters have what a local state dict has for them, and it has it no more.
+        """Move the values of a local state dict into the flat parameters.
 
         The module that has a flat parameter may rename its keys, as activation checkpointing does.
         """

@@ -60,7 +60,7 @@ def chosen_groups(
 
 
 def hybrid_groups_of(strategy: ShardingStrategy, groups: Groups) -> HybridGroups:
-    """Who shares and who replicates."""
+    """The groups of ranks that share and that replicate."""
     if isinstance(groups, tuple):
         to_shard, to_replicate = groups
         replicas = ShardGroup.alone() if to_replicate is None else ShardGroup.of(to_replicate)
@@ -84,9 +84,9 @@ def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> Shard
 
 
 def _by_node() -> Groups:
-    """To shard over: the ranks of a node. To replicate over: those in the same place in all nodes.
+    """The ranks of a node, to shard over, and those in the same place in all nodes, to replicate.
 
-    A node is what LOCAL_WORLD_SIZE says, as torchrun does; else the ranks of one host name.
+    A node has LOCAL_WORLD_SIZE ranks, which torchrun sets; without it, the ranks of one host name.
     """
     size = dist.get_world_size()
     said = os.environ.get("LOCAL_WORLD_SIZE")

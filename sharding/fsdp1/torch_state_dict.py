@@ -1,10 +1,10 @@
-"""Has torch's own helpers for state dicts work on modules with this runtime's flat parameters.
+"""Makes torch's helpers for state dicts work on modules with this runtime's flat parameters.
 
 `torch.distributed.checkpoint.state_dict` (`get_model_state_dict`, `set_optimizer_state_dict` and
-others) knows one class of wrapper, torch's, by the name under which it imported it. Given another
-one it takes a rank's part of a parameter for the parameter and says nothing. It has no hook, so
-`connect` puts something in the place of the four names by which it finds out about wrappers. Of a
-module without flat parameters of ours each says what torch does.
+others) knows one class of wrapper, torch's, by the name under which it imported it. Of another
+wrapper it takes a rank's part of a parameter for the parameter, without an error. It has no hook.
+So `connect` replaces the four names by which it finds wrappers. For a module without our flat
+parameters, each replacement answers as torch does.
 
 Modules of `sharding.fully_shard` need none of this: their parameters are DTensors.
 """
@@ -45,11 +45,11 @@ def connect() -> None:
     group_of = names.get(GROUP_OF, lambda model, info: None)
 
     def either_state(module: nn.Module) -> object:
-        """What shards a module; None where nothing does."""
+        """The object that shards a module; None where it is not sharded."""
         return _entry_point_of(module) or state_of(module)
 
     def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
-        """The names of what a parameter is, or is made of, without what wrappers add."""
+        """The names of a parameter, or of those in a flat one, without the parts of wrappers."""
         return _names_in_flat(model, name) or names_of(model, name, *args, **kwargs)
 
     def either_group(model: nn.Module, info: Any) -> ProcessGroup | None:
@@ -63,7 +63,7 @@ def connect() -> None:
 
 
 class _KnowsBoth(type):
-    """The class of a class whose instances are those of torch's wrapper and of ours."""
+    """The metaclass of a class whose instances are those of torch's wrapper and of ours."""
 
     theirs: Any = None
     """Torch's wrapper class, once it is known."""

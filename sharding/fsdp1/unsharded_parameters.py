@@ -1,8 +1,7 @@
 """The unsharded parameters of a flat group, in new memory, for users and state dicts.
 
-They are in the dtype that shards are kept in, and are shown to users as parameters, in the places
-and in the order that the modules had them in before they were wrapped. Shards stay what they are
-until something is written back.
+They have the dtype of the shards. Users see them as parameters, in the places and in the order of
+the module before it was wrapped. Shards do not change until the parameters are written back.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class UnshardedParameters:
             self._buffer = self._buffer.to(torch.device("cpu"))
 
     def show(self) -> None:
-        """The modules have them."""
+        """Put them into the modules."""
         param_group = self._param_group
         if not param_group.form.use_orig_params:
             del param_group.form.home._parameters[param_group.form.name]
@@ -46,7 +45,7 @@ class UnshardedParameters:
             module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
 
     def hide(self) -> None:
-        """The modules have what they have when sharded; what a user put there instead is noted."""
+        """Put the sharded parameters back; keep the values that a user put in their place."""
         param_group = self._param_group
         for index, parameter in enumerate(param_group.parameters):
             module, attribute = parameter.owners[0]
@@ -66,7 +65,7 @@ class UnshardedParameters:
         param_group.place_sharded()
 
     def write_back(self, from_first: bool) -> None:
-        """The shards, and gradients, are this rank's parts of these; or of the first rank's."""
+        """Write these into the shards and gradients; with `from_first` the first rank's. Waits."""
         param_group, buffer = self._param_group, self._buffer
         if from_first:
             for shard_group in (param_group.groups.shard, param_group.groups.replicate):

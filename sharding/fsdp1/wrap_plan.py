@@ -1,8 +1,8 @@
-"""What a policy makes of a module tree: a plan, worked out first and carried out afterwards.
+"""A plan of the modules to wrap, made from a policy first and carried out afterwards.
 
 Rules that hold in this file:
 
-1. `planned` only looks. Every question to the policy is asked, and every complaint made, before
+1. `planned` changes nothing. It asks the policy all questions and raises all errors before
    `auto_wrap` changes the first module.
 2. Children come before parents, siblings in the order of registration: a wrapper takes the
    parameters that the wrappers below it have not taken.
@@ -42,7 +42,7 @@ class TreePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WrapPlan:
-    """Which modules are to be wrapped, in what order and how."""
+    """The modules to wrap, in order, with the arguments of the wrapper."""
 
     kwargs: Mapping[nn.Module, dict[str, Any]]
     """For each module to wrap, children before parents, all that its wrapper is passed."""
@@ -62,8 +62,8 @@ def planned(
 ) -> WrapPlan:
     """The plan that a policy gives for the modules below a root.
 
-    `root_kwargs` are what a wrapper is passed unless the policy overrides them; their
-    `mixed_precision` says which classes are kept apart. `ignored_modules`, which must hold whole
+    `root_kwargs` are the arguments of each wrapper unless the policy overrides them; their
+    `mixed_precision` has the classes that are kept apart. `ignored_modules`, which must hold whole
     subtrees, are not wrapped, and `ignored_params` do not count. With `include_root` the policy
     decides about the root too. Nothing is changed and nothing communicated.
 
@@ -104,8 +104,8 @@ def auto_wrap(
 ) -> nn.Module:
     """Carry out a plan; returns the root, or its wrapper where the plan wraps the root.
 
-    `wrap_fn(module, **kwargs)` returns what is to stand in the module's places, or None or the
-    module itself where it stays. Modules kept apart are told by a UserWarning.
+    `wrap_fn(module, **kwargs)` returns the replacement of the module in all its places, or None or
+    the module itself where it stays. A UserWarning names the modules that are kept apart.
     """
     if plan.kept_apart:
         classes = sorted({repr(type(module)) for module in plan.kept_apart})
@@ -151,14 +151,14 @@ class _Walk:
     ignored_modules: Set[nn.Module]
     ignored_params: Set[nn.Parameter]
     alone: Set[nn.Module]
-    """Modules that are wrapped whatever the policy says."""
+    """Modules that are wrapped whether the policy chooses them or not."""
     chosen: list[nn.Module] = field(default_factory=list)
     seen: set[nn.Module] = field(default_factory=set)
     wrapped: set[nn.Parameter] = field(default_factory=set)
     """The parameters of the modules that are wrapped so far."""
 
     def visit(self, module: nn.Module, may_wrap: bool = True) -> None:
-        """Ask about a module and what is below it; the answers are in `chosen`."""
+        """Ask about a module and those below it; adds the answers to `chosen`."""
         self.seen.add(module)
         parameters = self.parameters(module)
         wanted = module in self.alone

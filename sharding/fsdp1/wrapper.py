@@ -54,14 +54,15 @@ HYBRID_HOOK = "Communication hook is not supported for hybrid strategies"
 
 
 class FullyShardedDataParallel(OptimStateDicts, nn.Module):
-    """A module whose parameters, gradients and optimizer state are spread over ranks.
+    """A module whose parameters, gradients and optimizer state are divided over ranks.
 
-    Wrap inner modules first, or pass a policy that says which are units of their own; then the
-    outermost; make the optimizer afterwards. It computes what the module would with the mean of the
-    ranks' gradients. All ranks of the group make it, in the same order.
+    Wrap inner modules first, or pass a policy that chooses them; then the outermost one; make the
+    optimizer afterwards. It trains like the module with the mean of the ranks' gradients. All ranks
+    of the group make it, in the same order; it communicates only with `sync_module_states`, or to
+    make groups of nodes for hybrid strategies.
 
     Args:
-        module: what to wrap. Parameters that no inner instance has are this instance's unit.
+        module: the module to wrap. Its unit has the parameters that no inner instance has.
         process_group: the ranks to shard over; for hybrid strategies a pair, the ranks to shard
             over and those to replicate over. By default all, or the nodes for hybrid strategies.
         sharding_strategy: by default FULL_SHARD.
@@ -69,20 +70,20 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         auto_wrap_policy: which modules inside are units of their own; see `sharding.wrap`.
         backward_prefetch: when backward gathers the unit that comes next.
         mixed_precision: dtypes to compute, reduce and keep buffers in.
-        ignored_modules: modules to leave as they are, with all that is in them.
+        ignored_modules: modules to leave as they are, with all modules in them.
         param_init_fn: gives modules on the meta device their values.
         device_id: the device to compute on; modules elsewhere are moved.
         sync_module_states: whether all ranks get the first rank's parameters and buffers.
-        forward_prefetch: whether forward gathers the next unit ahead, as the last forward ran.
+        forward_prefetch: whether forward gathers the next unit ahead, in the last forward's order.
         limit_all_gathers: accepted, and without effect: buffers are never more than two units'.
-        use_orig_params: whether the optimizer sees the module's own parameters, each as what this
-            rank has of it, in place of flat ones.
+        use_orig_params: whether the optimizer sees the module's own parameters, each with this
+            rank's elements, in place of flat ones.
         ignored_states: parameters, or modules, to leave as they are.
         device_mesh: in place of process_group: of one dimension, or of two (replicate, shard).
 
     Raises:
         ValueError, TypeError: arguments that contradict each other or the module.
-        RuntimeError: parameters on several devices, or on one that there is none of.
+        RuntimeError: parameters on several devices, or on a device that does not exist.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -265,7 +266,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return name.replace(f"{WRAPPED}.", "") if self._unit.summoned else name
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
-        """`to`, `half`, `cuda`: what of the unsharded parameters is there is let go of before."""
+        """Reshard, then apply `to`, `half`, `cuda` and others to the sharded parameters."""
         for unit in units_of((self,)):
             unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -312,8 +313,9 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Has `hook(state, gradient, shard)` reduce gradients, or `hook(state, gradient)` in place.
 
-        The latter for NO_SHARD. What it leaves is the gradient. On the root, for all instances.
-        Raises AssertionError where one is registered already, and ValueError for what is no hook.
+        The latter for NO_SHARD. The tensor that it leaves is the gradient. Called on the root, for
+        all instances. Raises AssertionError where a hook is registered already, for an inner
+        instance and for hybrid strategies; ValueError for an object that cannot be called.
         """
         if not callable(hook):
             raise ValueError(f"The communication hook must be callable but got {hook}")
@@ -354,11 +356,11 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside, modules have unsharded parameters, in the dtype and memory they are kept in.
+        """Inside, modules have unsharded parameters, in the dtype of the shards.
 
-        All ranks enter and leave it. What is changed inside is kept with `writeback`, and only on
-        the first rank's say with `rank0_only`, where the others have their shards as always.
-        `with_grads` has unsharded gradients with them. Not in forward or backward: AssertionError.
+        All ranks enter and leave it; communicates. `writeback` keeps changes that are made inside.
+        With `rank0_only`, only the first rank has unsharded parameters, and its changes count.
+        `with_grads` adds unsharded gradients. Raises AssertionError in forward or backward.
         """
         return summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
@@ -369,7 +371,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Sets the kind of state dicts made in a module from now on; returns what it was."""
+        """Sets the kind of a module's state dicts from now on; returns the former settings."""
         return with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
