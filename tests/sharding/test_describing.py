@@ -42,7 +42,7 @@ def groups(strategy: str) -> Any:
 
 
 def flat(module: nn.Module, form: str, strategy: str) -> nn.Module:
-    """A module given to a front door to flat parameters."""
+    """A module given to a entry point to flat parameters."""
     chosen, group = ShardingStrategy[strategy], groups(strategy)
     if form == "composable":
         return sharding.composable.fully_shard(module, strategy=chosen, process_group=group)

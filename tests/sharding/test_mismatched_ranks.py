@@ -133,7 +133,7 @@ class Case:
     changes: tuple[Change | None, ...] = (None,)
     """What a rank changes after the first step."""
     settings: tuple[dict[str, Any], ...] = ({},)
-    """Arguments of the front door."""
+    """Arguments of the entry point."""
     width: int = 16
     blocks: tuple[int, ...] = (4,)
     doors: tuple[str, ...] = DOORS
@@ -203,7 +203,7 @@ THREE = (
 
 
 def sharded(door: str, net: Net, group: dist.ProcessGroup, settings: dict[str, Any]) -> Any:
-    """The net, every block a unit, through a front door."""
+    """The net, every block a unit, through a entry point."""
     if door == "fully_shard":
         settings = {"mesh": DeviceMesh.from_group(group, "cpu"), **settings}
         for block in net.blocks:
