@@ -1,0 +1,52 @@
+"""Links between the documents resolve, and the tests that they name exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path
+    for folder in (".", "docs", "docs/decisions", "benchmarks")
+    for path in (ROOT / folder).glob("*.md")
+)
+FENCED = re.compile(r"```.*?```", re.DOTALL)
+LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
+
+
+def text_of(document: Path) -> str:
+    return FENCED.sub("", document.read_text())
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", text_of(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> Iterator[str]:
+    for link in LINK.findall(text_of(document)):
+        path, _, anchor = link.partition("#")
+        if path.startswith("http"):
+            continue
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_to_a_file_and_a_heading(document: Path) -> None:
+    assert list(broken_links(document)) == []
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    code = "\n".join(sources.values())
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for name in re.findall(r"`(test_\w+?)(?:_?\.\.\.)?`", text):
+            assert re.search(rf"def {name}\w*\(", code), (document.name, name)
+        for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert ROOT / path in sources, (document.name, path)
