@@ -19,12 +19,12 @@ from sharding.fsdp1.entry_point import (
     check_not_sharded,
     entry_point_of,
     ignored_of,
+    wrap_inside,
 )
 from sharding.fsdp1.setup import FlatSettings
 from sharding.fsdp1.state_dicts import hook_state_dicts
 from sharding.fsdp1.strategies import Groups, chosen_groups, hybrid_groups_of, settled_strategy
 from sharding.fsdp1.torch_state_dict import connect
-from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.policies import CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = ["clip_grad_norm_", "fully_shard"]
@@ -69,27 +69,21 @@ def fully_shard(
     groups = chosen_groups(
         strategy or ShardingStrategy.FULL_SHARD, process_group, None, policy is not None
     )
-    given: dict[str, Any] = {
-        "process_group": groups,
-        "strategy": strategy,
-        "mixed_precision": mixed_precision,
-        "cpu_offload": cpu_offload,
+    shared: dict[str, Any] = {
         "device_id": device_id,
         "param_init_fn": param_init_fn,
         "sync_module_states": sync_module_states,
         "forward_prefetch": forward_prefetch,
-        "ignored_states": list(ignored.parameters),
     }
     if policy is not None:
-        plan = planned(
-            module,
-            policy,
-            root_kwargs=given,
-            ignored_modules=ignored.modules,
-            ignored_params=ignored.parameters,
-            is_wrapped=lambda part: entry_point_of(part) is not None,
-        )
-        auto_wrap(module, plan, fully_shard)
+        given = shared | {
+            "process_group": groups,
+            "strategy": strategy,
+            "mixed_precision": mixed_precision,
+            "cpu_offload": cpu_offload,
+            "ignored_states": list(ignored.parameters),
+        }
+        wrap_inside(module, policy, fully_shard, given, ignored)
     settled = settled_strategy(strategy, groups)
     settings = FlatSettings(
         strategy=settled,
@@ -97,20 +91,15 @@ def fully_shard(
         use_orig_params=True,
         offload=cpu_offload is not None and cpu_offload.offload_params,
         mixed_precision=mixed_precision or MixedPrecision(),
-        device_id=device_id,
-        param_init_fn=param_init_fn,
-        sync_module_states=sync_module_states,
-        forward_prefetch=forward_prefetch,
         ignored_modules=ignored.modules,
         ignored_params=ignored.parameters,
+        **shared,
     )
     entry_point = EntryPoint(module, module, settings, "")
     module.__dict__[ENTRY_POINT] = entry_point
     hook_state_dicts(entry_point)
     connect()
-    module.register_forward_pre_hook(
-        entry_point.hooked_before_forward, prepend=True, with_kwargs=True
-    )
+    module.register_forward_pre_hook(entry_point.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(entry_point.forward_hooks.after)
     entry_point.forward_hooks.hook_errors(module)
     return module

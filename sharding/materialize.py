@@ -24,9 +24,7 @@ def own_modules(
 
 
 def materialize(
-    modules: list[nn.Module],
-    device: torch.device,
-    init: Callable[[nn.Module], None] | None,
+    modules: list[nn.Module], device: torch.device, init: Callable[[nn.Module], None] | None
 ) -> None:
     """Parameters and buffers that are on the meta device are on `device`, with values.
 

@@ -54,10 +54,7 @@ class _Policy(ABC):
 
     @abstractmethod
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         """The modules to wrap, perhaps with the root, and the arguments of the wrapper for each.
 
@@ -75,10 +72,7 @@ class ModuleWrapPolicy(_Policy):
         self._module_classes = frozenset(module_classes)
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         classes = tuple(self._module_classes)
         return {
@@ -113,10 +107,7 @@ class CustomPolicy(_Policy):
         self._lambda_fn = lambda_fn
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         found: dict[nn.Module, dict[str, Any]] = {}
         for module in root_module.modules():
@@ -142,20 +133,14 @@ def always_wrap_policy(*args: object, **kwargs: object) -> bool:
 
 
 def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Wraps the modules for which `lambda_fn` is true; fix it with `functools.partial`."""
     return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: ModuleClasses,
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: ModuleClasses
 ) -> bool:
     """Wraps the modules of the given classes; fix these with `functools.partial`.
 
@@ -166,10 +151,7 @@ def transformer_auto_wrap_policy(
 
 
 def _or_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    policies: Iterable[CallablePolicy],
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[CallablePolicy]
 ) -> bool:
     """True where one of the policies says so; asks them in order until one does."""
     return any(

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from sharding.describe.dtensor import describe
 from sharding.describe.local_part import FlatSlice
-from sharding.describe.rank_grid import check_divides_evenly, grid_around
+from sharding.describe.rank_grid import Grids, check_divides_evenly
 from sharding.engine.dtensors import as_dtensor
 from sharding.engine.flat_param_group import FlatParamGroup
-from sharding.engine.shard_group import ShardGroup
-from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
+from sharding.layout import FlatShard, Layout, Mesh
 
 NOWHERE = Mesh.grid((), ())
 
@@ -26,24 +24,15 @@ NOWHERE = Mesh.grid((), ())
 def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
     """By parameter, the slice of this rank's shard that is part of it, and its layout."""
     found = []
-    grids: dict[Mesh | None, tuple[Mesh, int]] = {}
     groups = param_group.groups
-    axes = {"replicate": _ranks(groups.replicate), "shard": _ranks(groups.shard)}
-    me = axes["shard"][groups.shard.rank]
+    axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
+    grids = Grids(axes["shard"][groups.shard.rank], axes)
     for index, before in enumerate(_divided_before(param_group)):
         begin, lo, hi = param_group.piece(index)
-        slot, stride = param_group.packing.slots[index], param_group.packing.shard_numel
-        key = None if before is None else before.mesh
-        if key not in grids:
-            grids[key] = grid_around(me, axes, key)
-        mesh, count = grids[key]
-        own: list[Placement] = [Replicate()] * count
-        if param_group.is_divided and slot.numel:
-            own[-1] = FlatShard(slot.at, stride)
-        if before is None:
-            layout = Layout(slot.shape, mesh, tuple(own))
-        else:
-            layout = Layout(before.shape, mesh, (*own, *before.placements))
+        slot = param_group.packing.slots[index]
+        divided = param_group.is_divided and slot.numel
+        cut = FlatShard(slot.at, param_group.packing.shard_numel) if divided else None
+        layout = grids.layout(slot.shape, before, cut)
         found.append(FlatSlice(begin, begin + hi - lo, layout, (id(param_group), index)))
     return found
 
@@ -62,11 +51,3 @@ def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
         _, layout = describe(like, entry.name, NOWHERE)
         check_divides_evenly(layout, entry.name)
         yield layout
-
-
-def _ranks(shard_group: ShardGroup) -> list[int]:
-    """Ranks in the default group."""
-    if shard_group.group is None:
-        return [dist.get_rank()]
-    ranks = dist.get_process_group_ranks(shard_group.group)
-    return [ranks[member] for member in shard_group.members]

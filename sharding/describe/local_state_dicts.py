@@ -35,7 +35,6 @@ from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import FLAT_PARAMETERS, LocalPart
 from sharding.describe.members import key_prefix
 from sharding.engine.flat_param_group import FlatParamGroup
-from sharding.engine.shard_group import ShardGroup
 from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
 
@@ -63,8 +62,8 @@ def record_of(param_group: FlatParamGroup, names: list[tuple[str, ...]]) -> Reco
         "numel": sum(slot.numel for slot in slots),
         "shard_numel": packing.shard_numel,
         "layouts": tuple(_written(part.layout) for part in slices_of(param_group)),
-        "sharing": _ranks(param_group.groups.shard),
-        "replicating": _ranks(param_group.groups.replicate),
+        "sharing": tuple(param_group.groups.shard.ranks),
+        "replicating": tuple(param_group.groups.replicate.ranks),
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
     }
@@ -247,13 +246,6 @@ def _by_key(state: Mapping[str, Any]) -> Iterator[tuple[str, _Entry]]:
 
 def _is_flat_name(key: str) -> bool:
     return key.rpartition(".")[2].startswith("_flat_param")
-
-
-def _ranks(shard_group: ShardGroup) -> tuple[int, ...]:
-    if shard_group.group is None:
-        return (dist.get_rank(),)
-    ranks = dist.get_process_group_ranks(shard_group.group)
-    return tuple(ranks[member] for member in shard_group.members)
 
 
 _PLACEMENTS = {

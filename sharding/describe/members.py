@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sharding.describe.local_part import FlatSlice, LocalPart
+from sharding.errors import LocalShapeError
 
 KEY_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of names that FSDP's class and activation checkpointing add; state dicts lack them."""
@@ -111,3 +112,12 @@ def names_in(module: nn.Module, parameters: Sequence[Places]) -> list[tuple[str,
         for attribute, index in places.get(part, ()):
             found[index][clean_prefix(path) + attribute] = None
     return [tuple(names) for names in found]
+
+
+def check_numel(parameter: nn.Parameter, name: str, numel: int) -> None:
+    """Raise LocalShapeError for a parameter that has not this rank's number of elements."""
+    if parameter.numel() != numel:
+        raise LocalShapeError(
+            f"{name} has {parameter.numel()} elements, but this rank's shard of it has {numel}: "
+            "its data was replaced by a tensor of another shape"
+        )

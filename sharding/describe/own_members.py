@@ -9,7 +9,7 @@ from torch import nn
 
 from sharding.describe.flat_layouts import slices_of
 from sharding.describe.local_part import FlatSlice, LocalPart
-from sharding.describe.members import FlatMember, names_in
+from sharding.describe.members import FlatMember, check_numel, names_in
 from sharding.discovery import entry_of
 from sharding.engine.flat_param_group import (
     FLATTENED,
@@ -18,7 +18,7 @@ from sharding.engine.flat_param_group import (
     flat_param_groups,
 )
 from sharding.engine.unit import Unit, units_of
-from sharding.errors import LocalShapeError, ShardingError
+from sharding.errors import ShardingError
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
@@ -50,11 +50,7 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
             continue
         for index, tied, part in inside:
             parameter, numel = seen[index], part.hi - part.lo
-            if parameter.numel() != numel:
-                raise LocalShapeError(
-                    f"{tied[0]} has {parameter.numel()} elements, but this rank's shard of it has "
-                    f"{numel}: its data was replaced by a tensor of another shape"
-                )
+            check_numel(parameter, tied[0], numel)
             own = FlatSlice(0, numel, part.layout, part.key)
             yield FlatMember(parameter, (tied,), (own,), is_original=True)
 

@@ -5,7 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sharding.errors import UnknownPlacementError
-from sharding.layout import Layout, Mesh
+from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
+
+
+class Grids:
+    """The grids of the parameters in one flat one: a grid for each mesh of tensor parallelism."""
+
+    def __init__(self, me: int, axes: Mapping[str, Sequence[int]]) -> None:
+        self._me, self._axes = me, axes
+        self._known: dict[Mesh | None, tuple[Mesh, int]] = {}
+
+    def layout(
+        self, shape: tuple[int, ...], before: Layout | None, cut: FlatShard | None
+    ) -> Layout:
+        """The layout of a parameter; `before` is that of tensor parallelism, None without it.
+
+        `cut` divides it along the last of the named axes; None: all ranks of those have all of it.
+        """
+        key = None if before is None else before.mesh
+        if key not in self._known:
+            self._known[key] = grid_around(self._me, self._axes, key)
+        mesh, count = self._known[key]
+        own: list[Placement] = [Replicate()] * count
+        if cut is not None:
+            own[-1] = cut
+        if before is None:
+            return Layout(shape, mesh, tuple(own))
+        return Layout(before.shape, mesh, (*own, *before.placements))
 
 
 def grid_around(

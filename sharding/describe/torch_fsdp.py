@@ -30,7 +30,13 @@ from torch import nn
 
 from sharding.describe import sharded_tensor
 from sharding.describe.local_part import FlatSlice
-from sharding.describe.members import FlatMember, clean_name, clean_prefix, names_in
+from sharding.describe.members import (
+    FlatMember,
+    check_numel,
+    clean_name,
+    clean_prefix,
+    names_in,
+)
 from sharding.describe.torch_fsdp_layouts import slices_of
 from sharding.errors import LocalShapeError, ShardingError
 
@@ -71,14 +77,14 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
         _reshard(handle)
         names, flat = _names(module, handle), handle.flat_param
         if not handle._use_orig_params:
-            _check_numel(flat, names[0][0], flat._sharded_size.numel())
+            check_numel(flat, names[0][0], flat._sharded_size.numel())
             yield FlatMember(flat, tuple(names), tuple(slices_of(unit, handle)), is_original=False)
         elif handle.uses_sharded_strategy:
             for parameter, tied, part in zip(
                 _originals(flat), names, slices_of(unit, handle), strict=True
             ):
                 numel = part.hi - part.lo
-                _check_numel(parameter, tied[0], numel)
+                check_numel(parameter, tied[0], numel)
                 own = FlatSlice(0, numel, part.layout, part.key)
                 idle = numel == 0 and part.layout.numel > 0
                 yield FlatMember(parameter, (tied,), (own,), is_original=True, is_idle=idle)
@@ -220,14 +226,6 @@ def _originals(flat: FlatParameter) -> Iterator[nn.Parameter]:
     for info, parameter in zip(flat._param_infos, flat._params or (), strict=True):
         registered = info.module._parameters.get(info.param_name)
         yield registered if isinstance(registered, nn.Parameter) else parameter
-
-
-def _check_numel(parameter: nn.Parameter, name: str, numel: int) -> None:
-    if parameter.numel() != numel:
-        raise LocalShapeError(
-            f"{name} has {parameter.numel()} elements, but this rank's shard of it has {numel}: "
-            "its data was replaced by a tensor of another shape"
-        )
 
 
 def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from sharding.describe import dtensor
 from sharding.describe.local_part import FlatSlice
-from sharding.describe.rank_grid import check_divides_evenly, grid_around
+from sharding.describe.rank_grid import Grids, check_divides_evenly
 from sharding.errors import UnknownPlacementError
-from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
+from sharding.layout import FlatShard, Layout, Mesh
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -37,23 +37,13 @@ def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterat
         )
         if not is_padding
     ]
-    me, axes = dist.get_rank(), _axes(unit, handle)
-    grids: dict[Mesh | None, tuple[Mesh, int]] = {}
+    grids = Grids(dist.get_rank(), _axes(unit, handle))
     for index, (begin, end) in enumerate(spans):
         _check_order(flat, index)
-        before = _divided_before(flat, index)
-        key = None if before is None else before.mesh
-        if key not in grids:
-            grids[key] = grid_around(me, axes, key)
-        mesh, count = grids[key]
-        own: list[Placement] = [Replicate()] * count
-        if handle.uses_sharded_strategy and end > begin:
-            own[-1] = FlatShard(begin, stride)
+        divided = handle.uses_sharded_strategy and end > begin
+        cut = FlatShard(begin, stride) if divided else None
+        layout = grids.layout(tuple(flat._shapes[index]), _divided_before(flat, index), cut)
         lo, hi = (min(max(at - first, 0), stride) for at in (begin, end))
-        if before is None:
-            layout = Layout(tuple(flat._shapes[index]), mesh, tuple(own))
-        else:
-            layout = Layout(before.shape, mesh, (*own, *before.placements))
         yield FlatSlice(lo, hi, layout, (id(flat), index))
 
 

@@ -14,13 +14,13 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
 from sharding.engine.composition import Composition, Item
+from sharding.engine.reduction import Reduction
 from sharding.engine.transport import PendingAllGather, PendingReduceScatter, Transport
 from sharding.errors import TransferError
 
@@ -32,31 +32,6 @@ IN_FLIGHT = 1
 """The number of batches of reductions that may be on their way."""
 
 Tensors = Sequence[torch.Tensor]
-
-
-class PendingReduction(Protocol):
-    """The reduction of one parameter group (reduction.py)."""
-
-    def finish(self) -> None:
-        """Wait for it; then the shards have their gradients."""
-        ...
-
-    def abandon(self) -> None:
-        """Wait for it and drop the result."""
-        ...
-
-
-class Reducible(Protocol):
-    """The part of a parameter group (param_group.py) that its reductions need."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all its gradients as they are reduced."""
-        ...
-
-    def reduce(self, batch: ReduceScatters) -> PendingReduction:
-        """Put its gradients into a batch."""
-        ...
 
 
 class AllGather:
@@ -135,17 +110,20 @@ class ReduceScatters:
     def __init__(self) -> None:
         self._joint: dict[object, JointReduceScatter] = {}
         self._nbytes = 0
-        self._waiting: list[PendingReduction] = []
+        self._waiting: list[Reduction] = []
         """Reductions of the batch that has not started."""
-        self._in_flight: deque[list[PendingReduction]] = deque()
+        self._in_flight: deque[list[Reduction]] = deque()
 
-    def reduce(self, param_group: Reducible) -> None:
-        """Reduce a group's gradients, now or with a later batch. May wait for an earlier batch."""
-        if self._nbytes + param_group.gradient_bytes > BATCH_BYTES:
+    def reduce(self, nbytes: int, reduction: Callable[[ReduceScatters], Reduction | None]) -> None:
+        """Start the reduction of a group, now or with a later batch; may wait for an earlier."""
+        if self._nbytes + nbytes > BATCH_BYTES:
             self.start()
             self._finish_all_but(IN_FLIGHT - 1)
-        self._waiting.append(param_group.reduce(self))
-        self._nbytes += param_group.gradient_bytes
+        pending = reduction(self)
+        if pending is None:
+            return
+        self._waiting.append(pending)
+        self._nbytes += nbytes
         if self._nbytes > BATCH_BYTES:
             self.start()
 

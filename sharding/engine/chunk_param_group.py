@@ -2,11 +2,6 @@
 
 A parameter that is a DTensor over a mesh of tensor parallelism is cut further. Its unsharded
 parameter is the DTensor that the user gave, on the memory of the unsharded buffer.
-
-[Note: which dimension comes first]
-Where tensor parallelism and sharding cut the same dimension,
-tensor parallelism cut it first, though its mesh dimension stands behind. torch expresses this order
-by `_StridedShard`.
 """
 
 from __future__ import annotations
@@ -17,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-from sharding.engine.dtensors import as_dtensor
+from sharding.engine.dtensors import as_dtensor, shard_in_front
 from sharding.engine.packing import ChunkPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
@@ -76,9 +71,7 @@ class MeshGroups:
         return nn.Parameter(as_dtensor(part, spec), requires_grad=given.requires_grad)
 
     def _spec(self, unsharded: torch.Tensor, dim: int) -> DTensorSpec:
-        placement: Placement = Shard(dim) if unsharded.ndim else Replicate()
-        mesh = self.mesh
-        behind: tuple[Placement, ...] = ()
+        mesh, behind = self.mesh, unsharded._spec if isinstance(unsharded, DTensor) else None
         if isinstance(unsharded, DTensor):
             joined = side_by_side(self.mesh, unsharded.device_mesh)
             if joined is None:
@@ -88,17 +81,12 @@ class MeshGroups:
                     "named dimensions, and those of fully_shard first"
                 )
             mesh = joined
-            behind = tuple(unsharded.placements)
-            cuts = 1
-            for axis, other in enumerate(behind):
-                if isinstance(other, Shard | _StridedShard) and other.dim == dim:
-                    cuts *= unsharded.device_mesh.size(axis)
-            if cuts > 1:
-                placement = _StridedShard(dim, split_factor=cuts)
+        own: Placement = shard_in_front(dim, behind) if unsharded.ndim else Replicate()
+        placements = (own, *(() if behind is None else behind.placements))
         replicated = [Replicate()] * (self.mesh.ndim - 1)
         stride = torch.empty(unsharded.shape, device="meta").stride()
         meta = TensorMeta(unsharded.shape, stride, unsharded.dtype)
-        return DTensorSpec(mesh, (*replicated, placement, *behind), tensor_meta=meta)
+        return DTensorSpec(mesh, (*replicated, *placements), tensor_meta=meta)
 
 
 def stored(parameter: Parameter) -> torch.Tensor:
@@ -214,16 +202,6 @@ class ChunkParamGroup(ParamGroup):
         if spec is not None:
             view = as_dtensor(view, spec)
         return nn.Parameter(view, requires_grad=False)
-
-    def place_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
-        for parameter, unsharded in zip(self.parameters, self.unsharded, strict=True):
-            parameter.place(unsharded)
-
-    def place_sharded(self) -> None:
-        """Put the sharded parameters into the modules."""
-        for parameter in self.parameters:
-            parameter.place(parameter.sharded)
 
     def _as_shard(self, parameter: Parameter, flat: torch.Tensor) -> torch.Tensor:
         """A reduced gradient, flat with rows first, in the shape of the shard."""

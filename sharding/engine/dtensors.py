@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -21,3 +22,18 @@ def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     local = tensor.to_local()
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()
+
+
+def shard_in_front(dim: int, behind: DTensorSpec | None) -> Placement:
+    """The placement on a mesh dimension in front of those of tensor parallelism, which cut first.
+
+    [Note: which dimension comes first]
+    Where tensor parallelism and sharding cut the same dimension, tensor parallelism cut it first,
+    though its mesh dimension stands behind. torch expresses this order by `_StridedShard`.
+    """
+    cuts = 1
+    if behind is not None:
+        for axis, other in enumerate(behind.placements):
+            if isinstance(other, Shard | _StridedShard) and other.dim == dim:
+                cuts *= behind.mesh.size(axis)
+    return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)

@@ -25,13 +25,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sharding.engine.batches import PendingReduction, ReduceScatters
+from sharding.engine.batches import ReduceScatters
 from sharding.engine.composition import Purpose
 from sharding.engine.dtensors import as_dtensor, local_of
 from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
-from sharding.engine.reduction import Finished
+from sharding.engine.reduction import Reduction
 from sharding.engine.shard_group import HybridGroups
 from sharding.engine.unsharded_buffer import UnshardedBuffer
 
@@ -209,7 +209,7 @@ class FlatParamGroup(ParamGroup):
                 _accumulate(parameter.sharded, self.shard_view(index, summed))
                 _step_in_backward(parameter.sharded)
 
-    def reduce(self, batch: ReduceScatters) -> PendingReduction:
+    def reduce(self, batch: ReduceScatters) -> Reduction | None:
         """Start reducing; or, with a communication hook, have it done by that."""
         if self.hook is None:
             return super().reduce(batch)
@@ -227,7 +227,7 @@ class FlatParamGroup(ParamGroup):
             self._replica_sums.all_reduce(flags, item, self.device)
             self.hook.hook(self.hook.state, gradient)
         self.accumulate_shard_grads([output], flags.tolist())
-        return Finished()
+        return None
 
     @property
     def reduce_dtype(self) -> torch.dtype:

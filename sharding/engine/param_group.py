@@ -27,18 +27,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from sharding.engine.batches import PREFETCH_BYTES, AllGather, PendingReduction, ReduceScatters
+from sharding.engine.batches import PREFETCH_BYTES, AllGather, ReduceScatters
 from sharding.engine.composition import Composition, GroupTags, Item, Purpose, key_of
 from sharding.engine.packing import ChunkPacking, FlatPacking
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.reduction import (
     BackwardState,
     GradHooks,
-    KeptGradients,
     Reduction,
     ReplicaSums,
     divisors,
     take_gradients,
+    take_kept,
 )
 from sharding.engine.shard_group import HybridGroups
 from sharding.engine.transport import PendingAllGather, Transport, transport_between
@@ -94,7 +94,8 @@ class ParamGroup(ABC):
         self._wanted = 0
         """How many of the unsharded parameters require a gradient."""
         self._replica_sums = ReplicaSums(groups.replicate)
-        self._kept_gradients = KeptGradients(len(parameters))
+        self._kept_gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        """Local gradients, in `reduce_dtype`, that no backward has reduced yet."""
 
     # The kinds of group implement these.
 
@@ -128,20 +129,22 @@ class ParamGroup(ABC):
         """The all-gather input: this rank's spans, flat, in `dtype`."""
 
     @abstractmethod
-    def place_unsharded(self) -> None:
-        """The modules have the unsharded parameters."""
-
-    @abstractmethod
-    def place_sharded(self) -> None:
-        """The modules have the sharded parameters."""
-
-    @abstractmethod
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """Add reduced gradients to the accumulated gradients of the shards. Local.
 
         `sums` are this rank's parts of the summed gradients, flat. `flags` are the sums over ranks
         of the flags that `_flat_gradients` made: 0 where no rank has a gradient.
         """
+
+    def place_unsharded(self) -> None:
+        """Put the unsharded parameters into the modules."""
+        for parameter, leaf in zip(self.parameters, self.unsharded, strict=True):
+            parameter.place(leaf)
+
+    def place_sharded(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for parameter in self.parameters:
+            parameter.place(parameter.sharded)
 
     def wants_gradient(self, index: int) -> bool:
         """Whether a parameter is to be trained."""
@@ -384,10 +387,12 @@ class ParamGroup(ABC):
         self.backward.arrived.clear()
         if self.reduce_dtype != self.dtype:
             for index, gradient in enumerate(self._take_gradients()):
-                self._kept_gradients.add(index, gradient)
+                self._kept_gradients[index] = take_kept(self._kept_gradients, index, gradient)
 
-    def reduce(self, batch: ReduceScatters) -> PendingReduction:
+    def reduce(self, batch: ReduceScatters) -> Reduction | None:
         """Take the gradients from the unsharded parameters; reduce them with the batch.
+
+        None where they are reduced already.
 
         All ranks of the group call it in the same order. Raises TypeError for a sparse gradient.
         """
@@ -416,7 +421,7 @@ class ParamGroup(ABC):
         for buffer in self._buffers.values():
             for leaf in buffer.leaves:
                 leaf.grad = None
-        self._kept_gradients = KeptGradients(len(self.parameters))
+        self._kept_gradients = [None] * len(self.parameters)
         self.end_backward()
         self.reshard()
 
@@ -445,7 +450,7 @@ class ParamGroup(ABC):
         for index, (slot, taken) in enumerate(
             zip(packing.slots, self._take_gradients(), strict=True)
         ):
-            gradient = self._kept_gradients.take(index, taken)
+            gradient = take_kept(self._kept_gradients, index, taken)
             if gradient is None:
                 flat.append(torch.zeros(slot.numel, dtype=dtype, device=self.device))
                 continue

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-
-class Holder(Protocol):
-    """The part of a parameter group that its parameters know."""
-
-    def placed_more(self, parameter: Parameter) -> None:
-        """Fill the new places of a parameter like its other places."""
-        ...
 
 
 @dataclass(eq=False)
@@ -31,8 +23,8 @@ class Parameter:
     """The dimension that is divided; 0 in a flat parameter."""
     shape: tuple[int, ...]
     """Unsharded, on this rank: tensor parallelism may have divided it before."""
-    param_group: Holder | None = None
-    """The group that has it."""
+    param_group: object = None
+    """The `ParamGroup` that has it, None before; a type here would be a circle of imports."""
     distributed: DTensorSpec | None = None
     """The spec of the unsharded parameter, where tensor parallelism divides it; else None."""
 

@@ -70,16 +70,6 @@ class Reduction:
         self._summing.wait()
 
 
-class Finished:
-    """A reduction that was done when it was started."""
-
-    def finish(self) -> None:
-        """Return: the shards have their gradients."""
-
-    def abandon(self) -> None:
-        """Return: nothing is on its way."""
-
-
 class ReplicaSums:
     """The sums of one shard's gradients over the ranks that hold the same shard."""
 
@@ -148,22 +138,14 @@ def _call(arrived: WeakMethod[Callable[[int], None]], index: int, leaf: torch.Te
         method(index)
 
 
-class KeptGradients:
-    """By parameter, local gradients that no backward has reduced yet, in the reduction's dtype."""
-
-    def __init__(self, count: int) -> None:
-        self._kept: list[torch.Tensor | None] = [None] * count
-
-    def add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Keep a gradient, added to the one that is kept."""
-        self._kept[index] = self.take(index, gradient)
-
-    def take(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """A gradient plus the kept one, which is kept no longer; None where neither is there."""
-        kept, self._kept[index] = self._kept[index], None
-        if kept is None or gradient is None:
-            return gradient if kept is None else kept
-        return kept + gradient
+def take_kept(
+    kept: list[torch.Tensor | None], index: int, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A gradient plus the kept one, which is kept no longer; None where neither is there."""
+    before, kept[index] = kept[index], None
+    if before is None or gradient is None:
+        return gradient if before is None else before
+    return before + gradient
 
 
 def take_gradients(

@@ -269,7 +269,7 @@ class Runtime:
     def _complete(self, param_group: ParamGroup) -> None:
         """Reduce a group that has all the gradients it will get, or keep them for later."""
         if param_group.reduces:
-            self._reductions.reduce(param_group)
+            self._reductions.reduce(param_group.gradient_bytes, param_group.reduce)
         else:
             param_group.hold_gradients()
 

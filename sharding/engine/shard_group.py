@@ -47,6 +47,14 @@ class ShardGroup:
         return None if self.reference is None else referred(self.reference)
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks in the default group."""
+        if self.group is None:
+            return [dist.get_rank()]
+        ranks = dist.get_process_group_ranks(self.group)
+        return [ranks[member] for member in self.members]
+
+    @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.members)

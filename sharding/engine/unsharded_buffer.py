@@ -160,12 +160,7 @@ class _Slab:
     """A range of the buffer with a storage of its own."""
 
     def __init__(
-        self,
-        lo: int,
-        hi: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        over: torch.Tensor | None,
+        self, lo: int, hi: int, dtype: torch.dtype, device: torch.device, over: torch.Tensor | None
     ) -> None:
         self.lo = lo
         self._unsharded_bytes = (hi - lo) * dtype.itemsize

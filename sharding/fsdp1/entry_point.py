@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from sharding.engine.outputs import mapped
 from sharding.engine.runtime import runtime_of
 from sharding.engine.unit import UNIT, units_of
 from sharding.fsdp1.setup import FlatSettings, make_flat_unit
+from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.materialize import own_modules
 from sharding.policies import StateDictSettings
 from sharding.state_dict_settings import default_settings
@@ -74,9 +75,9 @@ class EntryPoint:
         return not self.has_outer
 
     def before_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the unit; the inputs on its device and in its dtype. May wait."""
+        """Unshard the unit, as a hook of `owner`; the inputs on its device and in its dtype."""
         unit = self.unit
         runtime = runtime_of(unit)
         if unit.is_root:
@@ -88,14 +89,8 @@ class EntryPoint:
         if runtime.order_check is None:
             runtime.order_check = self.order_check
         ready: tuple[tuple[Any, ...], dict[str, Any]]
-        ready = self.forward_hooks.before(self.owner, args, kwargs)
+        ready = self.forward_hooks.before(module, args, kwargs)
         return ready
-
-    def hooked_before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same, as a hook of the module."""
-        return self.before_forward(args, kwargs)
 
     def choose_precision(self) -> None:
         """Set full precision in evaluation, where the environment asks for it."""
@@ -144,6 +139,25 @@ def entry_points(module: nn.Module) -> Iterator[EntryPoint]:
         entry_point = entry_point_of(part)
         if entry_point is not None:
             yield entry_point
+
+
+def wrap_inside(
+    module: nn.Module,
+    policy: Any,
+    wrap_fn: Callable[..., nn.Module | None],
+    root_kwargs: dict[str, Any],
+    ignored: Ignored,
+) -> None:
+    """Wrap the modules that a policy chooses inside of a module. Raises as `planned` does."""
+    plan = planned(
+        module,
+        policy,
+        root_kwargs=root_kwargs,
+        ignored_modules=ignored.modules,
+        ignored_params=ignored.parameters,
+        is_wrapped=lambda part: entry_point_of(part) is not None,
+    )
+    auto_wrap(module, plan, wrap_fn)
 
 
 def check_not_sharded(module: nn.Module) -> None:

@@ -22,15 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.local_part import check_holds
-from sharding.engine.dtensors import as_dtensor
+from sharding.engine.dtensors import as_dtensor, shard_in_front
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.group_references import release_with_groups
 from sharding.layout import FlatShard, Layout, Mesh, Placement, row_major
@@ -148,10 +146,7 @@ def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
     if shard_group.group is None:
         alone = Mesh.grid((), (), dist.get_rank())
         return Layout(slot.shape, alone, ()), Layout(slot.shape, alone, ())
-    ranks = dist.get_process_group_ranks(shard_group.group)
-    mesh = Mesh.of_ranks(
-        ("shard",), (shard_group.size,), [ranks[member] for member in shard_group.members]
-    )
+    mesh = Mesh.of_ranks(("shard",), (shard_group.size,), shard_group.ranks)
     divided = param_group.is_divided and slot.numel > 0
     flat: Placement = (
         FlatShard(slot.at, param_group.packing.shard_numel) if divided else Everywhere()
@@ -179,14 +174,8 @@ def _spec(
     """How the rows of a parameter are placed; see [Note: which dimension comes first]."""
     before = param_group.parameters[index].distributed
     mesh = given or _mesh(param_group, before)
-    rows: TorchPlacement = Shard(0)
-    behind: tuple[TorchPlacement, ...] = ()
-    if before is not None:
-        behind, cuts = tuple(before.placements), 1
-        for axis, placement in enumerate(behind):
-            if isinstance(placement, Shard | _StridedShard) and placement.dim == 0:
-                cuts *= before.mesh.size(axis)
-        rows = _StridedShard(0, split_factor=cuts) if cuts > 1 else rows
+    rows = shard_in_front(0, before)
+    behind = () if before is None else tuple(before.placements)
     replicated = [Replicate()] * (mesh.ndim - 1)
     if before is not None:
         mesh = _joined(mesh, before.mesh)

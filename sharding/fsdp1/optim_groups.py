@@ -19,13 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from sharding.errors import OptimizerMismatchError
-from sharding.fsdp1.optim_keys import (
-    Key,
-    Keyed,
-    OptimState,
-    options_of,
-    some_of,
-)
+from sharding.fsdp1.optim_keys import Key, Keyed, OptimState, options_of, some_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,7 @@ from sharding.describe.members import NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import OptimizerMismatchError
 from sharding.fsdp1.optim_groups import SavedGroups
-from sharding.fsdp1.optim_keys import (
-    ModelNames,
-    OptimInput,
-    OptimState,
-    keyed,
-)
+from sharding.fsdp1.optim_keys import ModelNames, OptimInput, OptimState, keyed
 from sharding.fsdp1.optim_state_dicts import NUMBERS, Entries
 from sharding.layout import Layout, Replicate
 from sharding.reshard.redistribute import Move, redistribute
@@ -118,9 +113,7 @@ def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | No
             for key, entries in _checked(saved)["state"].items()
         }
         outlined = [{**(saved or {}), "state": state}]
-        pickle.dumps(
-            outlined
-        )  # raises where a value cannot be sent, while all ranks can still be told
+        pickle.dumps(outlined)  # raises for a value that cannot be sent, on all ranks
         return outlined
 
     objects = ranks.attempt(STAGE, outline)

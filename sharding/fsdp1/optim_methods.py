@@ -18,11 +18,7 @@ from sharding.fsdp1.optim_loading import state_to_load
 from sharding.fsdp1.optim_state_dicts import OptimRequest, optim_state_of
 from sharding.fsdp1.state_dicts import settings_of
 from sharding.kind import Kind
-from sharding.policies import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    StateDictSettings,
-)
+from sharding.policies import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings
 from sharding.state_dict_settings import KIND_OF, member_of
 
 

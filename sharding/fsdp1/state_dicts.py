@@ -79,10 +79,7 @@ def state_dict_type(
         yield
     finally:
         with_settings(
-            module,
-            before.state_dict_type,
-            before.state_dict_config,
-            before.optim_state_dict_config,
+            module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
         )
 
 

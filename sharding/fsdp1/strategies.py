@@ -22,10 +22,7 @@ Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup | None]
 
 
 def chosen_groups(
-    strategy: ShardingStrategy,
-    given: Groups | None,
-    mesh: DeviceMesh | None,
-    has_policy: bool,
+    strategy: ShardingStrategy, given: Groups | None, mesh: DeviceMesh | None, has_policy: bool
 ) -> Groups:
     """The groups that a user names or means. All ranks call it: groups may have to be made.
 

@@ -33,10 +33,7 @@ class TreePolicy(Protocol):
     """A policy that names its modules at once; torch's own policies are such too."""
 
     def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: set[nn.Module],
-        root_kwargs: dict[str, Any],
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]: ...
 
 
@@ -114,7 +111,7 @@ def auto_wrap(
             f"where the wrapped module has submodules of type:\n{{{', '.join(classes)}}}\n"
             "These modules will be wrapped as separate FSDP instances with mixed "
             "precision disabled.",
-            stacklevel=3,
+            stacklevel=4,
         )
     for module in plan.kept_apart:
         _compute_in_own_dtype(module)

@@ -19,9 +19,9 @@ from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
     EntryPoint,
     check_not_sharded,
-    entry_point_of,
     entry_points,
     ignored_of,
+    wrap_inside,
 )
 from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.setup import FlatSettings
@@ -35,7 +35,6 @@ from sharding.fsdp1.strategies import (
 )
 from sharding.fsdp1.summon import summoned
 from sharding.fsdp1.torch_state_dict import connect
-from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,
@@ -123,30 +122,24 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         has_policy = auto_wrap_policy is not None
         groups = chosen_groups(strategy, process_group, device_mesh, has_policy)
+        shared: dict[str, Any] = {
+            "backward_prefetch": backward_prefetch,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+        }
         if has_policy:
-            given = {
+            given = shared | {
                 "process_group": groups,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
                 "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
                 "ignored_states": list(ignored.parameters),
             }
-            plan = planned(
-                module,
-                auto_wrap_policy,
-                root_kwargs=given,
-                ignored_modules=ignored.modules,
-                ignored_params=ignored.parameters,
-                is_wrapped=lambda part: entry_point_of(part) is not None,
-            )
-            auto_wrap(module, plan, type(self))
+            wrap_inside(module, auto_wrap_policy, type(self), given, ignored)
         elif isinstance(module, nn.ModuleList | nn.ModuleDict):
             warnings.warn(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
@@ -157,17 +150,11 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         settings = FlatSettings(
             strategy=settled,
             groups=hybrid_groups_of(settled, groups),
-            use_orig_params=use_orig_params,
             offload=cpu_offload is not None and cpu_offload.offload_params,
             mixed_precision=mixed_precision or MixedPrecision(),
-            device_id=device_id,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
             ignored_modules=ignored.modules,
             ignored_params=ignored.parameters,
+            **shared,
         )
         self._comm_hook: Callable[..., Any] | None = None
         self._comm_hook_state: object = None
@@ -219,7 +206,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns, with unsharded parameters."""
-        args, kwargs = self._entry_point.before_forward(args, kwargs)
+        args, kwargs = self._entry_point.before_forward(self, args, kwargs)
         output = self.module(*args, **kwargs)
         return self._entry_point.forward_hooks.after(self, args, output)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,38 +25,12 @@ from sharding.fsdp2.fsdp_module import FSDPModule, become_unit, reshard_setting
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sharding.torch_versions import current_accelerator
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Sharded = TypeVar("Sharded", bound="nn.Module | list[nn.Module]")
 PlacementFunction = Callable[[nn.Parameter], "Shard | None"]
 
 
-@overload
 def fully_shard(
-    module: ModuleT,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFunction | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-) -> ModuleT: ...
-
-
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFunction | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: Iterable[nn.Parameter] | None = ...,
-) -> list[nn.Module]: ...
-
-
-def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Sharded,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -64,23 +38,26 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
-) -> nn.Module | list[nn.Module]:
-    """`module`, one unit of sharded data parallelism; trains as the whole module would.
+) -> Sharded:
+    """`module`, one unit of sharded data parallelism; it trains like the unsharded module.
 
     Every parameter that no inner call has taken becomes a DTensor, sharded by torch.chunk's rule
     over the mesh; the module's class gets the methods of `FSDPModule`. Call it on inner modules
     first, then on the outermost, and make the optimizer afterwards. All ranks of the mesh call it,
     in the same order; it does not communicate, so ranks must have equal parameters, or load them.
 
-    Args: mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
-    all ranks of the default process group. Parameters that are DTensors over another dimension of
-    the same root mesh (tensor parallelism) are sharded further. reshard_after_forward: whether to
-    free the unsharded parameters after forward and gather them again for backward; by default all
-    but the outermost module do. A number of ranks, a divisor of the mesh's: keep that part of the
-    unsharded parameters on each of so many ranks, and gather from those, which may be nearer.
-    shard_placement_fn: gives the dimension to shard a parameter on; None is the first. mp_policy:
-    dtypes to gather, reduce and compute in. offload_policy: `CPUOffloadPolicy()` keeps shards and
-    their gradients in host memory. ignored_params: parameters to leave as they are.
+    Args:
+        mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
+            all ranks of the default process group. Parameters that are DTensors over another
+            dimension of the same root mesh (tensor parallelism) are sharded further.
+        reshard_after_forward: whether to free the unsharded parameters after forward and gather
+            them again for backward; by default all units but the outermost do. A number, a divisor
+            of the ranks that share: keep a part of the unsharded parameters on each of that many
+            ranks, which may be nearer, and gather from those.
+        shard_placement_fn: gives the dimension to shard a parameter on; None is the first.
+        mp_policy: dtypes to gather, reduce and compute in.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients in host memory.
+        ignored_params: parameters to leave as they are.
 
     Raises:
         ValueError: the module has been given to `fully_shard` before, or is a container without a

@@ -120,11 +120,7 @@ def _first_keys(
 
 
 def _before_loading(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    *rest: object,
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: object
 ) -> None:
     """Make the values for the module's DTensors into DTensors like them. May communicate."""
     settings = _chosen.get(module)

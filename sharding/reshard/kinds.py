@@ -204,9 +204,7 @@ def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
         return _Item(name, local, have, have, lambda part: dtensor_like(tensor, part))
     want = targets.layout(have)
-    exchange(
-        have, want, here
-    )  # raises where no rank holds an element, while all ranks can still be told
+    exchange(have, want, here)  # raises for a hole, while all ranks can still be told
     if targets.kind is Kind.LOCAL:
         if targets.mesh is None and have.replicas == targets.ranks.world_size:  # everybody's
             lo, hi = want.span(here)
