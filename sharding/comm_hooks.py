@@ -76,7 +76,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What a hook needs that sends gradients in another dtype than the parameters'."""
+    """The state of a hook that sends gradients in another dtype than the parameters'."""
 
     __slots__ = ("parameter_type",)
 

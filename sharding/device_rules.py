@@ -57,7 +57,7 @@ def device_given(device_id: int | torch.device | None, rank: int) -> torch.devic
 
 
 def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | None) -> torch.device:
-    """Where a module computes: where it is told to, or where its parameters are.
+    """The device that a module computes on: the given one, or that of its parameters.
 
     An accelerator, where there is one, for parameters in host memory. Raises ValueError where the
     parameters are on another device than the one given.

@@ -62,7 +62,7 @@ class ShardingStrategy(Enum):
 class BackwardPrefetch(Enum):
     """When backward gathers the parameters of the unit that it will need next.
 
-    Where None is accepted, it means: only when that unit's turn has come.
+    Where None is accepted, it means: no prefetch.
     """
 
     BACKWARD_PRE = auto()
@@ -117,7 +117,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(slots=True)
 class CPUOffload:
-    """Where a wrapped module's shards lie between uses."""
+    """The place of a wrapped module's shards between uses."""
 
     offload_params: bool = False
     """Shards and their gradients lie in host memory, so that the optimizer steps there."""
@@ -125,7 +125,7 @@ class CPUOffload:
 
 @dataclass(slots=True)
 class OffloadPolicy:
-    """Nothing is offloaded: shards lie on the device that computes."""
+    """No offload: shards are on the device that computes."""
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class StateDictType(Enum):
-    """What `state_dict()` of a wrapped module returns and `load_state_dict()` takes."""
+    """The kind of a wrapped module's `state_dict()` and `load_state_dict()`."""
 
     FULL_STATE_DICT = auto()
     """Whole tensors under the names of the module as it was before wrapping."""
@@ -153,7 +153,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What the keys of an optimizer's state dict are."""
+    """The kind of keys in an optimizer's state dict."""
 
     PARAM_NAME = auto()
     """A parameter's name in the module."""
@@ -163,7 +163,7 @@ class OptimStateKeyType(Enum):
 
 @dataclass(slots=True)
 class StateDictConfig:
-    """What holds for model state dicts of every type; made as one of its subclasses."""
+    """The options of model state dicts of every type; made as one of its subclasses."""
 
     offload_to_cpu: bool = False
     """Tensors are copied to host memory."""
@@ -171,7 +171,7 @@ class StateDictConfig:
 
 @dataclass(slots=True)
 class FullStateDictConfig(StateDictConfig):
-    """How FULL_STATE_DICT is built."""
+    """The options of FULL_STATE_DICT."""
 
     rank0_only: bool = False
     """Only rank 0 gets the tensors; on the other ranks the state dict is empty."""
@@ -179,12 +179,12 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass(slots=True)
 class LocalStateDictConfig(StateDictConfig):
-    """How LOCAL_STATE_DICT is built."""
+    """The options of LOCAL_STATE_DICT."""
 
 
 @dataclass(slots=True)
 class ShardedStateDictConfig(StateDictConfig):
-    """How SHARDED_STATE_DICT is built."""
+    """The options of SHARDED_STATE_DICT."""
 
     _use_dtensor: bool = False
     """Accepted, and without effect: values are DTensors, over the mesh where one was given."""
@@ -192,7 +192,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass(slots=True)
 class OptimStateDictConfig:
-    """What holds for optimizer state dicts of every type; made as one of its subclasses."""
+    """The options of optimizer state dicts of every type; made as one of its subclasses."""
 
     offload_to_cpu: bool = True
     """Tensors are copied to host memory."""
@@ -200,7 +200,7 @@ class OptimStateDictConfig:
 
 @dataclass(slots=True)
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """How the optimizer's part of FULL_STATE_DICT is built."""
+    """The options of the optimizer's part of FULL_STATE_DICT."""
 
     rank0_only: bool = False
     """Only rank 0 gets the tensors, and has them to load; the others' state dicts are empty."""
@@ -208,7 +208,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(slots=True)
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """How the optimizer's part of LOCAL_STATE_DICT is built."""
+    """The options of the optimizer's part of LOCAL_STATE_DICT."""
 
     offload_to_cpu: bool = False
     """Whether tensors are copied to host memory; by default they share the runtime's memory."""
@@ -216,7 +216,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass(slots=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """How the optimizer's part of SHARDED_STATE_DICT is built."""
+    """The options of the optimizer's part of SHARDED_STATE_DICT."""
 
     _use_dtensor: bool = False
     """Accepted, and without effect: values are DTensors, over the mesh where one was given."""
@@ -227,8 +227,8 @@ class StateDictSettings:
     """The kind of state dict a module gives at present, and how it is built."""
 
     state_dict_type: StateDictType
-    """What `state_dict()` returns."""
+    """The kind of `state_dict()`."""
     state_dict_config: StateDictConfig
-    """How the model's is built: the subclass of that type."""
+    """The options for the model, of the subclass of that kind."""
     optim_state_dict_config: OptimStateDictConfig
-    """How the optimizer's is built: the subclass of that type."""
+    """The options for the optimizer, of the subclass of that kind."""

@@ -1,4 +1,4 @@
-"""Which kind of state dict a module makes: full by default.
+"""The kind of a module's state dicts: full by default.
 
 Torch's own enums and configurations are taken for ours of the same name: users import them from
 either place.

@@ -1,4 +1,4 @@
-"""Where the versions of torch differ: one function for each difference, which says the version.
+"""Differences between versions of torch: one function for each, which names the version.
 
 Everything else is the same from the first version of the range to the newest one tested.
 """

@@ -194,7 +194,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {  # type: ignore[attr-define
 
 @dataclass(frozen=True, slots=True)
 class _Wrapping:
-    """What `wrap` does at present."""
+    """The wrapper and arguments that `wrap` uses now."""
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: dict[str, Any]

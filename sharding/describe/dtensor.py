@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 MAX_KNOWN = 1 << 14
-"""How many layouts are kept: models have many tensors and few shapes."""
+"""The most layouts that are kept: models have many tensors and few shapes."""
 
 MAX_TENSORS = 1 << 16
-"""How many DTensors are remembered."""
+"""The most DTensors that are remembered."""
 
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
@@ -52,7 +52,7 @@ _specs: dict[int, _Known] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A DTensorSpec and what follows from it, with the shape and this rank."""
+    """A DTensorSpec, and the layout that follows from it with the shape and this rank."""
 
     spec: ReferenceType[object]
     """Another may get its id, so both are compared."""

@@ -38,7 +38,7 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
 
 
 def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
-    """By parameter, how tensor parallelism divided it before it was flattened; None if it did not.
+    """By parameter, the layout of tensor parallelism before it was flattened; None without it.
 
     Raises UnknownPlacementError where it divided one unevenly: the flat parameters of its ranks are
     cut in different places then, and no one layout says where.

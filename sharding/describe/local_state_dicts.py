@@ -90,7 +90,7 @@ def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Re
 def local_parts(
     state: Mapping[str, Any], *, rank: int | None = None, world_size: int | None = None
 ) -> dict[str, object]:
-    """A local state dict by the names of the parameters: `LocalPart`s, and what is not divided.
+    """A local state dict by the names of the parameters: `LocalPart`s, and undivided values.
 
     Parts share the state dict's memory. Values without a record stay as they are. The order is the
     state dict's; the parameters of a flat one stand in its place.

@@ -18,7 +18,7 @@ from sharding.errors import LocalShapeError
 KEY_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of names that FSDP's class and activation checkpointing add; state dicts lack them."""
 WRAPPERS = (*KEY_WRAPPERS, "_orig_mod.")
-"""Those, and the part that torch.compile adds, which the keys of state dicts keep."""
+"""All parts that wrappers add. The keys of state dicts keep the part of torch.compile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

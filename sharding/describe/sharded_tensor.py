@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Cut = list[tuple[list[int], list[int]]]
 """Offsets and sizes of each shard, in the order of their ranks."""
 SHOWN = 4
-"""How many of them a message has."""
+"""The most shards that a message names."""
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:
@@ -98,5 +98,5 @@ def _runs(shape: tuple[int, ...], stride: int) -> Cut:
 
 
 def _nothing(tensor: ShardedTensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a rank has that has no shard."""
+    """The local tensor of a rank without a shard."""
     return torch.empty((0, *shape[1:]), dtype=tensor.dtype, device="cpu")

@@ -54,7 +54,7 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Where a module keeps its hooks around state dicts."""
+"""The attributes in which a module keeps its hooks around state dicts."""
 
 
 def is_unit(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:

@@ -70,7 +70,7 @@ def _check_order(flat: FlatParameter, index: int) -> None:
 
 
 def _divided_before(flat: FlatParameter, index: int) -> Layout | None:
-    """How tensor parallelism divided a parameter before it was flattened; None if it did not."""
+    """The layout of tensor parallelism before a parameter was flattened; None without it."""
     spec = flat._param_extensions[index]
     if spec is None:
         return None

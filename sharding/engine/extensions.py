@@ -210,7 +210,7 @@ class _Extension:
 
     @property
     def parts_of_gradient(self) -> int:
-        """How many tensors the gradient is reduced as."""
+        """The number of tensors that the gradient is reduced as."""
         return len(self._names) or 1
 
     def start(self) -> list[tuple[torch.Tensor, Output]]:
@@ -317,7 +317,7 @@ class _Extension:
         return [t if t.ndim else t.reshape(1) for t in inputs], metadata
 
     def _form(self, tensor: torch.Tensor) -> Form:
-        """How the ranks' inputs lie in an output (rule 1)."""
+        """The layout of the ranks' inputs in an output (rule 1)."""
         entry, shard_group = self.entry, self._shard_group
         rows = entry.shape[entry.dim] if entry.shape else 1
         along = entry.dim if entry.dim < tensor.ndim else 0

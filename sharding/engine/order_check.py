@@ -37,7 +37,7 @@ class OrderCheck:
         return cls() if get_debug_level() == DebugLevel.DETAIL else None
 
     def called(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
-        """What other ranks run while this one runs `unit`, and whether it is trained there.
+        """The units that other ranks run while this one runs `unit`; whether they train them.
 
         In the order of the units. All ranks call it, for every unit that has parameters. Raises
         RuntimeError in the first iteration where ranks differ.

@@ -92,7 +92,7 @@ class ParamGroup(ABC):
         self._tags = GroupTags()
         self._grad_hooks = GradHooks(self.gradient_arrived)
         self._wanted = 0
-        """How many of the unsharded parameters require a gradient."""
+        """The number of unsharded parameters that require a gradient."""
         self._replica_sums = ReplicaSums(groups.replicate)
         self._kept_gradients: list[torch.Tensor | None] = [None] * len(parameters)
         """Local gradients, in `reduce_dtype`, that no backward has reduced yet."""
@@ -263,7 +263,7 @@ class ParamGroup(ABC):
         if self._all_gather is not None:
             with suppress(
                 TransferError
-            ):  # nobody needs the parameters now; a later `unshard` raises
+            ):  # the parameters are not needed now; a later `unshard` raises
                 self._await(self._all_gather)
                 self._free()
         if self.is_unsharded:

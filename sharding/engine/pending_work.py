@@ -1,7 +1,7 @@
 """Messages on their way: memory that gloo may still read or write outlives the messages.
 
 gloo's thread copies between a connection and the address that a message was posted with. A message
-that nobody waits for any more stays posted, after an interrupt or the failure of another message of
+without a waiter stays posted, after an interrupt or the failure of another message of
 its exchange. Gloo still receives its data, which does not stop the messages behind it.
 
 Rules:

@@ -26,7 +26,7 @@ class BackwardState:
     outstanding: int = 0
     """Uses in all forwards since the last backward that backward has not come to yet."""
     due: int = 0
-    """Those of them in the forwards that this backward reaches."""
+    """The outstanding uses in the forwards that this backward reaches."""
     arrived: set[int] = field(default_factory=set)
     """The parameters whose gradient is complete and not reduced yet."""
     trained_elsewhere: bool = False
@@ -66,7 +66,7 @@ class Reduction:
         self._accumulate(sums, flags.tolist())
 
     def abandon(self) -> None:
-        """Wait and drop the sums: gloo does not recover from messages that nobody waits for."""
+        """Wait and drop the sums: gloo does not recover from messages without a waiter."""
         self._summing.wait()
 
 
@@ -114,7 +114,7 @@ class GradHooks:
         self._hooked: set[int] = set()
 
     def prepare(self, unsharded: Sequence[torch.Tensor], wants: Callable[[int], bool]) -> int:
-        """How many of the parameters require a gradient: those that `wants` says, from now on."""
+        """Set `requires_grad` of the parameters to `wants`, and hook them; the number of those."""
         count = 0
         for index, leaf in enumerate(unsharded):
             wanted = wants(index)

@@ -83,7 +83,7 @@ def by_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """What this rank has of a tensor, and how the tensor lies among the ranks that share."""
+    """This rank's part of a tensor, and the tensor's layout over the ranks that share."""
 
     local: torch.Tensor
     layout: Layout
@@ -158,7 +158,7 @@ def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
 def _wrapped(
     param_group: FlatParamGroup, index: int, local: torch.Tensor, mesh: DeviceMesh | None
 ) -> torch.Tensor:
-    """What stands in a state dict for local rows (rule 3)."""
+    """The value in a state dict for local rows (rule 3)."""
     before = param_group.parameters[index].distributed
     if param_group.is_divided and param_group.packing.slots[index].shape:
         return as_dtensor(local, _spec(param_group, index, local.dtype, mesh))
@@ -171,7 +171,7 @@ def _wrapped(
 def _spec(
     param_group: FlatParamGroup, index: int, dtype: torch.dtype, given: DeviceMesh | None
 ) -> DTensorSpec:
-    """How the rows of a parameter are placed; see [Note: which dimension comes first]."""
+    """The placements of a parameter's rows; see [Note: which dimension comes first]."""
     before = param_group.parameters[index].distributed
     mesh = given or _mesh(param_group, before)
     rows = shard_in_front(0, before)

@@ -26,13 +26,13 @@ from sharding.errors import OptimizerMismatchError
 from sharding.policies import OptimStateKeyType
 
 Key = int | str
-"""What stands for a parameter in an optimizer's state dict."""
+"""The key of a parameter in an optimizer's state dict."""
 OptimState = dict[str, Any]
 """An optimizer's state dict: `state`, by key, and `param_groups`."""
 OptimInput = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 """The parameters or groups that an optimizer was made with."""
 SHOWN = 5
-"""How many names a message has."""
+"""The most names in a message."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def _keys(saved: object) -> str:
 
 
 def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | None) -> OptimState:
-    """What the first rank has; on the others, with tensors that have no memory (rule 3)."""
+    """The first rank's state; on other ranks with tensors without memory (rule 3)."""
 
     def outline() -> list[Any]:
         if ranks.rank:

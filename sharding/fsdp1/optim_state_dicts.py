@@ -243,7 +243,7 @@ def _tensors(nest: object) -> Iterator[torch.Tensor]:
 
 
 def _made(said: tuple[Any, ...], part: LocalPart) -> object:
-    """What a rank has of another's entry that has nothing of the parameter."""
+    """Another rank's entry, on a rank without elements of the parameter."""
     if said[0] == "divided":
         return LocalPart(part.local.to(said[1]), part.layout)
     if said[0] == "number":
@@ -252,11 +252,11 @@ def _made(said: tuple[Any, ...], part: LocalPart) -> object:
 
 
 Made = dict[tuple[str, Any], Any]
-"""What stands in the result, by name and entry."""
+"""Values of the result, by name and entry."""
 
 
 def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
-    """What is divided and not made yet, as tensors of the wanted kind. All ranks call it."""
+    """The divided tensors that are not made yet, of the wanted kind. All ranks call it."""
     places = [
         (name, entry)
         for name, entries in plan.entries.items()
@@ -280,7 +280,7 @@ def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
 
 
 def _memory(value: torch.Tensor | LocalPart) -> int:
-    """Where a tensor's storage begins."""
+    """The address of a tensor's storage."""
     if isinstance(value, DTensor):
         value = value.to_local()
     local = value.local if isinstance(value, LocalPart) else value
@@ -288,7 +288,7 @@ def _memory(value: torch.Tensor | LocalPart) -> int:
 
 
 def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
-    """What lies as flat parameters do, by rows. The ranks that share them call it."""
+    """State laid out like flat parameters, by rows. The ranks that share them call it."""
     param_groups: dict[int, tuple[FlatParamGroup, DeviceMesh | None]] = {}
     for entry_point in entry_points(module):
         for param_group in flat_param_groups(entry_point.unit.param_groups):

@@ -19,7 +19,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
-    """What is an instance's to put into a state dict, and to take from one.
+    """The groups that an instance puts into a state dict and takes from one.
 
     Its unit's own parameter groups; and those that it uses of another unit, for tied parameters,
     unless that unit is around it and sees to all of their places.

@@ -44,7 +44,7 @@ from sharding.torch_versions import cut
 
 @dataclass(slots=True)
 class _Given:
-    """What a state dict has for a parameter group's parameters, by how it gets to the shard."""
+    """The values of a state dict for a group's parameters, by their way to the shard."""
 
     near: list[tuple[FlatPart, Held]] = field(default_factory=list)
     spread: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)

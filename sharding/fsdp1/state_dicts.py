@@ -127,7 +127,7 @@ class _Hooks:
         self._entry_point = entry_point
         self._own: list[OwnKeys] = []
         self._open: list[FlatParamGroup] = []
-        """Those of the parameter groups that this instance has shown whole."""
+        """The groups that this instance has unsharded in the modules."""
         self._filled: list[str] = []
         """Keys of flat parameters that were loaded before their modules look for them."""
 
@@ -237,7 +237,7 @@ class _Hooks:
                 state[prefix + key] = state.pop(prefix + key)
 
     def _elements(self, param_group: FlatParamGroup, index: int, shown: Any) -> torch.Tensor:
-        """This rank's elements of a parameter: of the whole one, if a user has summoned that."""
+        """This rank's elements of a parameter; of the unsharded one inside `summon_full_params`."""
         if self._entry_point.unit.summoned and isinstance(shown, torch.Tensor):
             unsharded = local_of(shown.detach(), param_group.parameters[index].distributed)
             if unsharded.shape == param_group.packing.slots[index].shape:

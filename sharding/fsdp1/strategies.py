@@ -1,4 +1,4 @@
-"""Which ranks share and which replicate, for every sharding strategy and way to name groups."""
+"""The ranks that share and those that replicate, for every strategy and form of groups."""
 
 from __future__ import annotations
 

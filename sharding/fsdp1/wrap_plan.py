@@ -187,7 +187,7 @@ class _OwnDtype:
 
     dtype: torch.dtype
     given: torch.dtype | None = None
-    """What the inputs of the call in progress were cast from; None where they were not."""
+    """The dtype of the inputs of the call in progress before a cast; None without one."""
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -174,7 +174,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return self._entry_point.compute_device
 
     @property
@@ -205,7 +205,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return self._entry_point.check_is_root()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward returns, with unsharded parameters."""
+        """The result of the module's forward, with unsharded parameters."""
         args, kwargs = self._entry_point.before_forward(self, args, kwargs)
         output = self.module(*args, **kwargs)
         return self._entry_point.forward_hooks.after(self, args, output)
@@ -220,7 +220,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             return getattr(self.module, name)
 
     def __getitem__(self, key: int) -> Any:
-        """What the module has at an index."""
+        """The module's item at an index."""
         return self.module.__getitem__(key)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -265,7 +265,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, backward adds gradients up on every rank and does not reduce them.
 
-        They are reduced by the next backward outside, and kept whole until then.
+        The next backward outside reduces them; until then they stay unsharded.
         """
         if not self.check_is_root():
             raise RuntimeError(

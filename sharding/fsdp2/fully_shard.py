@@ -115,7 +115,7 @@ def _check_order(unit: Unit, check: OrderCheck | None) -> None:
 
 
 def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> int:
-    """Which dimension of a parameter is divided."""
+    """The dimension of a parameter to divide."""
     parameter = found.parameter
     placement = placement_fn(parameter) if placement_fn is not None else None
     if placement is None:

@@ -56,7 +56,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements the box holds: 1 for a 0-d box."""
+        """The number of elements in the box: 1 for a 0-d box."""
         return prod(self.shape)
 
     def __bool__(self) -> bool:
@@ -96,7 +96,7 @@ class Piece:
         return cls(box, at, row_major(box.shape))
 
     def part(self, box: Box) -> Piece:
-        """Where `box`, which must lie inside this piece's box, is stored.
+        """The piece of `box`, which must lie inside this piece's box.
 
         >>> Piece.packed(Box((0, 0), (4, 6))).part(Box((1, 2), (3, 4)))
         Piece(box=Box(lo=(1, 2), hi=(3, 4)), at=8, strides=(6, 1))

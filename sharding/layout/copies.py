@@ -32,7 +32,7 @@ class Copy:
 
 
 def copies_to(have: Layout, want: Layout, rank: int) -> Iterator[Copy]:
-    """The copies that fill what `want` gives to `rank`, every element once.
+    """The copies that fill the part of `rank` in `want`, every element once.
 
     The cost grows with the answer, not with the worlds. Raises `HoleError` naming the first box
     that no rank of `have` holds.

@@ -1,4 +1,4 @@
-"""Which rank holds which piece of one tensor, symbolically.
+"""The pieces of one tensor on every rank, symbolically.
 
 `Layout(shape, mesh, placements)` does not grow with the world. `pieces(rank)` costs O(1) in ranks
 and `holders(box)` costs O(answer): a shard axis is inverted by division, never searched.
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold each element."""
+        """The number of ranks that hold each element."""
         return prod(
             size
             for placement, size in zip(self.placements, self.mesh.sizes, strict=True)
@@ -156,7 +156,7 @@ class Layout:
         return ", ".join(f"{name}:{size}={placement}" for name, size, placement in axes)
 
     def _segments(self, coordinate: Sequence[int]) -> list[Segments]:
-        """What the cut axes leave of every dimension: the global indices of the local array."""
+        """The global indices of the local array: the part of each dimension that cuts leave."""
         segments: list[Segments] = [((0, size),) for size in self.shape]
         for placement, size, index in zip(
             self.placements, self.mesh.sizes, coordinate, strict=True
@@ -167,7 +167,7 @@ class Layout:
         return segments
 
     def _span(self, coordinate: Sequence[int], numel: int) -> tuple[int, int]:
-        """What the other axes leave of a local array of `numel` elements."""
+        """The span that the other axes leave of a local array of `numel` elements."""
         lo, hi = 0, numel
         part, parts = 0, 1
         for placement, size, index in zip(
@@ -196,7 +196,7 @@ def _check(placement: Placement, size: int, shape: Shape) -> None:
 
 
 def _check_flats_fit(layout: Layout) -> None:
-    """Raise ValueError where flat axes leave some elements to nobody."""
+    """Raise ValueError where flat axes leave elements to no rank."""
     if not any(isinstance(placement, FlatShard) for placement in layout.placements):
         return
     # Coordinate 0 of an axis that cuts dimensions has the most: the others need no look.

@@ -102,7 +102,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh holds."""
+        """The number of ranks in the mesh."""
         return prod(self.sizes)
 
     @property

@@ -17,7 +17,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def length(segments: Segments) -> int:
-    """How many indices the segments hold.
+    """The number of indices in the segments.
 
     >>> length(((0, 2), (5, 6)))
     3
@@ -36,7 +36,7 @@ def chunk(numel: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def cut(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
-    """What coordinate `index` of an axis of `size` keeps: its part of each of `split` chunks.
+    """The indices that coordinate `index` of `size` keeps: its part of each of `split` chunks.
 
     >>> cut(((0, 8),), 2, 1), cut(((0, 8),), 2, 1, split=2)
     (((4, 8),), ((2, 4), (6, 8)))

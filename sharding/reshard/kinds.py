@@ -151,7 +151,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """Where tensors of the wanted kind lie."""
+    """The layouts of tensors of the wanted kind."""
 
     kind: Kind
     ranks: Ranks
@@ -206,7 +206,7 @@ def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
     want = targets.layout(have)
     exchange(have, want, here)  # raises for a hole, while all ranks can still be told
     if targets.kind is Kind.LOCAL:
-        if targets.mesh is None and have.replicas == targets.ranks.world_size:  # everybody's
+        if targets.mesh is None and have.replicas == targets.ranks.world_size:  # on all ranks
             lo, hi = want.span(here)
             local, have = local.reshape(-1)[lo:hi] if have != want else local, want
         return _Item(name, local, have, want, partial(LocalPart, layout=want))

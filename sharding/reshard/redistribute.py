@@ -35,7 +35,7 @@ from sharding.torch_versions import movable
 BUDGET_BYTES = 64 << 20
 """Bytes of tensors that travel together."""
 ALIGNMENT = 16
-"""Where a copy begins in a message: no element is wider."""
+"""The alignment of copies in a message: no element is wider."""
 TAG = 1 << 15
 """The tag of all messages here; those of `sharding.engine.p2p` are higher."""
 
@@ -103,7 +103,7 @@ def _flat(local: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Message:
-    """What goes from one rank to another, end to end."""
+    """The parts that go from one rank to another, end to end."""
 
     parts: list[torch.Tensor] = field(default_factory=list)
     places: list[tuple[int, Piece]] = field(default_factory=list)
@@ -214,7 +214,7 @@ def _padded_bytes(part: torch.Tensor) -> int:
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Where each part lies in a message."""
+    """The places of the parts in a message."""
     at = 0
     for part in parts:
         nbytes = part.numel() * part.itemsize

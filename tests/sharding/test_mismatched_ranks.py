@@ -475,11 +475,11 @@ def test_a_tag_is_the_same_in_every_process_and_version() -> None:
         for other in [(2, ["a"], [(4,)]), (1, ["b"], [(4,)]), (1, ["a"], [(2, 2)])]
     ],
 )
-def test_buckets_differ_by_number_names_and_shapes(first: Any, second: Any) -> None:
+def test_parameter_groups_differ_by_number_names_and_shapes(first: Any, second: Any) -> None:
     assert key_of(*first) != key_of(*second)
 
 
-def test_a_composition_of_many_buckets_is_named_in_short() -> None:
+def test_a_composition_of_many_parameter_groups_is_named_in_short() -> None:
     text = "the gather of a (number 1), b (number 1), c (number 1), d (number 1) and 2 more"
     assert str(items(*"abcdef")) == text
 
