@@ -44,19 +44,19 @@ SHOWN = 4
 class Purpose(IntEnum):
     """Why a parameter group takes part in an exchange."""
 
-    GATHER = 0
-    REDUCE = 1
-    REPLICATE = 2
+    ALL_GATHER = 0
+    REDUCE_SCATTER = 1
+    ALL_REDUCE = 2
     """The sum over the ranks that hold the same shard."""
     REGATHER = 3
     """A gather in backward, from the few ranks that kept a part after forward."""
 
 
 _WORDS = {
-    Purpose.GATHER: "gather",
-    Purpose.REDUCE: "reduction",
-    Purpose.REPLICATE: "reduction over replicas",
-    Purpose.REGATHER: "gather over fewer ranks",
+    Purpose.ALL_GATHER: "all-gather",
+    Purpose.REDUCE_SCATTER: "reduce-scatter",
+    Purpose.ALL_REDUCE: "all-reduce over replicas",
+    Purpose.REGATHER: "all-gather over fewer ranks",
 }
 
 

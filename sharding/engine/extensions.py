@@ -137,7 +137,7 @@ class ExtensionParamGroup(ChunkParamGroup):
                     mine.append(piece)
                     for rank, of_rank in enumerate(places):
                         of_rank.append(output.place(rank))
-        return batch.add(transport, mine, places, self._next_item(Purpose.GATHER))
+        return batch.add(transport, mine, places, self._next_item(Purpose.ALL_GATHER))
 
     def _assemble(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

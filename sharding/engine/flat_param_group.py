@@ -223,7 +223,7 @@ class FlatParamGroup(ParamGroup):
             output = torch.empty(self._shard_numel, dtype=gradient.dtype, device=gradient.device)
             self.hook.hook(self.hook.state, gradient, output)
         else:
-            item = self._next_item(Purpose.REPLICATE)
+            item = self._next_item(Purpose.ALL_REDUCE)
             self._replica_sums.all_reduce(flags, item, self.device)
             self.hook.hook(self.hook.state, gradient)
         self.accumulate_shard_grads([output], flags.tolist())

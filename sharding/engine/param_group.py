@@ -296,13 +296,13 @@ class ParamGroup(ABC):
     def all_gather_now(self, mine: list[torch.Tensor], buffer: UnshardedBuffer) -> None:
         """Fill a buffer of the group's layout from all ranks' spans. Collective; waits."""
         packing, transport = self._settled()
-        composition = Composition((self._next_item(Purpose.GATHER),))
+        composition = Composition((self._next_item(Purpose.ALL_GATHER),))
         transport.all_gather(mine, buffer.places(packing), composition).wait()
 
     def all_reduce_now(self, flat: torch.Tensor) -> None:
         """All-reduce a flat tensor over the shard group, in place. Collective; waits."""
         _, transport = self._settled()
-        transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE),)))
+        transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE_SCATTER),)))
 
     def _settled(self) -> tuple[ChunkPacking | FlatPacking, Transport]:
         if self._packing is None or self._transport is None:
@@ -323,7 +323,7 @@ class ParamGroup(ABC):
         if not self._needs_gathering(self.buffer):
             return _Nothing()
         mine = self.buffer.cut(packing.spans(self.groups.shard.rank), self._outgoing(self.dtype))
-        item = self._next_item(Purpose.GATHER)
+        item = self._next_item(Purpose.ALL_GATHER)
         return batch.add(transport, mine, self.buffer.places(packing), item)
 
     def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
@@ -405,8 +405,8 @@ class ParamGroup(ABC):
         if before != 1:
             torch._foreach_div_(gradients, before)
         parts = [[*of_rank, flags] for of_rank in self._parts(gradients, packing)]
-        summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE))
-        item = self._next_item(Purpose.REPLICATE)
+        summing = batch.add(transport, parts, self._next_item(Purpose.REDUCE_SCATTER))
+        item = self._next_item(Purpose.ALL_REDUCE)
         return Reduction(
             summing, partial(self._replicate, item), after, self.accumulate_shard_grads
         )

@@ -430,8 +430,8 @@ def test_collectives_of_unlike_units_are_an_error_before_their_sums_are_used(
     clusters: Callable[..., Any],
 ) -> None:
     for rank, text in enumerate(clusters(2).run(by_collectives)):
-        assert text.startswith(f"rank {rank} took part in the reduction of blocks.3")
-        assert f"Rank {1 - rank} waited in the reduction of blocks.3" in text
+        assert text.startswith(f"rank {rank} took part in the reduce-scatter of blocks.3")
+        assert f"Rank {1 - rank} waited in the reduce-scatter of blocks.3" in text
 
 
 # What the tags say.
@@ -439,7 +439,7 @@ def test_collectives_of_unlike_units_are_an_error_before_their_sums_are_used(
 
 def items(*names: str, sequence: int = 1) -> Composition:
     return Composition(
-        tuple(Item(n, key_of(0, [n], [(4,)]), Purpose.GATHER, sequence) for n in names)
+        tuple(Item(n, key_of(0, [n], [(4,)]), Purpose.ALL_GATHER, sequence) for n in names)
     )
 
 
@@ -455,7 +455,9 @@ def test_messages_that_are_unlike_in_anything_have_different_tags() -> None:
             items("a", "c"),
             items("a", "b", sequence=2),
             replace(first, stage=1),
-            Composition(tuple(replace(item, purpose=Purpose.REDUCE) for item in first.items)),
+            Composition(
+                tuple(replace(item, purpose=Purpose.REDUCE_SCATTER) for item in first.items)
+            ),
         )
         for tensors in ([one], [one[:3]], two, two[::-1], [one.to(torch.int32)], [one.half()])
     ]
@@ -480,7 +482,7 @@ def test_parameter_groups_differ_by_number_names_and_shapes(first: Any, second: 
 
 
 def test_a_composition_of_many_parameter_groups_is_named_in_short() -> None:
-    text = "the gather of a (number 1), b (number 1), c (number 1), d (number 1) and 2 more"
+    text = "the all-gather of a (number 1), b (number 1), c (number 1), d (number 1) and 2 more"
     assert str(items(*"abcdef")) == text
 
 

@@ -25,7 +25,7 @@ NUMEL = 1 << 16
 
 def carried(sequence: int) -> Composition:
     """What an exchange of a test carries."""
-    return Composition((Item("test", 1, Purpose.GATHER, sequence),))
+    return Composition((Item("test", 1, Purpose.ALL_GATHER, sequence),))
 
 
 def buffer_of(size: int) -> tuple[UnshardedBuffer, list[list[torch.Tensor]]]:

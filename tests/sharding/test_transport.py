@@ -62,7 +62,7 @@ def gathered(way: str) -> None:
     for turn, sizes in enumerate(SIZES):
         places = [[torch.full((n,), -1.0) for n in sizes[r]] for r in range(size)]
         transport.all_gather(
-            numbers(rank, sizes[rank]), places, turn_of(Purpose.GATHER, turn)
+            numbers(rank, sizes[rank]), places, turn_of(Purpose.ALL_GATHER, turn)
         ).wait()
         for r in range(size):
             for place, wanted in zip(places[r], numbers(r, sizes[r]), strict=True):
@@ -76,7 +76,7 @@ def reduced(way: str) -> None:
     for turn, sizes in enumerate(SIZES):
         parts = [numbers(rank, sizes[r], to=1 + r) for r in range(size)]
         copies = [[part.clone() for part in of_rank] for of_rank in parts]
-        sums = transport.reduce_scatter(parts, turn_of(Purpose.REDUCE, turn)).wait()
+        sums = transport.reduce_scatter(parts, turn_of(Purpose.REDUCE_SCATTER, turn)).wait()
         wanted = numbers(0, sizes[rank], to=1 + rank)
         for r in range(1, size):
             for total, part in zip(wanted, numbers(r, sizes[rank], to=1 + rank), strict=True):
@@ -98,7 +98,7 @@ def reduced_to_all(way: str) -> None:
     transport = WAYS[["p2p", "collectives"].index(way)](shard_group)
     for turn, numel in enumerate((0, 1, 2, 5, 1001, LARGE * 4)):
         flat = numbers(shard_group.rank, [numel])[0]
-        transport.all_reduce(flat, turn_of(Purpose.REPLICATE, turn))
+        transport.all_reduce(flat, turn_of(Purpose.ALL_REDUCE, turn))
         total = sum(numbers(r, [numel])[0] for r in range(shard_group.size))
         torch.testing.assert_close(flat, total)
         others = [torch.empty_like(flat) for _ in range(shard_group.size)]
@@ -122,10 +122,10 @@ def many_on_their_way() -> None:
     for turn in range(8):
         places = [[torch.zeros(n) for n in sizes] for _ in range(shard_group.size)]
         mine = [tensor + turn for tensor in numbers(shard_group.rank, sizes)]
-        gathering = transport.all_gather(mine, places, turn_of(Purpose.GATHER, 100 + turn))
+        gathering = transport.all_gather(mine, places, turn_of(Purpose.ALL_GATHER, 100 + turn))
         summing = transport.reduce_scatter(
             [[t + turn for t in mine] for _ in range(shard_group.size)],
-            turn_of(Purpose.REDUCE, 100 + turn),
+            turn_of(Purpose.REDUCE_SCATTER, 100 + turn),
         )
         started.append((turn, gathering, places, summing))
     for turn, gathering, places, summing in reversed(started):
