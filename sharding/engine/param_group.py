@@ -69,7 +69,7 @@ class ParamGroup(ABC):
         """False: a backward leaves the sum over replicas to a later one."""
         self.divide: float | None = None
         """The divisor of summed gradients, in place of the number of ranks."""
-        self.on_gradient: Callable[[ParamGroup], None] = _nobody
+        self.on_gradient: Callable[[ParamGroup], None] = lambda _: None
         """Called when an unsharded parameter has its gradient."""
 
         self.is_unsharded = False
@@ -469,7 +469,3 @@ class _Nothing:
 
     def wait(self) -> None:
         """Return: the parameters are there."""
-
-
-def _nobody(param_group: ParamGroup) -> None:
-    """The listener of a group that no runtime has yet."""
