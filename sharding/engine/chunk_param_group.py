@@ -42,11 +42,8 @@ class MeshGroups:
         if mesh.ndim == 1:
             return cls(mesh, HybridGroups(ShardGroup.of(mesh.get_group()), ShardGroup.alone()))
         if mesh.ndim == 2:
-            shard_group, replicas = (
-                ShardGroup.of(mesh.get_group(1)),
-                ShardGroup.of(mesh.get_group(0)),
-            )
-            return cls(mesh, HybridGroups(shard_group, replicas))
+            shard, replicate = (ShardGroup.of(mesh.get_group(axis)) for axis in (1, 0))
+            return cls(mesh, HybridGroups(shard, replicate))
         raise ValueError(
             f"fully_shard takes a mesh of one or two dimensions, to shard over or to replicate and "
             f"to shard over, not of {mesh.ndim}: {mesh}"
@@ -60,10 +57,7 @@ class MeshGroups:
             unsharded = unsharded.to_local()
         part = unsharded
         if unsharded.ndim:
-            parts, rank = (
-                torch.chunk(unsharded, self.groups.shard.size, dim),
-                self.groups.shard.rank,
-            )
+            rank, parts = self.groups.shard.rank, unsharded.chunk(self.groups.shard.size, dim)
             part = parts[rank] if rank < len(parts) else unsharded.narrow(dim, 0, 0)
         part = part.clone(memory_format=torch.contiguous_format)
         if offload and part.device.type not in ("cpu", "meta"):
