@@ -32,24 +32,51 @@ if TYPE_CHECKING:
     from ckpt.deleting import delete
     from ckpt.diffing import diff
     from ckpt.errors import (
+        ArgumentError,
+        ArgumentTypeError,
         BackgroundError,
         BusyError,
         CkptError,
+        ClosedError,
+        CorruptError,
         DamagedLoadError,
+        DestroyedGroupError,
+        Difference,
         ExistsError,
         FallbackWarning,
+        FormatError,
+        GoneError,
+        HoleError,
+        HostileError,
         InUseError,
+        LocalShapeError,
         MismatchError,
+        MisuseError,
         NotACheckpointError,
+        NotAMemberError,
+        OptimizerMismatchError,
+        PartialError,
         PartialLoadError,
         RankError,
         ReplacedError,
+        ReplacedLoadError,
         ReplicasWarning,
+        ShardingError,
+        SizeError,
         Skipped,
         StateChangedError,
         StateError,
         StoreError,
+        TensorIndexError,
+        TooLargeError,
+        TorchAssertionError,
+        TransferError,
+        UnknownNameError,
+        UnknownPlacementError,
+        UnsupportedError,
         UnverifiedWarning,
+        WaitTimeoutError,
+        WorldMismatchError,
     )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
@@ -57,10 +84,9 @@ if TYPE_CHECKING:
     from ckpt.preparing import prepare
     from ckpt.saving import save
     from ckpt.verifying import verify
-    from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
     from formats.limits import limits
 
-_WHERE = {
+_WHERE = {  # all errors and warnings are in ckpt.errors
     "save": "ckpt.saving",
     "prepare": "ckpt.preparing",
     "SaveHandle": "ckpt.background.save_handle",
@@ -78,58 +104,59 @@ _WHERE = {
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
     "limits": "formats.limits",
-    "CkptError": "ckpt.errors",
-    "StateError": "ckpt.errors",
-    "StateChangedError": "ckpt.errors",
-    "BusyError": "ckpt.errors",
-    "BackgroundError": "ckpt.errors",
-    "ExistsError": "ckpt.errors",
-    "InUseError": "ckpt.errors",
-    "FallbackWarning": "ckpt.errors",
-    "ReplicasWarning": "ckpt.errors",
-    "UnverifiedWarning": "ckpt.errors",
-    "Skipped": "ckpt.errors",
-    "NotACheckpointError": "ckpt.errors",
-    "MismatchError": "ckpt.errors",
-    "PartialLoadError": "ckpt.errors",
-    "DamagedLoadError": "ckpt.errors",
-    "RankError": "ckpt.errors",
-    "StoreError": "ckpt.errors",
-    "ReplacedError": "ckpt.errors",
-    "FormatError": "formats.errors",
-    "CorruptError": "formats.errors",
-    "HostileError": "formats.errors",
-    "UnsupportedError": "formats.errors",
 }
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "BackgroundError",
     "BusyError",
     "Checkpoint",
     "CkptError",
+    "ClosedError",
     "CorruptError",
     "DamagedLoadError",
+    "DestroyedGroupError",
+    "Difference",
     "ExistsError",
     "FallbackWarning",
     "FormatError",
+    "GoneError",
+    "HoleError",
     "HostileError",
     "InUseError",
     "LeftOver",
+    "LocalShapeError",
     "MismatchError",
+    "MisuseError",
     "NotACheckpointError",
+    "NotAMemberError",
+    "OptimizerMismatchError",
+    "PartialError",
     "PartialLoadError",
     "RankError",
     "ReplacedError",
+    "ReplacedLoadError",
     "ReplicasWarning",
     "SaveHandle",
     "Saved",
+    "ShardingError",
+    "SizeError",
     "Skipped",
     "StateChangedError",
     "StateError",
     "StoreError",
     "TensorHandle",
+    "TensorIndexError",
+    "TooLargeError",
+    "TorchAssertionError",
+    "TransferError",
+    "UnknownNameError",
+    "UnknownPlacementError",
     "UnsupportedError",
     "UnverifiedWarning",
+    "WaitTimeoutError",
+    "WorldMismatchError",
     "__version__",
     "convert",
     "delete",
@@ -150,9 +177,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "state_dict":
         return importlib.import_module("ckpt.state_dict")
-    if name not in _WHERE:
+    if name not in __all__:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
+    value = getattr(importlib.import_module(_WHERE.get(name, "ckpt.errors")), name)
     globals()[name] = value
     return value
 

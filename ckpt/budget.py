@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 
+from sharding.errors import ArgumentError
+
 VARIABLE = "CKPT_MEMORY_BUDGET"
 DEFAULT_BYTES = 64 << 20
 LEAST_BYTES = 8 << 20
@@ -21,7 +23,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def memory_budget() -> int:
     """The bytes that the environment allows.
 
-    Raises ValueError for text that is no size.
+    Raises ArgumentError for text that is no size.
     """
     text = os.environ.get(VARIABLE, "").strip()
     return parsed(text) if text else DEFAULT_BYTES
@@ -36,7 +38,7 @@ def parsed(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,15}) ?(KiB|MiB|GiB)?", text)
     nbytes = int(found[1]) * _UNITS[found[2] or ""] if found is not None else 0
     if nbytes < LEAST_BYTES:
-        raise ValueError(
+        raise ArgumentError(
             f"{VARIABLE} is {text!r}: it takes a number of bytes, like 64MiB, 1GiB or 100000000, "
             f"and at least {LEAST_BYTES >> 20}MiB"
         )

@@ -36,8 +36,9 @@ from formats.native.manifest import MANIFEST, Manifest, ShardFile
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
-from formats.url_secrets import without_secrets
+from sharding.errors import ArgumentError
 from sharding.kind import Kind
+from sharding.url_secrets import without_secrets
 
 
 class Format(str, Enum):
@@ -124,7 +125,7 @@ def convert(
         dst_storage_options: what that of `dst` is told instead.
 
     Raises:
-        ValueError: an unknown format, kind or number of ranks, a kind or compression the format
+        ArgumentError: an unknown format, kind or number of ranks, a kind or compression the format
             cannot have, a type that is no float, or a pattern that matches no name.
         NotACheckpointError: there is none at `src`.
         ExistsError: something is at `dst`, or has come there meanwhile, and `overwrite` is False;
@@ -185,7 +186,7 @@ def format_of(target: str, to: str | None) -> Format:
             return Format(to)
         except ValueError:
             known = ", ".join(f.value for f in Format)
-            raise ValueError(f"cannot write {to!r}; known formats are {known}") from None
+            raise ArgumentError(f"cannot write {to!r}; known formats are {known}") from None
     if target.endswith(".safetensors"):
         return Format.SAFETENSORS
     if target.endswith((".pt", ".pth", ".bin")):
@@ -320,16 +321,16 @@ def _said(state: Outgoing) -> tuple[str, ...]:
 def _check_can_hold(
     chosen: Format, target: str, kind: Kind | None, ranks: int | None, compress: bool
 ) -> None:
-    """Raise ValueError where the format has no place for the division or compression asked for."""
+    """Raise ArgumentError where a format cannot be divided or compressed as it is asked to be."""
     if compress and chosen is not Format.CKPT:
-        raise ValueError(
+        raise ArgumentError(
             f"{without_secrets(target)} would be written as {chosen.value}, which is not "
             "compressed; only ckpt's own format is: convert to a folder with to='ckpt' "
             "(--to ckpt), or leave out compress=True (--compress)"
         )
     is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
     if chosen is not Format.CKPT and not is_whole:
-        raise ValueError(
+        raise ArgumentError(
             f"{without_secrets(target)} would be written as {chosen.value}, which has whole "
             "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
             "convert to a folder with to='ckpt' (--to ckpt), or leave out the kind and the "
@@ -345,9 +346,9 @@ _CAST_TO = (
 
 
 def _check_castable(dtype: str | None) -> None:
-    """Raise ValueError unless weights are still weights when they are cast to a type."""
+    """Raise ArgumentError unless weights are still weights when they are cast to a type."""
     if dtype is not None and dtype.removeprefix("torch.") not in _CAST_TO:
-        raise ValueError(
+        raise ArgumentError(
             f"{dtype!r} is no type to cast floating-point tensors to; give dtype= (--dtype) as "
             f"one of {', '.join(_CAST_TO)}"
         )

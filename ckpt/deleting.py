@@ -8,6 +8,7 @@ from ckpt.errors import NotACheckpointError
 from ckpt.stores.store import Options, local_path, open_store
 from ckpt.transfer.commit import withdraw
 from formats.native.manifest import MANIFEST, load, read_manifest
+from sharding.errors import ArgumentError
 
 
 def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> None:
@@ -21,7 +22,7 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
         InUseError: checkpoints beside it borrow from it; they are named. Nothing was removed.
         NotACheckpointError: there is none of ckpt's own format at `url`.
         CorruptError: its manifest is damaged, so that nobody knows which files are its own.
-        ValueError: `url` is a link to it on a disk.
+        ArgumentError: `url` is a link to it on a disk.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -46,12 +47,12 @@ def delete(url: str | os.PathLike[str], *, storage_options: Options = None) -> N
 
 
 def _check_no_link(url: str | os.PathLike[str]) -> None:
-    """Raise ValueError where a path is a link: nothing is deleted through one."""
+    """Raise ArgumentError where a path is a link: nothing is deleted through one."""
     path = local_path(url) or ""
     while path.endswith(("/", "/.")):  # as which a link is the folder that it points to
         path = path[:-1]
     if os.path.islink(path):
-        raise ValueError(
+        raise ArgumentError(
             f"{path}: a link to {os.path.realpath(path)}, which was not deleted; to delete that, "
             "give its own path; to remove the link, use rm"
         )

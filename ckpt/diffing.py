@@ -32,7 +32,8 @@ from ckpt.structure import Container, StructureDifference, compare_structure, co
 from ckpt.transfer.read import Transfer
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import TensorRecord, TensorRef, Tree, str_of
-from formats.url_secrets import without_secrets
+from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
 
 _T = TypeVar("_T")
 
@@ -133,8 +134,8 @@ def diff(
     Raises:
         NotACheckpointError: there is none at `a` or `b`.
         FormatError: a checksum is wrong, or a tensor is not whole.
-        ValueError: nothing lies below `select`, a pattern matches no name in either, or `exclude`
-            leaves nothing.
+        ArgumentError: nothing lies below `select`, a pattern matches no name in either, or
+            `exclude` leaves nothing.
         StateError: two entries of a checkpoint have one name.
 
     >>> import ckpt, tempfile, torch
@@ -150,7 +151,7 @@ def diff(
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         sides = (_Side.of(left, select), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
-            raise ValueError(
+            raise ArgumentError(
                 without_secrets(f"neither {left.url} nor {right.url} has anything below {select!r}")
             )
         names = {

@@ -20,6 +20,7 @@ from ckpt.plan.read_plan import Array, requests_for
 from ckpt.transfer.read import Transfer
 from formats.catalog import TensorRecord, Tree, TypedValue
 from formats.dtypes import DType
+from sharding.errors import ArgumentError
 from sharding.layout import Piece, span_boxes
 
 _MEMORY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -51,7 +52,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if not (self.rtol >= 0 and self.atol >= 0):
-            raise ValueError(f"a tolerance is not negative: rtol={self.rtol}, atol={self.atol}")
+            raise ArgumentError(f"a tolerance is not negative: rtol={self.rtol}, atol={self.atol}")
 
     @property
     def is_exact(self) -> bool:

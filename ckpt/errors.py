@@ -1,7 +1,7 @@
 """What can go wrong in saving and loading, grouped by what a caller would do about it.
 
-Every class has a stable `kind`. Errors about bytes are `formats.errors`', about layouts
-`sharding`'s; both are ValueErrors, as are those here that speak of a bad argument.
+All errors of the packages are here: those of bytes come from `formats`, those of tensors, arguments
+and ranks from `sharding.errors`, which has the root, `CkptError`, and the rules of `kind`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from formats.errors import CorruptError
-from formats.url_secrets import without_secrets
-from sharding import errors as sharding_errors
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.storage import GoneError, SizeError, TooLargeError
+from sharding.errors import (
+    SHOWN_NAMES,
+    ArgumentError,
+    ArgumentTypeError,
+    CkptError,
+    DestroyedGroupError,
+    HoleError,
+    LocalShapeError,
+    MisuseError,
+    NotAMemberError,
+    OptimizerMismatchError,
+    PartialError,
+    RankError,
+    ShardingError,
+    TorchAssertionError,
+    TransferError,
+    UnknownPlacementError,
+    WorldMismatchError,
+    mixed_content,
+)
+from sharding.url_secrets import without_secrets
 
-
-class CkptError(Exception):
-    """Anything `ckpt` itself refuses or fails at."""
-
-    kind = "ckpt"
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BackgroundError",
+    "BusyError",
+    "CkptError",
+    "ClosedError",
+    "CorruptError",
+    "DamagedLoadError",
+    "DestroyedGroupError",
+    "Difference",
+    "ExistsError",
+    "FallbackWarning",
+    "FormatError",
+    "GoneError",
+    "HoleError",
+    "HostileError",
+    "InUseError",
+    "LocalShapeError",
+    "MismatchError",
+    "MisuseError",
+    "NotACheckpointError",
+    "NotAMemberError",
+    "OptimizerMismatchError",
+    "PartialError",
+    "PartialLoadError",
+    "RankError",
+    "ReplacedError",
+    "ReplacedLoadError",
+    "ReplicasWarning",
+    "ShardingError",
+    "SizeError",
+    "Skipped",
+    "StateChangedError",
+    "StateError",
+    "StoreError",
+    "TensorIndexError",
+    "TooLargeError",
+    "TorchAssertionError",
+    "TransferError",
+    "UnknownNameError",
+    "UnknownPlacementError",
+    "UnsupportedError",
+    "UnverifiedWarning",
+    "WaitTimeoutError",
+    "WorldMismatchError",
+]
 
 
 class StateError(CkptError, ValueError):
@@ -77,6 +136,31 @@ class BackgroundError(CkptError):
     kind = "background"
 
 
+class ClosedError(CkptError, ValueError):
+    """A checkpoint was read that had been closed: open it again."""
+
+    kind = "closed"
+
+
+class UnknownNameError(CkptError, KeyError):
+    """An open checkpoint has no tensor of this name."""
+
+    kind = "unknown_name"
+    __str__ = Exception.__str__  # KeyError's would put the sentence in quotes
+
+
+class TensorIndexError(CkptError, IndexError):
+    """An index does not fit the shape of a stored tensor."""
+
+    kind = "tensor_index"
+
+
+class WaitTimeoutError(CkptError, TimeoutError):
+    """A save in the background was not over in the time given; it goes on."""
+
+    kind = "wait_timeout"
+
+
 class MismatchError(CkptError, ValueError):
     """Checkpoint and target do not fit together; the target was not touched.
 
@@ -88,16 +172,12 @@ class MismatchError(CkptError, ValueError):
     def __init__(self, url: str, differences: Sequence[Difference]) -> None:
         self.url = url
         self.differences = tuple(differences)
-        shown = [f"  {difference}" for difference in self.differences[:SHOWN_DIFFERENCES]]
-        if len(self.differences) > SHOWN_DIFFERENCES:
-            shown.append(f"  ... and {len(self.differences) - SHOWN_DIFFERENCES} more")
+        shown = [f"  {difference}" for difference in self.differences[:SHOWN_NAMES]]
+        if len(self.differences) > SHOWN_NAMES:
+            shown.append(f"  ... and {len(self.differences) - SHOWN_NAMES} more")
         super().__init__(
             f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown)
         )
-
-
-SHOWN_DIFFERENCES = 20
-"""How many differences a message lists; the exception's `differences` has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +200,7 @@ class PartialLoadError(CkptError):
 
     def __init__(self, message: str, touched: Sequence[str]) -> None:
         self.touched = tuple(touched)
-        super().__init__(f"{message}. {_mixed(self.touched)}")
-
-
-def _mixed(touched: Sequence[str]) -> str:
-    names = ", ".join(touched[:SHOWN_DIFFERENCES])
-    more = len(touched) - SHOWN_DIFFERENCES
-    return f"The target may hold a mix of old and new bytes in: {names}" + (
-        f" and {more} more" if more > 0 else ""
-    )
+        super().__init__(f"{message}. {mixed_content(self.touched)}")
 
 
 class DamagedLoadError(PartialLoadError, CorruptError):
@@ -141,18 +213,6 @@ class ReplacedLoadError(PartialLoadError, ReplacedError):
     """The checkpoint was replaced or deleted when some of it had been read into the target."""
 
     kind = "replaced"
-
-
-class RankError(CkptError, sharding_errors.RankError):
-    """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
-
-    kind = "rank"
-    touched: tuple[str, ...] = ()
-    """Of a load, the tensors of this rank's own target that were filled before."""
-
-    def __str__(self) -> str:
-        said = super().__str__()
-        return f"{said}. On this rank: {_mixed(self.touched)}" if self.touched else said
 
 
 @dataclass(frozen=True, slots=True)

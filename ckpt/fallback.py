@@ -31,11 +31,11 @@ from ckpt.errors import (
     Skipped,
 )
 from ckpt.newest import committed, natural
-from ckpt.ranks import Ranks
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.storage import GoneError, SizeError, TooLargeError
+from sharding.agreement.ranks import Ranks
 
 TO_USER = 7
 """Calls from where all ranks are told of a warning to the program that called `ckpt.load`."""

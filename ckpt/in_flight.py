@@ -23,7 +23,7 @@ from typing import Protocol
 
 from ckpt.errors import BackgroundError
 from ckpt.stores.store import one_spelling
-from formats.url_secrets import without_secrets
+from sharding.url_secrets import without_secrets
 
 
 class InFlight(Protocol):

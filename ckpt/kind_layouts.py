@@ -29,6 +29,7 @@ from ckpt.plan.save_plan import stored_layouts
 from formats.limits import RANKS
 from formats.native.manifest import StoredTensor
 from formats.outgoing import OutgoingTensor
+from sharding.errors import ArgumentError
 from sharding.kind import Kind
 from sharding.layout import Box, FlatShard, Layout, Mesh, Piece, Placement, Replicate, Shard
 
@@ -110,7 +111,7 @@ class Run:
 def run_of(layout: Layout, rank: int) -> Run:
     """The rank's local storage as a run of the whole tensor (rule 2).
 
-    Raises ValueError for a layout that gives it elements which lie apart.
+    Raises ArgumentError for a layout that gives it elements which lie apart.
 
     >>> run_of(layout_of(Kind.SHARDED, (5, 4), 3), 1)
     Run(lo=8, hi=16, shape=(2, 4))
@@ -122,7 +123,7 @@ def run_of(layout: Layout, rank: int) -> Run:
         if index == 0:
             lo = hi = part.at
         if part.at != hi or not part.is_packed:
-            raise ValueError(f"{layout}: the elements of rank {rank} are not one run")
+            raise ArgumentError(f"{layout}: the elements of rank {rank} are not one run")
         hi += part.box.numel
     local = layout.local_shape(rank)
     return Run(lo, hi, local if hi - lo == prod(local) else (hi - lo,))
@@ -131,24 +132,24 @@ def run_of(layout: Layout, rank: int) -> Run:
 def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None, int | None]:
     """The kind and the number of ranks that were asked for: both, or neither.
 
-    Of `full` one rank is meant where no number is given. Raises ValueError for what is no kind, no
-    number of ranks, or one without the other.
+    `full` without a number means one rank. Raises ArgumentError for a word that is no kind, a
+    number that is no number of ranks, and one of the two without the other.
     """
     is_count = type(world_size) is int and 1 <= world_size <= RANKS
     if world_size is not None and not is_count:
-        raise ValueError(
+        raise ArgumentError(
             f"a world size of {world_size!r}: it is a whole number of ranks, from 1 to {RANKS}"
         )
     if kind is None:
         if world_size is not None:
-            raise ValueError(
+            raise ArgumentError(
                 f"a world size of {world_size} without a kind does not say who has what: give one "
                 f"of {Kind.names()} as well (kind=, --kind)"
             )
         return None, None
     chosen = Kind.named(kind)
     if world_size is None and chosen is not Kind.FULL:
-        raise ValueError(
+        raise ArgumentError(
             f"{chosen.value} over how many ranks? Give the number as well (world_size=, "
             "--world-size)"
         )

@@ -11,7 +11,13 @@ from warnings import warn
 
 import torch
 
-from ckpt.errors import CkptError, UnverifiedWarning
+from ckpt.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    TensorIndexError,
+    UnknownNameError,
+    UnverifiedWarning,
+)
 from ckpt.match.selection import Selection
 from ckpt.outgoing import selected
 from ckpt.plan.read_plan import Fits, Request, requests_for
@@ -25,8 +31,8 @@ from ckpt.structure import names_of
 from ckpt.transfer.read import transfer
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
-from formats.url_secrets import without_secrets
 from sharding.layout import Box, Layout, Piece
+from sharding.url_secrets import without_secrets
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -68,7 +74,7 @@ def read(
     `verify` is as for `open`.
 
     Raises:
-        ValueError: a pattern matches no name, or nothing is left over.
+        ArgumentError: a pattern matches no name, or nothing is left over.
     """
     selection = Selection.of(include, exclude)
 
@@ -156,7 +162,9 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def __getitem__(self, name: str) -> TensorHandle:
         record = self.catalog.tensors.get(self.catalog.aliases.get(name, name))
         if record is None:
-            raise KeyError(f"{name!r} is not in {self.url}; `list(checkpoint)` has the names")
+            raise UnknownNameError(
+                f"{name!r} is not in {self.url}; `list(checkpoint)` has the names"
+            )
         return TensorHandle(self, record)
 
     def __iter__(self) -> Iterator[str]:
@@ -231,7 +239,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
 
     def _opened(self) -> Source:
         if self._source is None:
-            raise CkptError("the checkpoint was closed; open it again to read")
+            raise ClosedError("the checkpoint was closed; open it again to read")
         return self._source
 
 
@@ -254,25 +262,25 @@ def _resolve(
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [at for at, part in enumerate(parts) if part is Ellipsis]
     if len(ellipses) > 1:
-        raise IndexError(f"{name}: an index has one ellipsis at most")
+        raise TensorIndexError(f"{name}: an index has one ellipsis at most")
     for at in ellipses:
         parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
     if len(parts) > len(shape):
-        raise IndexError(f"{name}: {len(parts)} indices for shape {shape}")
+        raise TensorIndexError(f"{name}: {len(parts)} indices for shape {shape}")
     parts += [slice(None)] * (len(shape) - len(parts))
     lo, hi, steps, dropped = [], [], [], set()
     for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             start, stop, step = part.indices(size)
             if step < 1:
-                raise IndexError(f"{name}: the step of a slice is positive, not {step}")
+                raise TensorIndexError(f"{name}: the step of a slice is positive, not {step}")
             lo.append(start)
             hi.append(max(start, stop))
             steps.append(step)
         else:
             at = _integer(part, name)
             if not -size <= at < size:
-                raise IndexError(
+                raise TensorIndexError(
                     f"{name}: index {at} is out of range in dimension {dim} of {shape}"
                 )
             lo.append(at % size)
@@ -289,7 +297,7 @@ def _integer(part: object, name: str) -> int:
             return as_int(part)  # type: ignore[arg-type]
     except TypeError:
         pass
-    raise TypeError(
+    raise ArgumentTypeError(
         f"{name}: the indices are integers, slices and `...`, not {type(part).__name__}; read the "
         "range that holds what you want and index the tensor"
     )

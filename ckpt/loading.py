@@ -32,7 +32,6 @@ from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
 from ckpt.plan.read_plan import Fits
-from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import will_change
 from ckpt.state.saved import Rename, Saved
@@ -45,7 +44,9 @@ from ckpt.transfer.shares import REPLICAS, Shares, bytes_of_lots, exchanged
 from ckpt.transfer.tensor_reads import Fill, Planning, read_fills
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
-from sharding.errors import said
+from sharding.agreement.channel import TIMEOUT_SECONDS
+from sharding.agreement.ranks import Ranks, attempt
+from sharding.errors import ArgumentError, said
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -142,7 +143,7 @@ def load(
     def asking() -> _Asked:
         allowed = casting_of(dtype, casting)
         if replicas not in REPLICAS:
-            raise ValueError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
+            raise ArgumentError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
         return _Asked(
             strict,
             rename,

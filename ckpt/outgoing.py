@@ -38,8 +38,8 @@ from formats.errors import UnsupportedError
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
-from formats.url_secrets import without_secrets
 from sharding.layout import HoleError, Piece, span_boxes
+from sharding.url_secrets import without_secrets
 
 BLOCK_BYTES = 8 << 20
 """What is read at once: a part of a tensor, or many small tensors."""
@@ -96,7 +96,7 @@ def outgoing(
 
     Raises:
         MismatchError: nothing lies at `select`.
-        ValueError: a pattern matches no name, or nothing is left over.
+        ArgumentError: a pattern matches no name, or nothing is left over.
         UnsupportedError: a top entry has an empty name, which would be nowhere in other names.
         CorruptError, FormatError: a file that is needed is missing, shorter or longer than it was,
             or not what the checkpoint says of it.

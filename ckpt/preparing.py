@@ -9,12 +9,13 @@ from ckpt import in_flight
 from ckpt.background.workplace import workplace
 from ckpt.garbage import collected_later
 from ckpt.plan.save_plan import stored_layouts
-from ckpt.ranks import TIMEOUT_SECONDS, Ranks
 from ckpt.saving import check_free
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.together import together
 from ckpt.transfer.read import workers_for
 from ckpt.transfer.write import own_parts
+from sharding.agreement.channel import TIMEOUT_SECONDS
+from sharding.agreement.ranks import Ranks
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group

@@ -20,7 +20,6 @@ import torch
 
 from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
 from ckpt.plan.save_plan import stored_layouts
-from ckpt.ranks import HASH_BITS, Ranks, attempt
 from ckpt.state.described import Described, check_members
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.together import (
@@ -39,6 +38,8 @@ from ckpt.version import __version__
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.linked import ENDED, LATE
+from sharding.agreement.ranks import HASH_BITS, Ranks, attempt
+from sharding.errors import ArgumentError
 from sharding.layout import Mesh
 
 Compress = bool | Literal["delta"]
@@ -126,11 +127,11 @@ def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
     if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
         check_unused(store.url, store.options)
     if settings.compress not in (False, True, "delta"):
-        raise ValueError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
+        raise ArgumentError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
     if settings.compress == "delta" and settings.base is None:
-        raise ValueError("compress='delta' needs a base= to take the deltas from")
+        raise ArgumentError("compress='delta' needs a base= to take the deltas from")
     if settings.replicas not in WAYS:
-        raise ValueError(f"replicas is {settings.replicas!r:.80}; it can be {' or '.join(WAYS)}")
+        raise ArgumentError(f"replicas is {settings.replicas!r:.80}; it can be {' or '.join(WAYS)}")
     if settings.base is not None:
         folder_beside(store.url, settings.base)
     for key, text in settings.metadata.items():

@@ -20,7 +20,6 @@ from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import COPIED, OVERLAPPED, When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
-from ckpt.ranks import TIMEOUT_SECONDS, Ranks, attempt
 from ckpt.save_protocol import Compress, Plan, Settings, agreed_plan, finish
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, open_store
@@ -29,6 +28,9 @@ from ckpt.transfer.read import workers_for
 from ckpt.transfer.replica_hashes import Replicas
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
+from sharding.agreement.channel import TIMEOUT_SECONDS
+from sharding.agreement.ranks import Ranks, attempt
+from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
@@ -173,7 +175,7 @@ def save(
                 for _ in range(2):  # an interrupt may come while it is left
                     stack.callback(in_flight.leave_turn, turn)
                 if staging not in (COPIED, OVERLAPPED):
-                    raise ValueError(
+                    raise ArgumentError(
                         f"staging is {staging!r:.80}; it can be {COPIED!r} or {OVERLAPPED!r}"
                     )
                 check_free(when_busy, turn, ranks.alone)
@@ -204,7 +206,7 @@ def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
     could wait for what the other's threads are about to begin.
     """
     if when_busy not in ("wait", "refuse"):
-        raise ValueError(f'when_busy is {when_busy!r:.80}; it can be "wait" or "refuse"')
+        raise ArgumentError(f'when_busy is {when_busy!r:.80}; it can be "wait" or "refuse"')
     while in_flight.is_busy() if turn is None else not in_flight.take_turn(turn):
         if when_busy == "refuse" or not alone:
             what = in_flight.url() if in_flight.is_busy() else "another thread's checkpoint"

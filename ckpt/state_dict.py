@@ -27,7 +27,6 @@ from ckpt.match.fitting import check_fits, check_numbers, differences, marks
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
-from ckpt.ranks import HASH_BITS, TIMEOUT_SECONDS, Ranks
 from ckpt.state.described import Described, check_members
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.local_states import with_names
@@ -37,8 +36,11 @@ from ckpt.state.typed_values import opened
 from ckpt.transfer.from_peers import Filling, held_locally
 from ckpt.transfer.replica_hashes import ReplicaHashes, named
 from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
+from sharding.agreement.channel import TIMEOUT_SECONDS
+from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike
 from sharding.describe.local_part import LocalPart
+from sharding.errors import ArgumentError
 from sharding.kind import Kind
 from sharding.reshard.kinds import converted, dtensor_like
 
@@ -93,7 +95,7 @@ def convert(
             names who has not come.
 
     Raises:
-        ValueError: no such kind, or no such budget.
+        ArgumentError: no such kind, or no such budget.
         StateError: what no state dict holds, or ranks contradict each other, in what they have or
             in their arguments (of budgets the first rank's counts).
         LocalShapeError: a local tensor is not what its layout says: a truncated shard.
@@ -208,11 +210,11 @@ def load(
 
 
 def _check_budget(budget: int | None) -> None:
-    """Raise ValueError for what is no number of bytes."""
+    """Raise ArgumentError for what is no number of bytes."""
     if budget is None:
         memory_budget()
     elif not _count(budget):
-        raise ValueError(f"a budget of {budget!r}: it is a number of bytes, at least 1")
+        raise ArgumentError(f"a budget of {budget!r}: it is a number of bytes, at least 1")
 
 
 def _count(budget: object) -> int:

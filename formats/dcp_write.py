@@ -59,7 +59,7 @@ def write(writer: Writer, state: Outgoing) -> None:
 
     Raises:
         UnsupportedError: the state is no dict, or two key paths have one name.
-        ValueError: the tree has no place for a tensor, or a value cannot be pickled.
+        ArgumentError: the tree has no place for a tensor, or a value cannot be pickled.
     """
     items = list(_items(state))
     check_all_placed(METADATA, state, {tensor.name for item in items for tensor in item.tensors})

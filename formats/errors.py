@@ -1,20 +1,20 @@
 """What can be wrong with bytes, grouped by what a caller would do about it.
 
-Each class has a stable `kind`, the word a program may compare and `ckpt --json` prints.
+Each class has a stable `kind`, the word a program may compare and `ckpt --json` prints
+(`sharding.errors` has the root and the rules).
 """
 
 from __future__ import annotations
 
-from formats.url_secrets import without_secrets
+from sharding.errors import CkptError
+
+__all__ = ["CorruptError", "FormatError", "HostileError", "UnsupportedError"]
 
 
-class FormatError(ValueError):
+class FormatError(CkptError, ValueError):
     """The bytes are not what a reader of this format accepts. The message names file and place."""
 
     kind = "format"
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
 
 
 class CorruptError(FormatError):

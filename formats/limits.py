@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from formats.errors import HostileError
 from formats.sizes import parse_size
+from sharding.errors import ArgumentError
 
 VARIABLE = "CKPT_LIMITS"
 """The environment variable that raises limits: `header_bytes=200MB,json_values=100000000`."""
@@ -102,7 +103,7 @@ _raised: ContextVar[Limits | None] = ContextVar("ckpt_limits", default=None)
 
 
 def current() -> Limits:
-    """The limits in force here. Raises ValueError where the environment variable makes no sense."""
+    """The limits in force here. Raises ArgumentError where the variable makes no sense."""
     raised = _raised.get()
     return _parsed(os.environ.get(VARIABLE, "")) if raised is None else raised
 
@@ -116,7 +117,7 @@ def limits(**raised: int) -> Iterator[Limits]:
     for the command line, the environment variable `CKPT_LIMITS` does the same.
 
     Raises:
-        ValueError: there is no limit of that name, or a number is no positive integer.
+        ArgumentError: there is no limit of that name, or a number is no positive integer.
 
     >>> with limits(header_bytes=200_000_000) as now:
     ...     now.header_bytes, now == current()
@@ -125,7 +126,7 @@ def limits(**raised: int) -> Iterator[Limits]:
     for name, number in raised.items():
         _check_known(name, "ckpt.limits")
         if type(number) is not int or number < 1:
-            raise ValueError(f"ckpt.limits: {name}={number!r} is no whole number from 1 up")
+            raise ArgumentError(f"ckpt.limits: {name}={number!r} is no whole number from 1 up")
     with applied(replace(current(), **raised)) as now:
         yield now
 
@@ -169,13 +170,13 @@ def _parsed(text: str) -> Limits:
         try:
             found[name.strip()] = parse_size(value)
         except ValueError as error:
-            raise ValueError(f"{VARIABLE}: {setting!r}: {error}") from None
+            raise ArgumentError(f"{VARIABLE}: {setting!r}: {error}") from None
     return Limits(**found)
 
 
 def _check_known(name: str, where: str) -> None:
     if name not in _NAMES:
-        raise ValueError(f"{where}: there is no limit {name!r}; there are {', '.join(_NAMES)}")
+        raise ArgumentError(f"{where}: there is no limit {name!r}; there are {', '.join(_NAMES)}")
 
 
 class Names:

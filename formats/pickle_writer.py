@@ -21,6 +21,7 @@ from formats.pickle_records import (
     StoredTensor,
     TensorProperties,
 )
+from sharding.errors import ArgumentError
 
 NAMES = {cls: name for name, cls in reversed(RECORDS.items())}
 """The name torch gives each record's class (today's, where it has had several)."""
@@ -41,7 +42,7 @@ def dump(value: object) -> bytes:
     A tensor that occurs twice is written once and shared, as are texts and names.
 
     Raises:
-        ValueError: a value has a type that cannot be written.
+        ArgumentError: a value has a type that cannot be written.
     """
     writer = _Writer()
     writer.value(value)
@@ -103,7 +104,7 @@ class _Writer:
             case _ if isinstance(value, Record):
                 self.instance(value)
             case _:
-                raise ValueError(f"a value of type {type(value).__name__} cannot be pickled")
+                raise ArgumentError(f"a value of type {type(value).__name__} cannot be pickled")
 
     def integer(self, value: int) -> None:
         if 0 <= value < 1 << 8:
@@ -113,7 +114,9 @@ class _Writer:
         else:
             nbytes = value.bit_length() // 8 + 1
             if nbytes > 255:
-                raise ValueError(f"an integer of {nbytes} bytes cannot be pickled, at most 255 can")
+                raise ArgumentError(
+                    f"an integer of {nbytes} bytes cannot be pickled, at most 255 can"
+                )
             self.data += pickle.LONG1 + pack("<B", nbytes)
             self.data += value.to_bytes(nbytes, "little", signed=True)
 

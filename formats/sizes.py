@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from sharding.errors import ArgumentError
+
 _SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?) ?(?P<unit>[KMGT]i?B|B)?")
 _UNITS = {
     "B": 1,
@@ -23,7 +25,7 @@ def parse_size(text: str) -> int:
     """Bytes in a size such as `5GB` (decimal), `2GiB` (binary) or `4096`.
 
     Raises:
-        ValueError: it is no such size, or zero.
+        ArgumentError: it is no such size, or zero.
 
     >>> parse_size("5GB"), parse_size("1.5KiB"), parse_size("700")
     (5000000000, 1536, 700)
@@ -31,7 +33,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     size = int(Decimal(match["number"]) * _UNITS[match["unit"] or "B"]) if match else 0
     if size < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"{text!r} is no size of a file; write a number of bytes, 500MB or 5GB (decimal), or "
             f"2GiB (binary)"
         )

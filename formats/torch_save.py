@@ -23,6 +23,7 @@ from formats.storage import Reader, Writer
 from formats.torch_tree import Nest
 from formats.zip_records import PICKLE, Archive
 from formats.zip_writer import ZipWriter
+from sharding.errors import ArgumentError
 from sharding.layout import row_major
 
 ALIGNMENT = 64
@@ -60,7 +61,7 @@ def read(reader: Reader, name: str) -> Catalog:
 def write(writer: Writer, name: str, state: Outgoing) -> None:
     """Stream a whole checkpoint into the file `name`, one block of one tensor in memory at a time.
 
-    Tied names share a storage. Raises ValueError before a byte is written when the tree lacks a
+    Tied names share a storage. Raises ArgumentError before a byte is written when the tree lacks a
     tensor or holds a value that torch could not load.
     """
     pickled, order = pack(state.tree, state.tensors, state.aliases)
@@ -96,10 +97,10 @@ def pack(
 
 
 def check_all_placed(where: str, state: Outgoing, placed: Set[str]) -> None:
-    """Raise ValueError when a tensor would be lost because the tree refers to it nowhere."""
+    """Raise ArgumentError when a tensor would be lost because the tree refers to it nowhere."""
     lost = [name for name, tensor in state.tensors.items() if tensor.name not in placed]
     if lost:
-        raise ValueError(
+        raise ArgumentError(
             f"{where}: the tree has no place for {len(lost)} of the tensors: {', '.join(lost[:5])}"
         )
 
@@ -113,7 +114,7 @@ def _stored(tensor: OutgoingTensor, key: str) -> StoredTensor:
 def write_archive(file: Gathered, pickled: bytes, tensors: Sequence[OutgoingTensor]) -> None:
     """Write one torch.save zip; storage `i` of the pickle has the bytes of `tensors[i]`.
 
-    Raises ValueError where a stream is not as long as its tensor.
+    Raises ArgumentError where a stream is not as long as its tensor.
     """
     # torch 2.7 and later also write `.format_version`, by which they promise where miniz puts each
     # record. Without it, torch looks at the headers, as it does for files of earlier versions.
@@ -124,7 +125,7 @@ def write_archive(file: Gathered, pickled: bytes, tensors: Sequence[OutgoingTens
             name = f"{FOLDER}data/{key}"
             written = archive.add(name, tensor.nbytes, tensor.blocks(), ALIGNMENT)
             if written != tensor.nbytes:
-                raise ValueError(
+                raise ArgumentError(
                     f"{tensor.name}: its stream gave {written} bytes, shape {tensor.shape} and "
                     f"dtype {tensor.dtype} need {tensor.nbytes}"
                 )

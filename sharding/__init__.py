@@ -14,6 +14,25 @@ from sharding.supported import check_versions
 
 check_versions()
 
+from sharding.errors import (  # noqa: E402 - after the check
+    ArgumentError,
+    ArgumentTypeError,
+    CkptError,
+    DestroyedGroupError,
+    HoleError,
+    LocalShapeError,
+    MisuseError,
+    NotAMemberError,
+    OptimizerMismatchError,
+    PartialError,
+    RankError,
+    ShardingError,
+    TorchAssertionError,
+    TransferError,
+    UnknownPlacementError,
+    WorldMismatchError,
+)
+
 if TYPE_CHECKING:
     from sharding.describe.local_part import LocalPart
     from sharding.engine.flat_param_group import FlatParameter
@@ -52,29 +71,45 @@ _FROM = {
 }
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CkptError",
+    "DestroyedGroupError",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "HoleError",
     "LocalOptimStateDictConfig",
     "LocalPart",
+    "LocalShapeError",
     "LocalStateDictConfig",
+    "MisuseError",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "NotAMemberError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "OptimizerMismatchError",
+    "PartialError",
+    "RankError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
+    "ShardingError",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "TorchAssertionError",
+    "TransferError",
+    "UnknownPlacementError",
     "UnshardHandle",
+    "WorldMismatchError",
     "fully_shard",
     "register_fsdp_forward_method",
 ]

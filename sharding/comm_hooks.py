@@ -26,6 +26,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from sharding.errors import ArgumentError
 from sharding.group_references import referred
 
 __all__ = [
@@ -59,7 +60,7 @@ class DefaultState:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         if process_group is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"Expected to pass in an explicit ProcessGroup to {type(self).__name__}."
             )
         self._reference = ref(process_group)

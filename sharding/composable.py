@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sharding.clipping import clip_grad_norm
+from sharding.errors import ArgumentError
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
     EntryPoint,
@@ -115,7 +116,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     """
     entry_point = entry_point_of(module)
     if entry_point is None:
-        raise ValueError(
+        raise ArgumentError(
             f"{type(module).__name__} was not given to sharding.composable.fully_shard"
         )
     return clip_grad_norm(module, float(max_norm), float(norm_type), entry_point.compute_device)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from sharding.errors import ArgumentError, MisuseError
 from sharding.torch_versions import current_accelerator
 
 CPU = torch.device("cpu")
@@ -19,14 +20,14 @@ CPU = torch.device("cpu")
 def device_given(device_id: int | torch.device | None, rank: int) -> torch.device | None:
     """The device that `device_id` means. Warns where it lacks an index.
 
-    Raises RuntimeError where there is no such device.
+    Raises MisuseError where there is no such device.
     """
     if device_id is None:
         return None
     accelerator = current_accelerator()
     if not isinstance(device_id, torch.device):
         if accelerator is None:
-            raise RuntimeError(
+            raise MisuseError(
                 f"device_id={device_id} names an accelerator, but this machine has none; pass "
                 'torch.device("cpu") or nothing'
             )
@@ -36,7 +37,7 @@ def device_given(device_id: int | torch.device | None, rank: int) -> torch.devic
     if device.type in ("cpu", "meta"):
         return device
     if accelerator is None or device.type != accelerator.type:
-        raise RuntimeError(f"device_id={device_id} is not a device of this machine")
+        raise MisuseError(f"device_id={device_id} is not a device of this machine")
     index: int | None = device.index
     if index is None:
         current = torch.device(device.type, torch.accelerator.current_device_index())
@@ -49,7 +50,7 @@ def device_given(device_id: int | torch.device | None, rank: int) -> torch.devic
         )
         return current
     if index >= torch.accelerator.device_count():
-        raise RuntimeError(
+        raise MisuseError(
             f"device_id={device_id} does not exist: this machine has "
             f"{torch.accelerator.device_count()} devices of type {device.type}"
         )
@@ -59,13 +60,13 @@ def device_given(device_id: int | torch.device | None, rank: int) -> torch.devic
 def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | None) -> torch.device:
     """The device that a module computes on: the given one, or that of its parameters.
 
-    An accelerator, where there is one, for parameters in host memory. Raises ValueError where the
-    parameters are on another device than the one given.
+    An accelerator, where there is one, for parameters in host memory. Raises ArgumentError where
+    the parameters are on another device than the one given.
     """
     found = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
     if given is not None and given.type != "meta":
         if found is not None and found != given:
-            raise ValueError(f"Inconsistent compute device and `device_id`: {found} vs {given}")
+            raise ArgumentError(f"Inconsistent compute device and `device_id`: {found} vs {given}")
         return given
     if found is not None:
         return found
@@ -76,15 +77,15 @@ def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | Non
 
 
 def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None) -> None:
-    """Raise RuntimeError where a module is on several devices and was not told which is its own."""
+    """Raise MisuseError where a module is on several devices and was not told which is its own."""
     devices = {tensor.device for tensor in tensors}
     real = {device for device in devices if device.type not in ("cpu", "meta")}
     if len(real) > 1:
-        raise RuntimeError(
+        raise MisuseError(
             f"FSDP only supports single device modules but got params on {sorted(map(str, real))}"
         )
     if len(devices) > 1 and given is None:
-        raise RuntimeError(
+        raise MisuseError(
             f"The module has parameters on {sorted(map(str, devices))}; please pass in device_id "
             "to have it on one device"
         )
@@ -104,14 +105,14 @@ def warn_of_host_memory(parameters: Iterable[nn.Parameter], compute: torch.devic
 
 
 def check_trainable_on(device: torch.device, compute: torch.device, offload: bool) -> None:
-    """Raise RuntimeError where parameters were moved away since they were sharded."""
+    """Raise MisuseError where parameters were moved away since they were sharded."""
     if offload and device.type != "cpu":
-        raise RuntimeError(
+        raise MisuseError(
             "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
             f"{device}. Make sure to not move the module from CPU when offloading parameters."
         )
     if not offload and device != compute:
-        raise RuntimeError(
+        raise MisuseError(
             f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move "
             f"the module to {compute} before training."
         )

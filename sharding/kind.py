@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from sharding.errors import ArgumentError
+
 
 class Kind(str, Enum):
     """The part that a rank has of every tensor of a state; all of one without dimensions."""
@@ -17,7 +19,7 @@ class Kind(str, Enum):
 
     @classmethod
     def named(cls, name: str) -> Kind:
-        """The kind of this name. Raises ValueError, which lists the kinds, where there is none.
+        """The kind of this name. Raises ArgumentError, which lists the kinds, where there is none.
 
         >>> Kind.named("full") is Kind.FULL
         True
@@ -25,7 +27,7 @@ class Kind(str, Enum):
         for kind in cls:
             if kind.value == name:
                 return kind
-        raise ValueError(f"{name!r} is no kind of state; the kinds are {cls.names()}")
+        raise ArgumentError(f"{name!r} is no kind of state; the kinds are {cls.names()}")
 
     @classmethod
     def names(cls) -> str:

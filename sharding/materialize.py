@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.engine.shard_group import HybridGroups
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 
 def own_modules(
@@ -29,8 +30,8 @@ def materialize(
     """Parameters and buffers that are on the meta device are on `device`, with values.
 
     `init` is called with each of the modules, in order; without it, those that have something on
-    the meta device are made empty and told to `reset_parameters()`. Raises TypeError where such a
-    module cannot, and RuntimeError where something is on the meta device still.
+    the meta device are made empty and told to `reset_parameters()`. Raises ArgumentTypeError where
+    such a module cannot, and RuntimeError where something is on the meta device still.
     """
     for module in modules:
         own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
@@ -39,7 +40,7 @@ def materialize(
         elif any(tensor.is_meta for tensor in own):
             reset = getattr(module, "reset_parameters", None)
             if reset is None:
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{type(module).__name__} has parameters on the meta device and no "
                     "reset_parameters(); pass param_init_fn to say how it gets its values"
                 )
@@ -64,11 +65,11 @@ def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
 
 
 def check_reachable(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
-    """Raise ValueError where the process group cannot send tensors in host memory."""
+    """Raise ArgumentError where the process group cannot send tensors in host memory."""
     if str(dist.get_backend(groups.group)) == "nccl" and any(
         t.device.type == "cpu" for t in tensors
     ):
-        raise ValueError(
+        raise ArgumentError(
             "The module has CPU parameters or buffers when `sync_module_states=True`, which "
             "requires them to be on GPU. Please specify the `device_id` argument or move the "
             "module to GPU before passing it to FSDP."

@@ -27,6 +27,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from sharding.errors import ArgumentError
 from sharding.group_references import referred
 
 __all__ = ["ShardedGradScaler"]
@@ -90,7 +91,7 @@ class ShardedGradScaler(GradScaler):
         if isinstance(outputs, torch.Tensor):
             return super().scale(outputs).to(outputs.dtype)
         if not isinstance(outputs, Iterable):
-            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+            raise ArgumentError("outputs must be a Tensor or an iterable of Tensors")
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import TypeVar
 
+from sharding.errors import ArgumentTypeError, MisuseError
 from sharding.kind import Kind
 from sharding.policies import (
     FullOptimStateDictConfig,
@@ -93,7 +94,7 @@ def member_of(kind: type[EnumT], given: object) -> EnumT:
         return given
     if isinstance(given, Enum) and type(given).__name__ == kind.__name__:
         return kind[given.name]
-    raise TypeError(f"expected a {kind.__name__}, but got {given!r} of {type(given)}")
+    raise ArgumentTypeError(f"expected a {kind.__name__}, but got {given!r} of {type(given)}")
 
 
 def _taken_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
@@ -103,6 +104,6 @@ def _taken_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
     if type(given) is wanted:
         return given
     if type(given).__name__ != wanted.__name__:
-        raise RuntimeError(f"Expected {what} of type {wanted} but got {type(given)}")
+        raise MisuseError(f"Expected {what} of type {wanted} but got {type(given)}")
     names = [field.name for field in fields(wanted) if hasattr(given, field.name)]
     return wanted(**{name: getattr(given, name) for name in names})

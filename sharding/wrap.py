@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from sharding.errors import ArgumentError
+
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
@@ -115,7 +117,7 @@ class CustomPolicy(_Policy):
                 continue
             answer = self._lambda_fn(module)
             if not isinstance(answer, bool | dict):
-                raise ValueError(
+                raise ArgumentError(
                     "The lambda_fn passed to CustomPolicy should return "
                     f"False/True or a kwarg dict, but it returned {answer}"
                 )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
 from ckpt.version import __version__
-from formats.url_secrets import without_secrets
+from sharding.url_secrets import without_secrets
 from tools import convert, diff, gc, inspect, latest, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.text import printable, tell

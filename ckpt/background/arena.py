@@ -24,6 +24,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from ckpt.errors import StoreError
+
 HEAD_BYTES = 1 << 12
 """Bytes before the data: a page, so that the data begins on one."""
 TOUCH_BYTES = 16 << 20
@@ -61,14 +63,14 @@ class Arena:
     def fill(self, lo: int, address: int, nbytes: int) -> None:
         """Copy memory to `lo` of the data, of which no page needs to have been touched.
 
-        Other threads can run meanwhile. Raises OSError where the system has no memory left.
+        Other threads can run meanwhile. Raises StoreError where the system has no memory left.
         """
         at = 0
         while at < nbytes:
             done = _pwrite(self.descriptor, address + at, nbytes - at, HEAD_BYTES + lo + at)
             if done < 0:
                 number = ctypes.get_errno()
-                raise OSError(
+                raise StoreError(
                     number, f"{os.strerror(number)}, for {nbytes:,} bytes of shared memory"
                 )
             at += done

@@ -20,13 +20,13 @@ from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.background.writers import write_here
 from ckpt.errors import CkptError
-from ckpt.ranks import Ranks, attempt
 from ckpt.save_protocol import Plan, finish
 from ckpt.state.sections import summary
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
 from ckpt.transfer.write_job import WriteJob
 from formats.native.shard import Progress, ShardSummary
+from sharding.agreement.ranks import Ranks, attempt
 
 T = TypeVar("T")
 

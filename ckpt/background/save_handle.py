@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from formats.url_secrets import without_secrets
+from ckpt.errors import WaitTimeoutError
+from sharding.url_secrets import without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,12 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the checkpoint exists, on every rank that waits.
 
-        Raises TimeoutError after `timeout` seconds, the save goes on; and what the save failed
+        Raises WaitTimeoutError after `timeout` seconds, the save goes on; and what the save failed
         with, RankError where that was on another rank.
         """
         if not self._finished.wait(timeout):
             done, total = self.progress()
-            raise TimeoutError(
+            raise WaitTimeoutError(
                 f"{self.url}: the save is not complete after {timeout:g} s; this rank has written "
                 f"{done:,} of {total:,} bytes"
             )
@@ -75,13 +76,13 @@ class SaveHandle:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when everything is copied, and the state may be changed in any way.
 
-        Optimizers in the state wait by themselves before they step. Raises TimeoutError after
+        Optimizers in the state wait by themselves before they step. Raises WaitTimeoutError after
         `timeout` seconds. An error of the save is `wait`'s to raise.
         """
         if timeout is None:
             self._help()
         if not self._staged.wait(timeout):
-            raise TimeoutError(f"{self.url}: the state is not copied after {timeout:g} s")
+            raise WaitTimeoutError(f"{self.url}: the state is not copied after {timeout:g} s")
 
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and how many it has to write."""

@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 
 from formats.dtypes import BY_TORCH_NAME, DType
+from sharding.errors import ArgumentError
 
 
 class Casting(Enum):
@@ -30,14 +31,14 @@ PACKED = "F4_E2M1X2"
 
 
 def casting_of(dtype: str | None, casting: str) -> Casting | None:
-    """What the arguments of a load allow; None where no cast is. Raises ValueError for others."""
+    """The casts that the arguments of a load allow, or None. Raises ArgumentError for others."""
     known = [one.value for one in Casting]
     if dtype not in (None, "target"):
-        raise ValueError(f"dtype is 'target' or None, not {dtype!r}")
+        raise ArgumentError(f"dtype is 'target' or None, not {dtype!r}")
     if casting not in known:
-        raise ValueError(f"casting is one of {', '.join(known)}, not {casting!r}")
+        raise ArgumentError(f"casting is one of {', '.join(known)}, not {casting!r}")
     if dtype is None and casting != Casting.SAME_KIND.value:
-        raise ValueError(
+        raise ArgumentError(
             f"casting={casting!r} casts nothing by itself; pass dtype='target' as well"
         )
     return None if dtype is None else Casting(casting)

@@ -13,8 +13,8 @@ from ckpt.errors import Difference, MismatchError
 from ckpt.match.match_builder import Match
 from ckpt.match.overlaps import Placed, conflict
 from ckpt.match.selection import Claim
-from ckpt.ranks import HASH_BITS, Ranks
-from formats.url_secrets import without_secrets
+from sharding.agreement.ranks import HASH_BITS, Ranks
+from sharding.url_secrets import without_secrets
 
 
 class Marks(NamedTuple):

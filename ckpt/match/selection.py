@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from sharding.errors import ArgumentError
+
 _SHOWN = 3
 _COMPARED = 10_000
 """Names that a mistyped one is compared with: it takes a second for a hundred thousand."""
@@ -44,14 +46,14 @@ class Selection:
     ) -> Selection:
         """A selection from one pattern, several or none: none includes all and excludes nothing.
 
-        Raises ValueError for an empty list of patterns to include, which selects nothing.
+        Raises ArgumentError for an empty list of patterns to include, which selects nothing.
         """
 
         def patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
             return (given,) if isinstance(given, str) else tuple(given or ())
 
         if include is not None and not patterns(include):
-            raise ValueError("include is an empty list, which selects nothing; omit it to take all")
+            raise ArgumentError("include is an empty list, which selects nothing; omit it for all")
         return cls(("*",) if include is None else patterns(include), patterns(exclude))
 
     def __contains__(self, name: str) -> bool:
@@ -83,11 +85,11 @@ class Selection:
         return (whole,) if self.exclude and names and not found and whole.is_idle(names) else found
 
     def check_chooses(self, names: Collection[str], where: str) -> None:
-        """Raise ValueError unless each pattern matches one of these names, and one is chosen."""
+        """Raise ArgumentError unless each pattern matches one of these names, and one is chosen."""
         idle = self.idle(names)
         if idle:
             said = "; ".join(f"{claim.role}: {claim.advice(names)}" for claim in idle)
-            raise ValueError(f"{where}: {said}")
+            raise ArgumentError(f"{where}: {said}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,9 @@ def no_name(pattern: str, names: Collection[str]) -> str:
 def check_names_some(
     pattern: str, names: Collection[str], where: str, names_it: Callable[[str, str], bool]
 ) -> None:
-    """Raise ValueError where a pattern names none of these; it says which names come near."""
+    """Raise ArgumentError where a pattern names none of these; it says which names come near."""
     if pattern != "*" and not any(names_it(pattern, name) for name in names):
-        raise ValueError(f"{where}: {no_name(pattern, names)}")
+        raise ArgumentError(f"{where}: {no_name(pattern, names)}")
 
 
 def _plain(names: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from formats.catalog import TensorRecord
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
+from sharding.errors import ArgumentTypeError
 
 _AS_THEY_ARE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16}
@@ -82,5 +83,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch type with this name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch {torch.__version__} has no dtype {name}; install a newer one")
+        raise ArgumentTypeError(
+            f"torch {torch.__version__} has no dtype {name}; install a newer one"
+        )
     return found

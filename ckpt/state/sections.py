@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from ckpt.ranks import HASH_BITS, Ranks
 from ckpt.state.described import Described, merged
 from ckpt.state.nests import is_node, outline
 from ckpt.state.saved import leaves
 from formats.catalog import Key, TensorRef, Tree
 from formats.native.manifest import Manifest, dump, load
+from sharding.agreement.ranks import HASH_BITS, Ranks
 
 RUN_KEYS = 16
 """How many top entries that are tensors or values stand in a section, about."""

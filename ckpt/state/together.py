@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import StateError
-from ckpt.ranks import Ranks
 from ckpt.state.described import Described
 from ckpt.state.flatten import FlatState
 from ckpt.state.nests import overruled, without_tensors
 from ckpt.state.sections import marks, merge, short_hash, summary, unpacked_summary
 from formats.native.manifest import StoredTensor
+from sharding.agreement.ranks import Ranks
 
 SHOWN = 8
 """How many values a warning names."""

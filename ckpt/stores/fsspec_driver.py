@@ -14,7 +14,7 @@ from ckpt.stores.drivers import Found, PastEndError, ShortAnswerError
 from ckpt.stores.promises import Promises, Unfinished
 from ckpt.stores.retries import Trouble
 from formats.storage import Buffer, FileWriter
-from formats.url_secrets import without_secrets
+from sharding.url_secrets import without_secrets
 
 READ_ONLY = {"http", "https"}
 """Protocols whose drivers would post files somewhere, or say that they lack a method."""

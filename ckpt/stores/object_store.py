@@ -43,7 +43,7 @@ from formats.storage import (
     SizeError,
     TooLargeError,
 )
-from formats.url_secrets import cause_without_secrets, without_secrets
+from sharding.url_secrets import cause_without_secrets, without_secrets
 
 T = TypeVar("T")
 

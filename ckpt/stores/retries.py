@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from formats.url_secrets import without_secrets
+from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class Patience:
 def patience() -> Patience:
     """The policy that the environment asks for: `CKPT_STORE_DEADLINE` is in seconds.
 
-    Raises ValueError for text that is no number of seconds.
+    Raises ArgumentError for text that is no number of seconds.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
@@ -114,5 +115,5 @@ def patience() -> Patience:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{VARIABLE} is {text!r}: it takes a number of seconds, like 300")
+        raise ArgumentError(f"{VARIABLE} is {text!r}: it takes a number of seconds, like 300")
     return Patience(seconds)

@@ -24,7 +24,8 @@ from ckpt.errors import NotACheckpointError, StoreError
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.promises import Promises, Unfinished
 from formats.storage import FileWriter, Reader
-from formats.url_secrets import cause_without_secrets, without_secrets
+from sharding.errors import ArgumentError
+from sharding.url_secrets import cause_without_secrets, without_secrets
 
 Options = Mapping[str, Any] | None
 """What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
@@ -116,7 +117,7 @@ class Store(Reader, Protocol):
 def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
     """The folder at a path or URL. It need not exist; nothing is created until a file is.
 
-    `options` are the fsspec driver's; a local folder has none. Raises ValueError as `local_path`
+    `options` are the fsspec driver's; a local folder has none. Raises ArgumentError as `local_path`
     does, and StoreError where there is no driver or it refuses URL or options.
     """
     text, path = os.fspath(url), local_path(url)
@@ -139,7 +140,7 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
 def local_path(url: str | os.PathLike[str]) -> str | None:
     """The path of a local folder or file; None for a URL that is a driver's.
 
-    Raises ValueError for what can only be meant otherwise: no path at all, `~`, which is the
+    Raises ArgumentError for what can only be meant otherwise: no path at all, `~`, which is the
     shell's, a URL that lost a slash, and one with a `::` that chains nothing. Saved there, a
     checkpoint would be somewhere else than where it is looked for.
 
@@ -157,16 +158,16 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
     else:
         path = text
     if not path:
-        raise ValueError(f"{text!r} names no folder; the one you are in is '.'")
+        raise ArgumentError(f"{text!r} names no folder; the one you are in is '.'")
     if path.partition("/")[0] == "~":
-        raise ValueError(
+        raise ArgumentError(
             f"{text}: ~ is your home to a shell only: give os.path.expanduser({text!r}); "
             f"a folder of that name is ./{path}"
         )
     lost = _LOST_SLASH.match(text)
     if lost is not None and _is_protocol(lost[1]):
         rest = text[lost.end() - (lost[1] == "file") :]
-        raise ValueError(
+        raise ArgumentError(
             f"{text}: a URL that lost a slash, as pathlib.Path makes them do: give it as text, "
             f"{lost[1]}://{rest}; a folder of that name is ./{text}"
         )
@@ -176,7 +177,7 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
 def _is_url(text: str) -> bool:
     """Whether this is a driver's; `::` chains URLs and names of drivers, and is else a name's own.
 
-    Raises ValueError for a URL with another `::` in it, whose end a driver would pass over.
+    Raises ArgumentError for a URL with another `::` in it, whose end a driver would pass over.
     """
     if "::" not in text:
         return "://" in text
@@ -184,7 +185,7 @@ def _is_url(text: str) -> bool:
     if not other:
         return True
     if "://" in text and "/" not in text.partition("://")[0]:
-        raise ValueError(
+        raise ArgumentError(
             without_secrets(
                 f"{text}: :: stands between URLs and drivers of fsspec, and {other[0]!r} is "
                 "neither: no name in a bucket can have it; a file on a disk is file://"

@@ -22,7 +22,8 @@ from formats.limits import current
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
 from formats.native.manifest import MANIFEST, Base, load, read_manifest
-from formats.url_secrets import without_secrets
+from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
 
 SHOWN_NAMES = 5
 HEAD_BYTES = 128
@@ -32,7 +33,7 @@ HEAD_BYTES = 128
 def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> str:
     """The name of the folder of `base`, which lies in the folder that `url` lies in.
 
-    Raises ValueError where it lies elsewhere, or is `url` itself.
+    Raises ArgumentError where it lies elsewhere, or is `url` itself.
 
     >>> folder_beside("s3://bucket/run/step-2", "s3://bucket/run/step-1/")
     'step-1'
@@ -40,7 +41,7 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
     own, other = one_spelling(url), one_spelling(base)
     parent, name = split_url(other)
     if parent != split_url(own)[0] or own == other or not name:
-        raise ValueError(
+        raise ArgumentError(
             without_secrets(
                 f"base={os.fspath(base)!r} does not lie beside {os.fspath(url)!r}: what borrows "
                 "from a checkpoint must be in the same folder as that"

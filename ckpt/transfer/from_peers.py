@@ -10,7 +10,6 @@ import torch
 
 from ckpt.match.match_builder import Want
 from ckpt.match.overlaps import Placed
-from ckpt.ranks import Ranks
 from ckpt.state.described import Described
 from ckpt.state.memory import is_lazy, torch_dtype, will_change
 from ckpt.state.saved import Saved
@@ -18,6 +17,7 @@ from ckpt.state.sections import marks, merge
 from ckpt.state.together import Together
 from formats.catalog import TensorRef
 from formats.native.manifest import StoredTensor
+from sharding.agreement.ranks import Ranks
 from sharding.describe.describing import describe
 from sharding.describe.local_part import LocalPart
 from sharding.layout import Layout

@@ -25,6 +25,7 @@ from ckpt.plan.read_plan import Bite, Fit, Request
 from formats.catalog import Extent
 from formats.crc32 import combine
 from formats.errors import CorruptError
+from sharding.errors import ArgumentError
 from sharding.layout import Box, Piece
 
 Verify = bool | Literal["all"]
@@ -40,10 +41,10 @@ _Place = tuple[str, int, int]
 
 
 def checked_verify(verify: Verify) -> Verify:
-    """What a caller gave as `verify=`. Raises ValueError unless it is True, False or "all"."""
+    """What a caller gave as `verify=`. Raises ArgumentError unless it is True, False or "all"."""
     if isinstance(verify, bool) or verify == "all":
         return verify
-    raise ValueError(f"verify is True, False or 'all', not {verify!r}")
+    raise ArgumentError(f"verify is True, False or 'all', not {verify!r}")
 
 
 class RecordSums:

@@ -24,11 +24,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from ckpt.ranks import Ranks
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.samples import Bytes, sampled
 from ckpt.transfer.write import OwnPart
 from formats.native.manifest import StoredTensor
+from sharding.agreement.ranks import Ranks
 from sharding.layout import Layout
 
 Replicas = Literal["sample", "check"]

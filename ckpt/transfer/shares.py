@@ -20,10 +20,10 @@ import torch
 import xxhash
 
 from ckpt.plan.shard_sizes import positions
-from ckpt.ranks import HASH_BITS
 from ckpt.transfer.scatter_reads import Lots, Read
 from formats.catalog import TensorRecord
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES, Reader
+from sharding.agreement.ranks import HASH_BITS
 from sharding.layout import Layout, Mesh, Only, Piece, Placement, Replicate, Split
 from sharding.reshard.redistribute import Move, redistribute
 

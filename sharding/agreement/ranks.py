@@ -34,7 +34,7 @@ from sharding.agreement.follower import Follower
 from sharding.agreement.leader import Leader
 from sharding.agreement.links import Failure
 from sharding.agreement.meeting import Meeting
-from sharding.errors import NotAMemberError, RankError, TransferError
+from sharding.errors import ArgumentError, NotAMemberError, RankError, TransferError
 from sharding.layout import Mesh
 
 if TYPE_CHECKING:
@@ -74,9 +74,6 @@ class Ranks:
     `group="self"` is this process alone, whatever process groups it is in.
     """
 
-    rank_error: type[RankError] = RankError
-    """What is raised where another rank failed."""
-
     def __init__(
         self,
         group: Group = None,
@@ -94,7 +91,7 @@ class Ranks:
         import torch.distributed as dist
 
         if isinstance(group, str) and group != SELF:
-            raise ValueError(f"group is a process group, {SELF!r} or None, not {group!r}")
+            raise ArgumentError(f"group is a process group, {SELF!r} or None, not {group!r}")
         is_here = dist.is_available() and dist.is_initialized()
         if group == SELF and is_here:
             self.mesh = Mesh.of_ranks(("world",), (1,), [dist.get_rank()])
@@ -251,7 +248,7 @@ class Ranks:
         """The call that this rank is in, or else one by this name; None where there is nobody."""
         seconds = waiting_seconds() if self._seconds is None else self._seconds
         is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
-        wrong = ValueError(f"timeout is a number of seconds above 0, not {seconds!r}")
+        wrong = ArgumentError(f"timeout is a number of seconds above 0, not {seconds!r}")
         if self._channel is None:
             if not is_time:
                 raise wrong
@@ -289,7 +286,7 @@ class Ranks:
 
     def _error(self, failure: Failure) -> RankError:
         self.told = failure.rank, failure.error
-        return self.rank_error(failure.stage, failure.rank, failure.error, failure.message)
+        return RankError(failure.stage, failure.rank, failure.error, failure.message)
 
 
 @lru_cache(16)

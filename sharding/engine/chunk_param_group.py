@@ -21,6 +21,7 @@ from sharding.engine.packing import ChunkPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.shard_group import HybridGroups, ShardGroup
+from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 from sharding.group_references import release_with_groups
 from sharding.policies import MixedPrecisionPolicy
 from sharding.torch_versions import side_by_side
@@ -44,7 +45,7 @@ class MeshGroups:
         if mesh.ndim == 2:
             shard, replicate = (ShardGroup.of(mesh.get_group(axis)) for axis in (1, 0))
             return cls(mesh, HybridGroups(shard, replicate))
-        raise ValueError(
+        raise ArgumentError(
             f"fully_shard takes a mesh of one or two dimensions, to shard over or to replicate and "
             f"to shard over, not of {mesh.ndim}: {mesh}"
         )
@@ -69,7 +70,7 @@ class MeshGroups:
         if isinstance(unsharded, DTensor):
             joined = side_by_side(self.mesh, unsharded.device_mesh)
             if joined is None:
-                raise ValueError(
+                raise ArgumentError(
                     f"a parameter over {unsharded.device_mesh} cannot be sharded over {self.mesh}: "
                     "give fully_shard a slice of the mesh that the parameter's is a slice of, with "
                     "named dimensions, and those of fully_shard first"
@@ -117,7 +118,7 @@ class ChunkParamGroup(ParamGroup):
         device = stored(self.parameters[0]).device
         if device.type == "meta":
             names = ", ".join(parameter.name for parameter in self.parameters[:3])
-            raise RuntimeError(
+            raise MisuseError(
                 f"parameters are on the meta device ({names}); materialize them with "
                 "module.to_empty(device=...) and initialize or load them before the first forward"
             )
@@ -144,7 +145,7 @@ class ChunkParamGroup(ParamGroup):
             if current is parameter.sharded or current is None:
                 continue
             if not _fits(current, parameter.sharded):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{parameter.name}, which fully_shard made {_described(parameter.sharded)}, "
                     f"was replaced by {_described(current)}; replace it by a DTensor with its mesh "
                     "and placements, or copy_ into it"

@@ -45,6 +45,7 @@ from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.reduction import take_kept
 from sharding.engine.transport import PendingAllGather
+from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.policies import MixedPrecisionPolicy
 
 PLAIN, PARTED = 1, 2
@@ -52,11 +53,11 @@ PLAIN, PARTED = 1, 2
 
 
 def is_hooked(sharded: nn.Parameter, name: str) -> bool:
-    """Whether a sharded parameter has the hooks. Raises AssertionError if it has only one."""
+    """Whether a sharded parameter has the hooks. Raises TorchAssertionError if it has only one."""
     local: torch.Tensor = sharded._local_tensor  # type: ignore[attr-defined]
     pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if pre != post:
-        raise AssertionError(
+        raise TorchAssertionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined: the local tensor "
             f"of {name}, a {type(local).__name__}, has only "
             f"fsdp_{'pre' if pre else 'post'}_all_gather"
@@ -218,7 +219,7 @@ class _Extension:
         inputs, self._metadata = self._inputs()
         forms = [self._form(tensor) for tensor in inputs]
         if self._outputs and forms != [output.form for output in self._outputs]:
-            raise RuntimeError(
+            raise MisuseError(
                 f"fsdp_pre_all_gather of {self.entry.name} returned {forms} this time and "
                 f"{[output.form for output in self._outputs]} before; what it gathers must keep "
                 "its shapes and dtypes"
@@ -291,7 +292,7 @@ class _Extension:
         """The result of the first hook, called in either of its forms."""
         entry = self.entry
         if not is_hooked(entry.sharded, entry.name):
-            raise RuntimeError(
+            raise MisuseError(
                 f"the local tensor of {entry.name} was replaced by one without "
                 "fsdp_pre_all_gather and fsdp_post_all_gather; set them on the new one"
             )
@@ -304,13 +305,13 @@ class _Extension:
             stride = torch.empty(size, device="meta").stride()
             inputs, metadata = hook(self._mesh, size, stride, entry.owners[0][0], self._policy)
         else:
-            raise AssertionError(
+            raise TorchAssertionError(
                 f"Invalid fsdp_pre_all_gather: {signature} of {entry.name}; it takes (mesh) or "
                 "(mesh, outer_size, outer_stride, module, mp_policy)"
             )
         for tensor in inputs:
             if hasattr(tensor, "__tensor_flatten__"):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"fsdp_pre_all_gather of {entry.name} returned a {type(tensor).__name__}, "
                     "which has no memory of its own; return the plain tensors it is made of"
                 )
@@ -327,7 +328,7 @@ class _Extension:
         if rows % shard_group.size == 0:
             counts = (given,) * shard_group.size
         elif given not in (counts[shard_group.rank], counts[0]):
-            raise AssertionError(
+            raise TorchAssertionError(
                 f"{entry.name} of shape {entry.shape} is unevenly sharded over {shard_group.size} "
                 f"ranks: fsdp_pre_all_gather must return tensors with {counts[shard_group.rank]} "
                 "rows, or "
@@ -342,7 +343,7 @@ class _Extension:
         size = torch.Size(entry.shape)
         if unsharded.shape != size:
             if unsharded.numel() < size.numel():
-                raise ValueError(
+                raise ArgumentError(
                     f"fsdp_post_all_gather of {entry.name} returned a tensor of shape "
                     f"{tuple(unsharded.shape)}; the parameter has shape {entry.shape}"
                 )
@@ -380,7 +381,7 @@ def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     names = mesh.mesh_dim_names
     if names is None:
-        raise ValueError(
+        raise ArgumentError(
             f"a mesh of {mesh.ndim} dimensions needs names for fsdp_pre_all_gather to get the last "
             "of them; pass mesh_dim_names to init_device_mesh"
         )

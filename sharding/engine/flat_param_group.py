@@ -34,6 +34,7 @@ from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.reduction import Reduction
 from sharding.engine.shard_group import HybridGroups
 from sharding.engine.unsharded_buffer import UnshardedBuffer
+from sharding.errors import ArgumentTypeError, MisuseError
 
 FLATTENED = "_sharding_flattened"
 """The attribute of a module that lists the flat parameter groups which have its parameters."""
@@ -185,7 +186,7 @@ class FlatParamGroup(ParamGroup):
                 continue
             moved = True
             if sharded.numel() != hi - lo:
-                raise RuntimeError(
+                raise MisuseError(
                     f"{parameter.name} has {sharded.numel()} elements, but this rank's shard of it "
                     f"has {hi - lo}; replace its data by a tensor of the same shape "
                     f"{tuple(self.shard_view(index, flat).shape)}, or use summon_full_params"
@@ -328,7 +329,7 @@ class FlatParamGroup(ParamGroup):
     def _take_over_originals(self) -> None:
         first = self.parameters[0].sharded
         if any(p.sharded.dtype != first.dtype for p in self.parameters):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "the original parameters of one flat parameter have got different dtypes: "
                 + ", ".join(f"{p.name} {p.sharded.dtype}" for p in self.parameters)
             )
@@ -342,7 +343,7 @@ class FlatParamGroup(ParamGroup):
 
     def _take_over_flat(self, current: nn.Parameter) -> None:
         if current.shape != self.flat.shape:
-            raise RuntimeError(
+            raise MisuseError(
                 f"{self.form.name} of shape {tuple(self.flat.shape)} was replaced by a tensor of "
                 f"shape {tuple(current.shape)}"
             )

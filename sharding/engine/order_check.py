@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from sharding.engine.names import Names
 from sharding.engine.unit import Unit
+from sharding.errors import MisuseError
 
 
 class OrderCheck:
@@ -73,7 +74,7 @@ class OrderCheck:
         for rank, index in enumerate(indices):
             if index != indices[0]:
                 here, there = _names(units[indices[0]], units), _names(units[index], units)
-                raise RuntimeError(
+                raise MisuseError(
                     "Forward order differs across ranks: rank 0 is all-gathering parameters for "
                     f"{here} while rank {rank} is all-gathering parameters for {there}"
                 )

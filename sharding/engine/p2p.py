@@ -31,7 +31,7 @@ from sharding.engine.packing import chunk
 from sharding.engine.pending_work import PendingWork
 from sharding.engine.shard_group import ShardGroup
 from sharding.engine.waits import Missed, report
-from sharding.errors import TransferError
+from sharding.errors import MisuseError, TransferError
 
 SMALL_BYTES = 32 << 10
 """Tensors of fewer bytes are copied into one message."""
@@ -103,7 +103,7 @@ class P2PExchange:
             except RuntimeError as error:
                 raise self._report(side, error) from error
             if work is None:
-                raise RuntimeError(
+                raise MisuseError(
                     f"no message to or from rank {member} could be started: this process is not a "
                     "member of the process group that the module is sharded over"
                 )

@@ -43,7 +43,7 @@ from sharding.engine.reduction import (
 from sharding.engine.shard_group import HybridGroups
 from sharding.engine.transport import PendingAllGather, Transport, transport_between
 from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
-from sharding.errors import TransferError
+from sharding.errors import MisuseError, TransferError
 
 
 class ParamGroup(ABC):
@@ -107,7 +107,7 @@ class ParamGroup(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device of the unsharded parameters. Raises RuntimeError for the meta device."""
+        """The device of the unsharded parameters. Raises MisuseError for the meta device."""
 
     @abstractmethod
     def versions(self) -> list[int]:
@@ -117,7 +117,7 @@ class ParamGroup(ABC):
     def take_over_replaced(self) -> None:
         """A tensor that a user put in place of a sharded parameter is the sharded parameter.
 
-        Raises TypeError or RuntimeError for a tensor that cannot take its place.
+        Raises ArgumentTypeError or RuntimeError for a tensor that cannot take its place.
         """
 
     @abstractmethod
@@ -204,12 +204,12 @@ class ParamGroup(ABC):
     def unshard(self, batch: AllGather) -> None:
         """Start the all-gather with the batch, unless it is done or on its way.
 
-        All ranks of the group call it in the same order. Raises RuntimeError after an all-gather
+        All ranks of the group call it in the same order. Raises MisuseError after an all-gather
         that failed.
         """
         if self._error is not None:
             names = ", ".join([parameter.name for parameter in self.parameters][:3])
-            raise RuntimeError(
+            raise MisuseError(
                 f"the ranks could not gather the parameters {names} and those with them before "
                 f"({self._error}), and cannot any more in this process group: start the job again; "
                 "what is sharded can still be saved"
@@ -394,7 +394,8 @@ class ParamGroup(ABC):
 
         None where they are reduced already.
 
-        All ranks of the group call it in the same order. Raises TypeError for a sparse gradient.
+        All ranks of the group call it in the same order. Raises ArgumentTypeError for a sparse
+        gradient.
         """
         packing, transport = self._settled()
         self.backward.start_reduction()

@@ -15,6 +15,7 @@ from sharding.engine.dtensors import local_of
 from sharding.engine.parameter import Parameter
 from sharding.engine.shard_group import ShardGroup
 from sharding.engine.transport import PendingReduceScatter, Transport, transport_between
+from sharding.errors import ArgumentTypeError
 
 
 @dataclass(slots=True)
@@ -153,7 +154,8 @@ def take_gradients(
 ) -> list[torch.Tensor | None]:
     """By parameter, this rank's gradient in `dtype`; the unsharded parameters lose theirs.
 
-    `unsharded` may be empty, before the first all-gather. Raises TypeError for a sparse gradient.
+    `unsharded` may be empty, before the first all-gather. Raises ArgumentTypeError for a sparse
+    gradient.
     """
     taken: list[torch.Tensor | None] = [None] * len(parameters)
     for index, leaf in enumerate(unsharded):
@@ -161,7 +163,7 @@ def take_gradients(
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{parameters[index].name} has a gradient of layout {gradient.layout}, which "
                 "cannot be reduced to shards; make it dense, by sparse=False for an embedding"
             )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp  # noqa: F401 - see [Note: defaults of torch's functions]
 from torch.distributed import ProcessGroup
 
+from sharding.errors import ArgumentError
 from sharding.group_references import GroupReference, referred
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class HybridGroups:
         """The process group that numbers the unit's parameter groups."""
         group = self.shard.group or self.replicate.group
         if group is None:
-            raise ValueError("a unit must be shared over at least one process group")
+            raise ArgumentError("a unit must be shared over at least one process group")
         return group
 
     def next_number(self) -> int:

@@ -24,6 +24,7 @@ from sharding.engine.collectives import CollectiveTransport
 from sharding.engine.composition import Composition
 from sharding.engine.p2p import P2PTransport
 from sharding.engine.shard_group import ShardGroup
+from sharding.errors import ArgumentError
 
 
 class PendingAllGather(Protocol):
@@ -70,11 +71,11 @@ class Transport(Protocol):
 def transport_between(shard_group: ShardGroup, device: torch.device) -> Transport:
     """The fastest transport between these ranks for tensors on this device, or the one asked for.
 
-    Raises ValueError where the one asked for does not exist, or cannot be had here.
+    Raises ArgumentError where the one asked for does not exist, or cannot be had here.
     """
     asked = os.environ.get("SHARDING_TRANSPORT", "")
     if asked not in ("", "p2p", "collectives"):
-        raise ValueError(
+        raise ArgumentError(
             f"SHARDING_TRANSPORT={asked!r}: there are 'p2p' and 'collectives'; unset it for "
             "the faster of them"
         )
@@ -82,7 +83,7 @@ def transport_between(shard_group: ShardGroup, device: torch.device) -> Transpor
         return P2PTransport(shard_group)
     by_message = "gloo" in str(dist.get_backend(shard_group.group)) and device.type == "cpu"
     if asked == "p2p" and not by_message:
-        raise ValueError(
+        raise ArgumentError(
             f"SHARDING_TRANSPORT='p2p' needs gloo and tensors in host memory, not "
             f"{dist.get_backend(shard_group.group)} and {device}; unset it"
         )

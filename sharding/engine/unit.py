@@ -37,6 +37,7 @@ from torch import nn
 from sharding.engine.batches import AllGather
 from sharding.engine.extensions import settled
 from sharding.engine.param_group import ParamGroup
+from sharding.errors import ArgumentTypeError, MisuseError
 from sharding.policies import BackwardPrefetch
 
 UNIT = "_sharding_unit"
@@ -107,8 +108,8 @@ class Unit:
         """True inside `summon_full_params`."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TypeError: shards and process groups cannot be pickled or copied."""
-        raise TypeError(
+        """Raise ArgumentTypeError: shards and process groups cannot be pickled or copied."""
+        raise ArgumentTypeError(
             f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are "
             "spread over ranks; copy the module before it is sharded, or save its state_dict()"
         )
@@ -216,9 +217,9 @@ class Unit:
     # Backward.
 
     def check_unchanged(self, versions: list[list[int]]) -> None:
-        """Raise RuntimeError where parameters do not have these versions any more (rule 2)."""
+        """Raise MisuseError where parameters do not have these versions any more (rule 2)."""
         if versions != self.versions():
-            raise RuntimeError(
+            raise MisuseError(
                 f"the parameters of {type(self.modules[0]).__name__} were changed between a "
                 "forward and its backward, by an optimizer step for one; run backward before"
             )

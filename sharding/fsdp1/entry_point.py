@@ -17,6 +17,7 @@ from sharding.engine.order_check import OrderCheck
 from sharding.engine.outputs import mapped
 from sharding.engine.runtime import runtime_of
 from sharding.engine.unit import UNIT, units_of
+from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError
 from sharding.fsdp1.setup import FlatSettings, make_flat_unit
 from sharding.fsdp1.wrap_plan import auto_wrap, planned
 from sharding.materialize import own_modules
@@ -122,7 +123,7 @@ class EntryPoint:
                     hasattr(parameter, "_in_backward_optimizers")
                     and not param_group.form.use_orig_params
                 ):
-                    raise RuntimeError(
+                    raise MisuseError(
                         "FSDP optimizer in backward only supported with use_orig_params=True!"
                     )
 
@@ -161,9 +162,9 @@ def wrap_inside(
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Raise ValueError where a module is a unit already."""
+    """Raise ArgumentError where a module is a unit already."""
     if entry_point_of(module) is not None or getattr(module, UNIT, None) is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"{type(module).__name__} is sharded already; wrap a module once, and inner modules "
             "before outer ones"
         )
@@ -176,7 +177,7 @@ def ignored_of(
 ) -> Ignored:
     """The modules and parameters that a user or an inner instance ignores, with all inside."""
     if modules is not None and states is not None:
-        raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time.")
+        raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time.")
     parameters: set[nn.Parameter] = set()
     given: list[nn.Module] = _list_of_modules(modules)
     for state in states or ():
@@ -185,13 +186,13 @@ def ignored_of(
         elif isinstance(state, nn.Module):
             given.append(state)
         else:
-            raise ValueError(
+            raise ArgumentError(
                 f"ignored_states expects all nn.Parameter or all nn.Module list elements but got "
                 f"{type(state)}"
             )
     for module in given:
         if entry_point_of(module) is not None:
-            raise ValueError("`ignored_modules` should not include FSDP modules")
+            raise ArgumentError("`ignored_modules` should not include FSDP modules")
     all_modules = {part for module in given for part in module.modules()}
     for entry_point in entry_points(root):
         all_modules |= entry_point.settings.ignored_modules
@@ -205,12 +206,12 @@ def _list_of_modules(modules: Iterable[nn.Module] | None) -> list[nn.Module]:
     try:
         found = list(modules or ())
     except TypeError as error:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"`ignored_modules` should be an iterable of `torch.nn.Module`s but got {type(modules)}"
         ) from error
     for module in found:
         if not isinstance(module, nn.Module):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "`ignored_modules` should be an iterable of `torch.nn.Module`s but got an iterable "
                 f"with {type(module)}"
             )
@@ -224,7 +225,9 @@ def _check_homogeneous(instances: list[EntryPoint]) -> None:
         "_use_full_prec_in_eval": {entry_point.full_precision_in_eval for entry_point in instances},
     }.items():
         if len(values) > 1:
-            raise ValueError(f"Expects one homogeneous value for {name} but got {sorted(values)}")
+            raise ArgumentError(
+                f"Expects one homogeneous value for {name} but got {sorted(values)}"
+            )
 
 
 def _inner_modules(module: nn.Module) -> set[nn.Module]:

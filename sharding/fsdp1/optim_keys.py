@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sharding.describe.describing import clean_name, flat_members
 from sharding.describe.members import NamedParameter
-from sharding.errors import OptimizerMismatchError
+from sharding.errors import ArgumentError, ArgumentTypeError, OptimizerMismatchError
 from sharding.policies import OptimStateKeyType
 
 Key = int | str
@@ -125,15 +125,15 @@ def _groups_of(
     try:
         given: list[Any] = list(optim_input)
     except TypeError as error:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
         ) from error
     if not given:
-        raise ValueError("Optimizer input should not be empty")
+        raise ArgumentError("Optimizer input should not be empty")
     if all(isinstance(entry, torch.Tensor) for entry in given):
         return [given], False
     if not all(isinstance(entry, dict) for entry in given):
-        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+        raise ArgumentTypeError("Optimizer input should be an iterable of Tensors or dicts")
     return [list(group["params"]) for group in given], True
 
 
@@ -157,7 +157,7 @@ def rekeyed(
     """
     kinds = {type(key) for key in state["state"]}
     if not kinds <= {int, str} or len(kinds) > 1:
-        raise ValueError(f"Invalid parameter keys: {state['state'].keys()}")
+        raise ArgumentError(f"Invalid parameter keys: {state['state'].keys()}")
     if kinds <= {str if to is OptimStateKeyType.PARAM_NAME else int}:
         return state
     found = keyed(ModelNames.of(module), optim, optim_input, by_name=False)

@@ -36,7 +36,7 @@ from sharding.describe.dtensor import zeros_placed_like
 from sharding.describe.local_part import FlatSlice, LocalPart, check_holds
 from sharding.describe.members import NamedParameter
 from sharding.describe.sharded_tensor import is_sharded
-from sharding.errors import OptimizerMismatchError
+from sharding.errors import ArgumentError, OptimizerMismatchError
 from sharding.fsdp1.optim_groups import SavedGroups
 from sharding.fsdp1.optim_keys import ModelNames, OptimInput, OptimState, keyed
 from sharding.fsdp1.optim_state_dicts import NUMBERS, Entries
@@ -66,7 +66,7 @@ def state_to_load(
     Raises:
         OptimizerMismatchError: the state does not fit this optimizer. RankError where another rank
             found so.
-        ValueError: it is no optimizer's state.
+        ArgumentError: it is no optimizer's state.
     """
     ranks = Ranks(group)
     if rank0_only:
@@ -89,7 +89,7 @@ def state_to_load(
 
 def _checked(saved: object) -> OptimState:
     if not isinstance(saved, dict) or "state" not in saved:
-        raise ValueError(
+        raise ArgumentError(
             '`optim_state_dict` must have the key "state" to be a valid optimizer state dict, and '
             f"is {type(saved).__name__}{_keys(saved)}"
         )

@@ -38,7 +38,7 @@ class OptimStateDicts:
         Sharded: DTensors by rows. Local: `LocalPart`s on the optimizer's memory, not collective.
         All ranks of `group` call it. `optim_state_dict` is `optim.state_dict()`, if it is changed.
 
-        Raises ValueError (`sharding.errors.OptimizerMismatchError`) where it is not the state
+        Raises OptimizerMismatchError where it is not the state
         of the model's parameters, or cannot be divided; on all ranks, before anything moves.
         """
         settings = settings_of(model)
@@ -67,7 +67,7 @@ class OptimStateDicts:
         model's settings, the first rank's is used. All ranks of `group` call it. `load_directly`
         makes the optimizer load it; `is_named_optimizer` is for one whose keys are names.
 
-        Raises ValueError (`sharding.errors.OptimizerMismatchError`) where it is not the state
+        Raises OptimizerMismatchError where it is not the state
         of this optimizer: on all ranks, before anything is changed.
         """
         result = state_to_load(

@@ -33,7 +33,7 @@ from sharding.describe.members import key_prefix, state_key
 from sharding.engine.dtensors import local_of
 from sharding.engine.flat_param_group import FlatParamGroup
 from sharding.engine.unit import UNIT
-from sharding.errors import ShardingError
+from sharding.errors import ArgumentError, ShardingError
 from sharding.fsdp1.entry_point import EntryPoint, entry_point_of, entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows
 from sharding.fsdp1.state_dict_keys import in_order, own_keys
@@ -88,7 +88,7 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     found = [entry_point.state_dict_settings for entry_point in entry_points(module)]
     for other in found[1:]:
         if other != found[0]:
-            raise ValueError(
+            raise ArgumentError(
                 "All FSDP modules must have the same state dict settings; got "
                 f"{found[0]} and {other}"
             )

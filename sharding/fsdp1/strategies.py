@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.engine.shard_group import HybridGroups, ShardGroup
+from sharding.errors import ArgumentError
 from sharding.group_references import release_with_groups
 from sharding.policies import ShardingStrategy
 
@@ -26,22 +27,22 @@ def chosen_groups(
 ) -> Groups:
     """The groups that a user names or means. All ranks call it: groups may have to be made.
 
-    Raises ValueError where a hybrid strategy has no groups and no policy, since every instance
+    Raises ArgumentError where a hybrid strategy has no groups and no policy, since every instance
     would make its own, or where group and mesh contradict the strategy.
     """
     if given is not None and mesh is not None:
-        raise ValueError("Cannot pass both process_group and device_mesh at the same time.")
+        raise ArgumentError("Cannot pass both process_group and device_mesh at the same time.")
     hybrid = strategy in HYBRID
     if mesh is not None:
         release_with_groups(mesh)
         if mesh.ndim != 1 + hybrid:
-            raise ValueError(
+            raise ArgumentError(
                 f"{strategy} takes a device_mesh of {1 + hybrid} dimensions, not of {mesh.ndim}"
             )
         return (mesh.get_group(1), mesh.get_group(0)) if hybrid else mesh.get_group(0)
     if given is not None:
         if hybrid != isinstance(given, tuple):
-            raise ValueError(
+            raise ArgumentError(
                 f"Expected process_group to be passed in as a {'tuple' if hybrid else 'group'} for "
                 f"{strategy}, but got {type(given)}"
             )
@@ -49,7 +50,7 @@ def chosen_groups(
     if not hybrid:
         return _world()
     if not has_policy:
-        raise ValueError(
+        raise ArgumentError(
             f"Manual wrapping with {strategy} requires explicit specification of process group or "
             "device_mesh."
         )
@@ -96,7 +97,7 @@ def _by_node() -> Groups:
         if any(hosts[r] != hosts[r // node * node] for r in range(size)):
             node = 0
     if node == 0 or size % node:
-        raise ValueError(
+        raise ArgumentError(
             f"the {size} ranks are not spread evenly over nodes, one after the other; pass "
             "process_group=(to shard over, to replicate over) or a device_mesh"
         )
@@ -118,7 +119,7 @@ def _by_node() -> Groups:
 def _world() -> ProcessGroup:
     group: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
-        raise ValueError(
+        raise ArgumentError(
             "there is no default process group; call torch.distributed.init_process_group first, "
             "or pass process_group"
         )

@@ -11,6 +11,7 @@ from torch import nn
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.runtime import is_running
 from sharding.engine.unit import Unit, units_of
+from sharding.errors import TorchAssertionError
 from sharding.fsdp1.unsharded_parameters import UnshardedParameters, is_first
 
 
@@ -36,9 +37,9 @@ def summoned(
         units = [unit for unit in units if module in unit.modules]
     for unit in units:
         if is_running(unit):
-            raise AssertionError("Cannot manually unshard parameters during forward/backward")
+            raise TorchAssertionError("Cannot manually unshard parameters during forward/backward")
         if unit.summoned:
-            raise AssertionError(
+            raise TorchAssertionError(
                 "Cannot manually unshard parameters when already unsharding parameters"
             )
     with ExitStack() as stack:

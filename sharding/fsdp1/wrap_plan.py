@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from sharding.errors import ArgumentError
 from sharding.wrap import CallablePolicy
 
 
@@ -74,7 +75,7 @@ def planned(
     """
     for name, module in root.named_modules():
         if is_wrapped(module):
-            raise ValueError(
+            raise ArgumentError(
                 "FSDP auto wrapping requires modules to not already have "
                 f"FSDP applied but found {name} in\n{root}"
             )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding.clipping import clip_grad_norm
 from sharding.engine.flat_param_group import CommHook, FlatParameter, flat_param_groups
 from sharding.engine.unit import Unit, units_of
+from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.fsdp1 import state_dicts as states
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
@@ -82,7 +83,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     Raises:
         ValueError, TypeError: arguments that contradict each other or the module.
-        RuntimeError: parameters on several devices, or on a device that does not exist.
+        MisuseError: parameters on several devices, or on a device that does not exist.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -225,7 +226,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused: shards and process groups cannot be copied or pickled."""
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
             "ranks; copy the module before wrapping it, or save its state_dict()"
         )
@@ -268,7 +269,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         The next backward outside reduces them; until then they stay unsharded.
         """
         if not self.check_is_root():
-            raise RuntimeError(
+            raise MisuseError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
                 "root FSDP module."
             )
@@ -292,9 +293,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         the root.
         """
         if not self.check_is_root():
-            raise RuntimeError(
-                "`clip_grad_norm_()` should only be called on the root FSDP instance"
-            )
+            raise MisuseError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         return clip_grad_norm(self, float(max_norm), float(norm_type), self.compute_device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -305,18 +304,18 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         instance and for hybrid strategies; ValueError for an object that cannot be called.
         """
         if not callable(hook):
-            raise ValueError(f"The communication hook must be callable but got {hook}")
+            raise ArgumentError(f"The communication hook must be callable but got {hook}")
         if not self.check_is_root():
-            raise AssertionError("register_comm_hook can only be called on a root instance.")
+            raise TorchAssertionError("register_comm_hook can only be called on a root instance.")
         instances = list(entry_points(self))
         for entry_point in instances:
             if (
                 entry_point.hook is not None
                 or getattr(entry_point.owner, "_comm_hook", None) is not None
             ):
-                raise AssertionError("A communication hook is already registered")
+                raise TorchAssertionError("A communication hook is already registered")
             if entry_point.settings.strategy in HYBRID:
-                raise AssertionError(f"{HYBRID_HOOK}: {entry_point.settings.strategy}")
+                raise TorchAssertionError(f"{HYBRID_HOOK}: {entry_point.settings.strategy}")
         for entry_point in instances:
             entry_point.hook = CommHook(state, hook)
             if isinstance(entry_point.owner, FullyShardedDataParallel):

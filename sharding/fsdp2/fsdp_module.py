@@ -16,6 +16,7 @@ from sharding.engine.forward_hooks import ForwardHooks
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.runtime import reset
 from sharding.engine.unit import UNIT, Unit, units_of
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 _FORWARD_HOOKS = "_sharding_forward_hooks"
 """The attribute of a module that is called around its forward."""
@@ -142,7 +143,7 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused: shards and process groups cannot be copied or pickled."""
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
             "ranks; copy the module before fully_shard, or save its state_dict()"
         )
@@ -170,7 +171,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+        raise ArgumentError(f"{type(module).__name__} has no method {method_name!r}")
     method = getattr(module, method_name)
     forward_hooks = cast(ForwardHooks, getattr(module, _FORWARD_HOOKS))
 
@@ -190,7 +191,7 @@ def reshard_setting(given: bool | int | None, size: int) -> bool | int | None:
     if given is None or isinstance(given, bool):
         return given
     if given < 1 or size % given:
-        raise ValueError(
+        raise ArgumentError(
             f"reshard_after_forward={given} does not divide the {size} ranks that the module is "
             "sharded over; pass True, False, None or a divisor"
         )
@@ -204,7 +205,7 @@ def _unit(module: object) -> Unit:
 def _units_given(modules: Iterable[object]) -> tuple[Unit, ...]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"{type(module).__name__} was not given to fully_shard: {module}")
+            raise ArgumentError(f"{type(module).__name__} was not given to fully_shard: {module}")
     return tuple(_unit(module) for module in modules)
 
 

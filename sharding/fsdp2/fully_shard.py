@@ -21,6 +21,7 @@ from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
 from sharding.engine.runtime import attach, runtime_of
 from sharding.engine.unit import UNIT, Unit, UnitPolicy
+from sharding.errors import ArgumentError
 from sharding.fsdp2.fsdp_module import FSDPModule, become_unit, reshard_setting
 from sharding.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from sharding.torch_versions import current_accelerator
@@ -60,7 +61,7 @@ def fully_shard(
         ignored_params: parameters to leave as they are.
 
     Raises:
-        ValueError: the module has been given to `fully_shard` before, or is a container without a
+        ArgumentError: the module was given to `fully_shard` before, or is a container without a
             forward, or an argument does not fit the mesh or a parameter.
 
     >>> import torch.distributed as dist
@@ -121,12 +122,12 @@ def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> 
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise ValueError(
+        raise ArgumentError(
             f"shard_placement_fn gave {placement!r} for {found.name}; it gives a Shard(dim), or "
             "None for the first dimension"
         )
     if not -parameter.ndim <= placement.dim < parameter.ndim:
-        raise ValueError(
+        raise ArgumentError(
             f"{found.name} of shape {tuple(parameter.shape)} has no dimension {placement.dim}"
         )
     return placement.dim % parameter.ndim
@@ -146,15 +147,15 @@ def _sharded(placing: MeshGroups, offload: bool, found: FreeParameter, dim: int)
 def _check(modules: tuple[nn.Module, ...]) -> None:
     if not modules or len(set(map(id, modules))) < len(modules):
         names = ", ".join(type(module).__name__ for module in modules) or "none"
-        raise ValueError(f"fully_shard takes modules, each once; given in one list: {names}")
+        raise ArgumentError(f"fully_shard takes modules, each once; given in one list: {names}")
     for module in modules:
         if isinstance(module, FSDPModule) or hasattr(module, UNIT):
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(module).__name__} has been given to fully_shard before; call it once a "
                 "module"
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(
+            raise ArgumentError(
                 f"fully_shard does not support containers that do not implement forward: {module}; "
                 "call it on the modules in it"
             )

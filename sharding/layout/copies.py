@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sharding.errors import HoleError
+from sharding.errors import ArgumentError, HoleError
 from sharding.layout.box import Box, Piece
 from sharding.layout.layout import Layout
 
@@ -43,7 +43,7 @@ def copies_to(have: Layout, want: Layout, rank: int) -> Iterator[Copy]:
     [(0, '[0:2]'), (1, '[2:4]')]
     """
     if have.shape != want.shape:
-        raise ValueError(f"one tensor cannot have both the shapes {have.shape} and {want.shape}")
+        raise ArgumentError(f"one tensor cannot have both the shapes {have.shape} and {want.shape}")
     for target in want.pieces(rank):
         found = 0
         for source_rank in have.holders(target.box, near=rank):

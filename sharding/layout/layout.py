@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from sharding.errors import ArgumentError
 from sharding.layout.box import Box, Piece, Shape, row_major, span_boxes
 from sharding.layout.holders import flat_range, holding
 from sharding.layout.mesh import Mesh
@@ -49,12 +50,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh.sizes):
-            raise ValueError(
+            raise ArgumentError(
                 f"{len(self.placements)} placements for a mesh of {len(self.mesh.sizes)} axes: "
                 "give one per axis"
             )
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"no tensor has the shape {self.shape}")
+            raise ArgumentError(f"no tensor has the shape {self.shape}")
         for placement, size in zip(self.placements, self.mesh.sizes, strict=True):
             _check(placement, size, self.shape)
         _check_flats_fit(self)
@@ -184,19 +185,21 @@ class Layout:
 
 
 def _check(placement: Placement, size: int, shape: Shape) -> None:
-    """Raise ValueError where one axis' placement cannot divide a tensor of this shape."""
+    """Raise ArgumentError where one axis' placement cannot divide a tensor of this shape."""
     if isinstance(placement, (Shard, StridedShard)) and not 0 <= placement.dim < len(shape):
-        raise ValueError(f"{placement} cuts dimension {placement.dim} of a tensor of shape {shape}")
+        raise ArgumentError(
+            f"{placement} cuts dimension {placement.dim} of a tensor of shape {shape}"
+        )
     if isinstance(placement, StridedShard) and placement.split < 1:
-        raise ValueError(f"{placement}: the split is at least 1")
+        raise ArgumentError(f"{placement}: the split is at least 1")
     if isinstance(placement, FlatShard) and (placement.stride < 1 or placement.offset < 0):
-        raise ValueError(f"{placement}: the stride is at least 1 and the offset not negative")
+        raise ArgumentError(f"{placement}: the stride is at least 1 and the offset not negative")
     if isinstance(placement, Only) and not 0 <= placement.index < size:
-        raise ValueError(f"{placement}: the axis has {size} coordinates")
+        raise ArgumentError(f"{placement}: the axis has {size} coordinates")
 
 
 def _check_flats_fit(layout: Layout) -> None:
-    """Raise ValueError where flat axes leave elements to no rank."""
+    """Raise ArgumentError where flat axes leave elements to no rank."""
     if not any(isinstance(placement, FlatShard) for placement in layout.placements):
         return
     # Coordinate 0 of an axis that cuts dimensions has the most: the others need no look.
@@ -205,7 +208,7 @@ def _check_flats_fit(layout: Layout) -> None:
         if not isinstance(placement, FlatShard):
             continue
         if placement.offset + most > size * placement.stride:
-            raise ValueError(
+            raise ArgumentError(
                 f"{placement}: {most} elements from {placement.offset} do not fit into "
                 f"{size} shards of {placement.stride}"
             )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
+from sharding.errors import ArgumentError
 from sharding.layout.box import row_major
 
 
@@ -48,24 +49,24 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.sizes) == len(self.strides):
-            raise ValueError(
+            raise ArgumentError(
                 f"a mesh needs one name, size and stride per axis, not {len(self.names)} names, "
                 f"{len(self.sizes)} sizes and {len(self.strides)} strides"
             )
         if any(size < 1 for size in self.sizes):
-            raise ValueError(f"every axis of a mesh has at least one rank, not {self.sizes}")
+            raise ArgumentError(f"every axis of a mesh has at least one rank, not {self.sizes}")
         if self.table and len(self.table) != prod(self.sizes):
-            raise ValueError(f"{len(self.table)} ranks do not fill a mesh of {self.sizes}")
+            raise ArgumentError(f"{len(self.table)} ranks do not fill a mesh of {self.sizes}")
         positions = {rank: position for position, rank in enumerate(self.table)}
         if len(positions) != len(self.table):
-            raise ValueError(f"a mesh of {self.sizes} names a rank twice: {self.table}")
+            raise ArgumentError(f"a mesh of {self.sizes} names a rank twice: {self.table}")
         strides = tuple(
             0 if size == 1 or self.table else stride
             for size, stride in zip(self.sizes, self.strides, strict=True)
         )
         digits = _digits(self.sizes, row_major(self.sizes) if self.table else strides)
         if not _nested(digits):
-            raise ValueError(
+            raise ArgumentError(
                 f"a mesh of {self.sizes} with strides {self.strides} is not nested: use "
                 "Mesh.of_ranks with its ranks"
             )
@@ -89,7 +90,7 @@ class Mesh:
         """
         names, sizes, ranks = tuple(names), tuple(sizes), tuple(ranks)
         if not ranks or len(ranks) != prod(sizes):
-            raise ValueError(f"{len(ranks)} ranks do not fill a mesh of {sizes}")
+            raise ArgumentError(f"{len(ranks)} ranks do not fill a mesh of {sizes}")
         strides = tuple(
             ranks[step] - ranks[0] if size > 1 else 0
             for size, step in zip(sizes, row_major(sizes), strict=True)
@@ -145,7 +146,9 @@ class Mesh:
         7
         """
         if sorted(axes) != list(range(len(self.sizes))):
-            raise ValueError(f"{tuple(axes)} is no order of the {len(self.sizes)} axes of a mesh")
+            raise ArgumentError(
+                f"{tuple(axes)} is no order of the {len(self.sizes)} axes of a mesh"
+            )
         names = tuple(self.names[axis] for axis in axes)
         sizes = tuple(self.sizes[axis] for axis in axes)
         if not self.table:

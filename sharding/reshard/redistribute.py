@@ -26,7 +26,7 @@ from sharding.agreement.channel import waiting_seconds
 from sharding.agreement.links import MOST_SECONDS
 from sharding.agreement.ranks import Ranks, message_device
 from sharding.engine.pending_work import PendingWork
-from sharding.errors import TransferError
+from sharding.errors import ArgumentError, TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
 from sharding.layout.exchange import Exchange, exchange, windows
@@ -82,7 +82,7 @@ def redistribute(
             batch.run()
             batch = _Batch(here, group)
         if not move.target.is_contiguous():
-            raise ValueError(f"{move.name}: the target is not contiguous in memory")
+            raise ArgumentError(f"{move.name}: the target is not contiguous in memory")
         plan = exchange(move.have, move.want, here)
         source, target = _flat(move.source.resolve_conj().resolve_neg()), _flat(move.target)
         if numel * itemsize <= budget:

@@ -279,7 +279,7 @@ def test_a_check_sees_every_bit_and_a_sample_does_not(clusters: Callable, tmp_pa
 
 def count_exchanges(folder: str, differs: bool) -> list[str]:
     """The stages of a save of 10,000 small tensors, of which one differs or none."""
-    from ckpt.ranks import Ranks
+    from sharding.agreement.ranks import Ranks
 
     rank, stages = dist.get_rank(), []
     once = Ranks._meet

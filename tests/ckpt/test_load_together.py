@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.ranks import Ranks
+from sharding.agreement.ranks import Ranks
 
 
 def state(value: float) -> dict[str, Any]:

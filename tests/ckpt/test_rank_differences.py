@@ -320,7 +320,7 @@ def test_a_rank_without_an_entry_of_its_own_is_told_by_name(
 
 def save_with_many_names(folder: str) -> int:
     """Four ranks with names of their own in a large state; how many exchanges that took."""
-    from ckpt.ranks import Ranks
+    from sharding.agreement.ranks import Ranks
 
     rank, made = dist.get_rank(), []
     once = Ranks._meet

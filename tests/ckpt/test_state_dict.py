@@ -354,11 +354,11 @@ def wrong_on_one_rank(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
-        ("kind", "RankError", "ValueError"),
+        ("kind", "RankError", "ArgumentError"),
         ("other kind", "StateError", "StateError"),
-        ("budget", "RankError", "ValueError"),
-        ("first budget", "ValueError", "RankError"),
-        ("dtype", "RankError", "ValueError"),
+        ("budget", "RankError", "ArgumentError"),
+        ("first budget", "ArgumentError", "RankError"),
+        ("dtype", "RankError", "ArgumentError"),
     ],
 )
 def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(

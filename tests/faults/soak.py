@@ -43,7 +43,7 @@ FAILS = (*TRANSIENT, *TRANSIENT, Fault.DENIED)
 EXPECTED = (
     *("ExistsError", "InUseError", "NotACheckpointError", "RankError", "StoreError", "OSError"),
     *("CorruptError", "DamagedLoadError", "PartialLoadError", "BackgroundError", "HostileError"),
-    *("PermissionError", "FileNotFoundError", "MismatchError", "TimeoutError", "FormatError"),
+    *("PermissionError", "FileNotFoundError", "MismatchError", "WaitTimeoutError", "FormatError"),
     *("ReplacedError", "ReplacedLoadError"),
 )
 """What a command may raise when it is disturbed."""

@@ -351,7 +351,7 @@ def test_a_rank_whose_arguments_are_wrong_ends_the_others(
 ) -> None:
     clusters(2).run(save_old, str(tmp_path))
     (kind, named, said), (own, _, _) = clusters(2).run(differ, str(tmp_path), "bad argument")
-    assert (kind, named, own) == ("RankError", 1, "ValueError")
+    assert (kind, named, own) == ("RankError", 1, "ArgumentError")
     assert "dtype is 'target' or None, not 'float'" in said
 
 
@@ -376,8 +376,8 @@ def test_a_time_out_that_is_none_is_an_error_on_all_ranks(
     if seconds is None:  # as if it were not given
         assert first == second == ("", "")
         return
-    assert first == ("RankError", f"ckpt.save failed on rank 1 with ValueError: {said}")
-    assert second == ("ValueError", said)
+    assert first == ("RankError", f"ckpt.save failed on rank 1 with ArgumentError: {said}")
+    assert second == ("ArgumentError", said)
     with pytest.raises(ValueError, match="timeout is a number"):
         ckpt.save(tmp_path / "alone", {"step": 1}, timeout=seconds)
 

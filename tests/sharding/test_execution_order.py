@@ -104,7 +104,7 @@ def test_o_01_o_02_orders_that_differ_in_the_first_forward_are_an_error_with_bot
         clusters(2).run(diverge_at_once, strategy, use_orig_params)
     assert sorted(caught.value.errors) == [0, 1]
     for name, message, _ in caught.value.errors.values():
-        assert name == "RuntimeError"
+        assert name == "MisuseError"
         assert message.startswith("Forward order differs across ranks")
         for part in ("rank 0", "rank 1", "left.weight", "left.bias", "right.weight", "right.bias"):
             assert part in message

@@ -383,7 +383,7 @@ def test_a_unit_in_use_is_not_summoned(
 ) -> None:
     with pytest.raises(Exception, match=message) as caught:
         clusters(2).run(function)
-    assert {name for name, _, _ in caught.value.errors.values()} == {"AssertionError"}
+    assert {name for name, _, _ in caught.value.errors.values()} == {"TorchAssertionError"}
 
 
 def summon_at_step(use_orig_params: bool) -> None:

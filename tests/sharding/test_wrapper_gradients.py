@@ -109,7 +109,7 @@ def test_what_only_the_root_can_do_is_refused_on_a_nested_unit(
     with pytest.raises(Exception, match="FSDP instance") as caught:
         clusters(2).run(function)
     for name, text, _ in caught.value.errors.values():
-        assert name == "RuntimeError"
+        assert name == "MisuseError"
         assert message in text
 
 

@@ -403,7 +403,7 @@ def test_ignored_modules_and_ignored_states_exclude_each_other(
 ) -> None:
     with pytest.raises(Exception, match="Cannot pass both ignored_modules and") as caught:
         clusters(2).run(ignore_both_ways)
-    assert {name for name, _, _ in caught.value.errors.values()} == {"ValueError"}
+    assert {name for name, _, _ in caught.value.errors.values()} == {"ArgumentError"}
 
 
 def wrap_copies(strategy: str, use_orig_params: bool) -> None:

@@ -1,0 +1,153 @@
+"""One root for all errors, one kind for each, and each that a docstring names within reach."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import pickle
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckpt
+import formats
+import sharding
+from sharding.errors import CkptError
+
+ROOT = Path(ckpt.__file__).parent.parent
+PACKAGES = (ckpt, formats, sharding)
+INTERNAL = {
+    "AbandonedError": "ends the writing of a process whose trainer is gone, in that process",
+}
+"""Exceptions outside the tree: never raised to a caller."""
+BUILT_IN = {
+    ("ckpt/__init__.py", "AttributeError"): "Python's protocol of module attributes",
+    ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
+    ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",
+    ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",
+    ("ckpt/state/typed_values.py", "TypeError"): "becomes a FormatError in the same file",
+    ("ckpt/stores/fsspec_driver.py", "FileNotFoundError"): "a driver's; the store explains it",
+    ("ckpt/stores/fsspec_driver.py", "OSError"): "a driver's; the store explains it",
+    ("ckpt/stores/s3_driver.py", "OSError"): "a driver's; the store explains it",
+    ("ckpt/stores/uploads.py", "OSError"): "an upload's; the store explains it",
+    ("formats/huggingface.py", "FileNotFoundError"): "`ckpt.reading` makes a NotACheckpointError",
+    ("formats/strict_json.py", "ValueError"): "becomes a FormatError in the same file",
+    ("formats/zip_records.py", "ValueError"): "Python's protocol of files, for `zipfile`",
+    ("sharding/agreement/meeting.py", "TimeoutError"): "becomes a RankError on all ranks",
+    ("sharding/agreement/meeting.py", "ConnectionError"): "becomes a RankError on all ranks",
+}
+"""What is raised with a class of Python's own, by file and class, and why."""
+
+
+def modules() -> Iterator[str]:
+    for package in PACKAGES:
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith("__main__"):
+                yield found.name
+
+
+def own_exceptions() -> list[type[BaseException]]:
+    """Every class of an exception that the packages define, warnings apart."""
+    found: dict[type[BaseException], None] = {}
+    for name in modules():
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # a driver whose library is not installed
+            continue
+        for one in vars(module).values():
+            is_own = isinstance(one, type) and one.__module__ == name
+            if is_own and issubclass(one, Exception) and not issubclass(one, Warning):
+                found[one] = None
+    return list(found)
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+
+
+def test_every_exception_of_ours_comes_from_one_root() -> None:
+    for one in own_exceptions():
+        assert issubclass(one, CkptError) or one.__name__ in INTERNAL, one
+
+
+def test_all_packages_speak_of_the_same_root() -> None:
+    assert ckpt.CkptError is sharding.CkptError is CkptError
+    assert ckpt.RankError is sharding.RankError
+
+
+def test_a_kind_is_the_name_of_its_class_in_snake_case() -> None:
+    for one in own_exceptions():
+        if not issubclass(one, CkptError):
+            continue
+        own = re.sub(r"(?<!^)(?=[A-Z])", "_", one.__name__.removesuffix("Error")).lower()
+        inherited = {base.kind for base in one.__mro__[1:] if issubclass(base, CkptError)}
+        assert one.kind == own or one.kind in inherited - {"ckpt"}, (one, one.kind)
+
+
+def test_nothing_is_raised_with_a_class_of_python_s_own_but_what_no_caller_sees() -> None:
+    found = set()
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Raise) or node.exc is None:
+                continue
+            raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if isinstance(raised, ast.Name) and hasattr(builtins, raised.id):
+                found.add((file, raised.id))
+    assert found == BUILT_IN.keys()
+
+
+def test_every_error_that_a_docstring_names_is_exported() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    missing = set()
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) or "" if isinstance(node, documented) else ""
+            for name in re.findall(r"\b[A-Z]\w*(?:Error|Warning)\b", text):
+                is_internal = name in ("PastEndError", "ShortAnswerError")
+                known = (builtins, ckpt, sharding)
+                if not is_internal and not any(hasattr(package, name) for package in known):
+                    missing.add((file, name))
+    assert not missing
+
+
+@pytest.mark.parametrize("package", [ckpt, sharding])
+def test_every_exported_error_is_in_all(package: object) -> None:
+    exported = package.__all__  # type: ignore[attr-defined]
+    assert sorted(exported) == exported
+    assert all(hasattr(package, name) for name in exported)
+
+
+def test_bad_arguments_are_value_errors_and_of_the_root() -> None:
+    with pytest.raises(ckpt.CkptError, match="replicas is") as raised:
+        ckpt.load("nowhere", {}, replicas="all")  # type: ignore[call-arg]
+    assert isinstance(raised.value, ValueError)
+    assert raised.value.kind == "argument"
+
+
+def test_an_error_of_any_package_shows_no_password_of_a_url() -> None:
+    for kind in (ckpt.StoreError, ckpt.CorruptError, sharding.ShardingError, ckpt.ArgumentError):
+        assert "secret" not in str(kind("ftp://me:secret@host/run: nothing there"))
+    error = ckpt.RankError("loading", 1, "OSError", "ftp://me:secret@host/run: nothing there")
+    assert "secret" not in f"{error} {error.message}"
+
+
+def test_a_rank_error_tells_which_tensors_a_load_had_touched() -> None:
+    error = ckpt.RankError("loading", 1, "OSError", "gone")
+    error.touched = ("w",)
+    assert str(error) == (
+        "loading failed on rank 1 with OSError: gone. On this rank: The target may hold a mix of "
+        "old and new bytes in: w"
+    )
+
+
+def test_errors_of_one_argument_survive_a_copy_in_another_process() -> None:
+    for kind in (ckpt.StateError, ckpt.StoreError, ckpt.HoleError, ckpt.UnknownNameError):
+        again = pickle.loads(pickle.dumps(kind("w: nothing there")))
+        assert type(again) is kind
+        assert str(again) == "w: nothing there"
