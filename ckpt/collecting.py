@@ -38,6 +38,8 @@ from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, load
 
+__all__ = ["LeftOver", "gc"]
+
 WORKERS = 8
 """Left-overs that are removed at once: a server takes time to answer."""
 CLOCKS_SECONDS = 3600.0

@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import get_args
 
+from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.match.selection import Selection
@@ -39,6 +41,8 @@ from formats.outgoing import Outgoing, announce
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
 from sharding.url_secrets import without_secrets
+
+__all__ = ["ConvertReport", "convert"]
 
 
 class Format(str, Enum):
@@ -83,15 +87,15 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: str | None = None,
+    to: FormatName | None = None,
     select: str | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     max_shard_bytes: int = huggingface.MAX_SHARD_BYTES,
     overwrite: bool = False,
     compress: bool = False,
-    dtype: str | None = None,
-    kind: str | None = None,
+    dtype: DtypeName | None = None,
+    kind: KindName | None = None,
     world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
     storage_options: Options = None,
@@ -338,17 +342,10 @@ def _check_can_hold(
         )
 
 
-_CAST_TO = (
-    *("float64", "float32", "float16", "bfloat16"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-)
-"""Not float8_e8m0fnu, which has no sign, nor packed floats, which torch casts nothing to."""
-
-
 def _check_castable(dtype: str | None) -> None:
     """Raise ArgumentError unless weights are still weights when they are cast to a type."""
-    if dtype is not None and dtype.removeprefix("torch.") not in _CAST_TO:
+    if dtype is not None and dtype.removeprefix("torch.") not in get_args(DtypeName):
         raise ArgumentError(
             f"{dtype!r} is no type to cast floating-point tensors to; give dtype= (--dtype) as "
-            f"one of {', '.join(_CAST_TO)}"
+            f"one of {', '.join(get_args(DtypeName))}"
         )

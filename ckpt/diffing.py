@@ -35,6 +35,8 @@ from formats.catalog import TensorRecord, TensorRef, Tree, str_of
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
+__all__ = ["Comparison", "TensorDifference", "ValueDifference", "diff"]
+
 _T = TypeVar("_T")
 
 BLOCK_BYTES = 16 << 20

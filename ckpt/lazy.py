@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from operator import index as as_int
 from types import EllipsisType
+from typing import TYPE_CHECKING
 from warnings import warn
+from weakref import finalize
 
+import numpy as np
 import torch
 
+from ckpt.display import SHOWN_ROWS, count, html_table, printable, size
 from ckpt.errors import (
+    ArgumentError,
     ArgumentTypeError,
     ClosedError,
     TensorIndexError,
@@ -33,6 +39,11 @@ from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from sharding.layout import Box, Layout, Piece
 from sharding.url_secrets import without_secrets
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+__all__ = ["Checkpoint", "TensorHandle", "open", "read"]
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -126,14 +137,34 @@ class TensorHandle:
         kept = [size for dim, size in enumerate(tensor.shape) if dim not in dropped]
         return tensor.reshape(kept)
 
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        """The whole tensor as an array of numpy, for `numpy.asarray`.
+
+        Raises ArgumentTypeError for a type that numpy lacks, ArgumentError for `copy=False`.
+        """
+        if copy is False:
+            raise ArgumentError(f"{self.name}: reading makes a copy; leave out copy=False")
+        try:
+            array = self[...].numpy()
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"{self.name}: numpy has no {self.record.dtype}; cast the tensor, as by "
+                "handle[...].float()"
+            ) from error
+        return array if dtype is None else array.astype(dtype, copy=False)
+
     def __repr__(self) -> str:
         return f"TensorHandle({self.name!r}, shape={self.shape}, dtype={self.record.dtype})"
+
+    def _repr_html_(self) -> str:
+        return html_table("TensorHandle", _COLUMNS, [_row(self.name, self.record)], 1)
 
 
 class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"]):
     """An open checkpoint: a mapping from tensor names, tied names included, to handles.
 
-    Close it, or use it in a `with`.
+    Close it, or use it in a `with`. One that is left open is closed, without a warning, when nobody
+    refers to it any more or the interpreter ends.
     """
 
     def __init__(
@@ -141,8 +172,9 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     ) -> None:
         self._verify = checked_verify(verify)
         self._has_told = False
-        self._context = open_source(url, storage_options)
-        self._source: Source | None = self._context.__enter__()
+        context = open_source(url, storage_options)
+        self._source: Source | None = context.__enter__()
+        self._close = finalize(self, context.__exit__, None, None, None)  # at exit too
         self.catalog: Catalog = self._source.catalog
 
     @property
@@ -154,6 +186,20 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def metadata(self) -> Mapping[str, str]:
         """What the writer said of itself."""
         return self.catalog.metadata
+
+    def __repr__(self) -> str:
+        return f"<{self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        names = list(islice(self, SHOWN_ROWS))
+        rows = [_row(name, self[name].record) for name in names]
+        return html_table(self._summary(), _COLUMNS, rows, len(self))
+
+    def _summary(self) -> str:
+        """A line on the whole: place, format, tensors and bytes, and whether it was closed."""
+        place = "closed" if self._source is None else without_secrets(self._source.url)
+        tensors, nbytes = count(len(self.catalog.tensors), "tensor"), size(self.catalog.nbytes)
+        return f"Checkpoint {printable(place)}: {self.catalog.format}, {tensors}, {nbytes}"
 
     def values(self) -> Tree:  # type: ignore[override]
         """The saved nest with a `TensorRef` in the place of every tensor."""
@@ -230,9 +276,8 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
 
     def close(self) -> None:
         """Let go of the files; handles stay, but can no longer read."""
-        if self._source is not None:
-            self._source = None
-            self._context.__exit__(None, None, None)
+        self._source = None
+        self._close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -241,6 +286,13 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         if self._source is None:
             raise ClosedError("the checkpoint was closed; open it again to read")
         return self._source
+
+
+_COLUMNS = ("name", "type", "shape", "size")
+
+
+def _row(name: str, record: TensorRecord) -> tuple[str, str, str, str]:
+    return name, str(record.dtype), str(list(record.shape)), size(record.nbytes)
 
 
 def _put(nest: object, tensors: Mapping[str, torch.Tensor]) -> object:
@@ -269,9 +321,9 @@ def _resolve(
         raise TensorIndexError(f"{name}: {len(parts)} indices for shape {shape}")
     parts += [slice(None)] * (len(shape) - len(parts))
     lo, hi, steps, dropped = [], [], [], set()
-    for dim, (part, size) in enumerate(zip(parts, shape, strict=True)):
+    for dim, (part, length) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
-            start, stop, step = part.indices(size)
+            start, stop, step = part.indices(length)
             if step < 1:
                 raise TensorIndexError(f"{name}: the step of a slice is positive, not {step}")
             lo.append(start)
@@ -279,12 +331,12 @@ def _resolve(
             steps.append(step)
         else:
             at = _integer(part, name)
-            if not -size <= at < size:
+            if not -length <= at < length:
                 raise TensorIndexError(
                     f"{name}: index {at} is out of range in dimension {dim} of {shape}"
                 )
-            lo.append(at % size)
-            hi.append(at % size + 1)
+            lo.append(at % length)
+            hi.append(at % length + 1)
             steps.append(1)
             dropped.add(dim)
     return Box(tuple(lo), tuple(hi)), tuple(steps), frozenset(dropped)

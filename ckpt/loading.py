@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
 
+from ckpt.arguments import CastingRule, ReplicaReads, check_order, check_word
 from ckpt.budget import memory_budget
 from ckpt.errors import (
     DamagedLoadError,
@@ -40,18 +41,20 @@ from ckpt.transfer.read import Reading
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
 from ckpt.transfer.scatter_reads import Read, Wanted
 from ckpt.transfer.shared_targets import Comparing
-from ckpt.transfer.shares import REPLICAS, Shares, bytes_of_lots, exchanged
+from ckpt.transfer.shares import Shares, bytes_of_lots, exchanged
 from ckpt.transfer.tensor_reads import Fill, Planning, read_fills
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, attempt
-from sharding.errors import ArgumentError, said
+from sharding.errors import said
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from sharding.agreement.ranks import Group
+
+__all__ = ["load"]
 
 S = TypeVar("S")
 
@@ -70,12 +73,12 @@ def load(
     rename: Rename | None = None,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    dtype: str | None = None,
-    casting: str = "same_kind",
+    dtype: Literal["target"] | None = None,
+    casting: CastingRule = "same_kind",
     verify: Verify = True,
     group: Group = None,
     progress: Progress | None = None,
-    replicas: str = "auto",
+    replicas: ReplicaReads = "auto",
     fallback: bool | Url | Sequence[Url] = False,
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -120,6 +123,7 @@ def load(
             names who has not come.
 
     Raises:
+        ArgumentError: an option has no such value, or the state stands before the URL.
         MismatchError: names are missing or unexpected, shapes or dtypes differ, a pattern or a key
             of `rename` matches no name; all are listed. The target was not touched.
         CorruptError: bytes are missing or changed. Found before anything was touched, or a
@@ -141,9 +145,9 @@ def load(
     ranks = Ranks(group, timeout)
 
     def asking() -> _Asked:
+        check_order(CALL, url, state)
         allowed = casting_of(dtype, casting)
-        if replicas not in REPLICAS:
-            raise ArgumentError(f"replicas is one of {', '.join(REPLICAS)}, not {replicas!r}")
+        check_word("replicas", replicas, get_args(ReplicaReads))
         return _Asked(
             strict,
             rename,

@@ -30,6 +30,8 @@ from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, load
 
+__all__ = ["latest"]
+
 HEAD_BYTES = 4096
 """Of a manifest: what the writer says of itself, its time with it, stands near the beginning."""
 WORKERS = 8

@@ -20,6 +20,8 @@ from sharding.agreement.ranks import Ranks
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
+__all__ = ["prepare"]
+
 
 def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECONDS) -> None:
     """The first save of `state` in the background will not have to wait for new memory.

@@ -12,12 +12,13 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, get_args, overload
 
 from ckpt import in_flight
+from ckpt.arguments import WhenBusy, check_order, check_word
 from ckpt.background.save import begin
 from ckpt.background.save_handle import SaveHandle
-from ckpt.background.staging import COPIED, OVERLAPPED, When
+from ckpt.background.staging import When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
 from ckpt.save_protocol import Compress, Plan, Settings, agreed_plan, finish
@@ -30,12 +31,11 @@ from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, attempt
-from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
-WhenBusy = Literal["wait", "refuse"]
+__all__ = ["check_free", "save"]
 
 
 @overload
@@ -138,6 +138,7 @@ def save(
             Then all raise a RankError that names who has not come.
 
     Raises:
+        ArgumentError: an option has no such value, or the state stands before the URL.
         StateError: something cannot be stored; the key path is named. Or what ranks have cannot be
             united, or replicas differ that were to be checked. Nothing was written.
         ExistsError: there is a checkpoint at `url`, of whatever format, and `overwrite` is False;
@@ -159,6 +160,7 @@ def save(
         later = None
     name = "ckpt.save" if blocking else "ckpt.save(blocking=False)"
     with in_flight.told_by_this_call() as begun, ranks.call(name, later):
+        check_order("ckpt.save", url, state)
         settings = Settings(
             overwrite,
             compress,
@@ -174,10 +176,7 @@ def save(
                 turn = None if blocking else object()
                 for _ in range(2):  # an interrupt may come while it is left
                     stack.callback(in_flight.leave_turn, turn)
-                if staging not in (COPIED, OVERLAPPED):
-                    raise ArgumentError(
-                        f"staging is {staging!r:.80}; it can be {COPIED!r} or {OVERLAPPED!r}"
-                    )
+                check_word("staging", staging, get_args(When))
                 check_free(when_busy, turn, ranks.alone)
 
             try:
@@ -205,8 +204,7 @@ def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
     Other threads may have begun one since this one waited. Ranks do not wait for those here: each
     could wait for what the other's threads are about to begin.
     """
-    if when_busy not in ("wait", "refuse"):
-        raise ArgumentError(f'when_busy is {when_busy!r:.80}; it can be "wait" or "refuse"')
+    check_word("when_busy", when_busy, get_args(WhenBusy))
     while in_flight.is_busy() if turn is None else not in_flight.take_turn(turn):
         if when_busy == "refuse" or not alone:
             what = in_flight.url() if in_flight.is_busy() else "another thread's checkpoint"

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from warnings import warn
 
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt.arguments import CastingRule, KindName
 from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+__all__ = ["convert", "load"]
+
 S = TypeVar("S")
 SOURCE = "the state"
 """What messages call what a target is loaded from."""
@@ -55,7 +58,7 @@ SOURCE = "the state"
 
 def convert(
     state: object,
-    to: str,
+    to: KindName,
     *,
     mesh: DeviceMesh | None = None,
     model: nn.Module | None = None,
@@ -146,8 +149,8 @@ def load(
     rename: Rename | None = None,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    dtype: str | None = None,
-    casting: str = "same_kind",
+    dtype: Literal["target"] | None = None,
+    casting: CastingRule = "same_kind",
     model: nn.Module | None = None,
     group: ProcessGroup | None = None,
     budget: int | None = None,

@@ -22,6 +22,8 @@ from formats.errors import HostileError
 from formats.sizes import parse_size
 from sharding.errors import ArgumentError
 
+__all__ = ["limits"]
+
 VARIABLE = "CKPT_LIMITS"
 """The environment variable that raises limits: `header_bytes=200MB,json_values=100000000`."""
 

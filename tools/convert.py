@@ -6,16 +6,17 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
+from ckpt.arguments import DtypeName, FormatName, KindName
+from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
 from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
-from tools.text import count, json_text, printable, size
+from tools.text import json_text
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
-KINDS = ("full", "sharded", "local")
-FORMATS = ("ckpt", "safetensors", "hf", "torch", "dcp")
 MAX_SHARD_BYTES = 5_000_000_000
 SHOWN_LEFT_OUT = 5
 
@@ -26,15 +27,15 @@ class Options:
 
     src: str
     dst: str
-    to: str | None
+    to: FormatName | None
     select: str | None
     include: list[str] | None
     exclude: list[str] | None
     max_shard_bytes: int
     overwrite: bool
     compress: bool
-    dtype: str | None
-    kind: str | None
+    dtype: DtypeName | None
+    kind: KindName | None
     world_size: int | None
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
@@ -48,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("dst", metavar="DST", help="a path or URL that does not exist yet")
     add(
         "--to",
-        choices=FORMATS,
+        choices=get_args(FormatName),
         help="the format to write; without it safetensors or torch where DST ends in "
         ".safetensors, .pt, .pth or .bin, else a folder of ckpt's own",
     )
@@ -76,7 +77,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--kind",
-        choices=KINDS,
+        choices=get_args(KindName),
         help="write what N ranks would have saved, in a file for each rank: whole tensors whose "
         "bytes they divide evenly (full), rows as torch.chunk cuts them (sharded), or even runs "
         "of row-major elements (local); loading fits any number of ranks in any case",

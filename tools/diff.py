@@ -6,11 +6,12 @@ from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
 from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
-from tools.text import count, json_text, printable, shortened, size
+from tools.text import json_text, shortened
 
 if TYPE_CHECKING:
     from ckpt.diffing import Comparison

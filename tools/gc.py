@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, count, json_text, printable, size
+from tools.text import columns, json_text
 
 if TYPE_CHECKING:
     from ckpt.collecting import LeftOver

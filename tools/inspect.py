@@ -10,12 +10,13 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckpt.display import count, printable, size
 from ckpt.match.selection import check_names_some, matches
 from ckpt.state.saved import by_name, join
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, str_of
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, count, json_text, printable, shortened, size
+from tools.text import columns, json_text, shortened
 
 SUMMARY = "show tensors, values and files of a checkpoint"
 MAX_DEPTH = 64

@@ -10,9 +10,10 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
 
+from ckpt.display import printable
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import printable, tell
+from tools.text import tell
 
 SUMMARY = "print the path of the newest sound checkpoint in a folder"
 

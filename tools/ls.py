@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt.display import printable, size
 from ckpt.errors import NotACheckpointError
 from formats.catalog import Catalog
 from formats.errors import FormatError
@@ -20,7 +21,7 @@ from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text, printable, size
+from tools.text import columns, json_text
 
 if TYPE_CHECKING:
     from ckpt.stores.store import Store

@@ -21,11 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Generic, NoReturn, TypeVar
 
+from ckpt.display import printable
 from ckpt.version import __version__
 from sharding.url_secrets import without_secrets
 from tools import convert, diff, gc, inspect, latest, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
-from tools.text import printable, tell
+from tools.text import tell
 
 OptionsT = TypeVar("OptionsT")
 

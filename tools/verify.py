@@ -5,11 +5,12 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field
 
+from ckpt.display import count, printable, size
 from ckpt.report import Report
 from tools.exit_codes import ExitCode
 from tools.progress import file_bytes, progress
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import count, json_text, printable, size
+from tools.text import json_text
 
 SUMMARY = "check every checksum, file and size; without the model's code"
 SHOWN_PROBLEMS = 20

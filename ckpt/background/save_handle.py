@@ -6,9 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 
+from ckpt.display import printable, size
 from ckpt.errors import WaitTimeoutError
 from sharding.url_secrets import without_secrets
+
+__all__ = ["SaveHandle", "Saved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,17 @@ class SaveHandle:
         self._is_told = False
 
     def __repr__(self) -> str:
-        state = "done" if self.done() else "in flight"
-        return f"<SaveHandle of {without_secrets(self.url)}: {'failed' if self._error else state}>"
+        return f"<SaveHandle of {printable(without_secrets(self.url))}: {self._state()}>"
+
+    def _repr_html_(self) -> str:
+        done, total = self.progress()
+        bar = f"<progress value={done} max={max(total, 1)}></progress>"
+        return f"{escape(repr(self)[1:-1])} {bar} {size(done)} of {size(total)}"
+
+    def _state(self) -> str:
+        if not self.done():
+            return "in flight"
+        return "failed" if self._error else "done"
 
     def done(self) -> bool:
         """Whether the save is over, well or not. Never waits, never raises."""

@@ -30,8 +30,6 @@ from sharding.reshard.redistribute import Move, redistribute
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-REPLICAS = ("auto", "read", "exchange")
-"""What ranks that want the same may do."""
 SMALL_BYTES = 1 << 20
 """A part of a tensor of at most so many bytes is not divided."""
 

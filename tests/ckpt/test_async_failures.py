@@ -295,7 +295,7 @@ def test_a_rank_that_is_busy_with_others_refuses_for_all(
 
 
 def test_only_two_answers_to_being_busy_are_known(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='it can be "wait" or "refuse"'):
+    with pytest.raises(ValueError, match="it can be 'wait' or 'refuse'"):
         ckpt.save(tmp_path, {}, when_busy="queue")  # type: ignore[call-overload]
 
 

@@ -1,0 +1,73 @@
+"""How names, sizes and tables look in a terminal and in a notebook.
+
+Names come out of files that anybody may have written. So no character of a name reaches a terminal
+that the terminal could take for a command, and none reaches a notebook as HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+SHOWN_ROWS = 50
+"""How many rows an HTML table has at most."""
+
+
+def printable(text: str) -> str:
+    r"""The text with everything that is no printable character escaped.
+
+    >>> printable("w\x1b[2J")
+    'w\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def size(nbytes: int) -> str:
+    """Bytes in decimal units, three digits.
+
+    >>> size(999), size(16_384), size(5_000_000_000)
+    ('999 B', '16.4 kB', '5.00 GB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes} B"
+    value, unit = nbytes / 1000, 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {_UNITS[unit]}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count(1, "tensor"), count(2000, "tensor")
+    ('1 tensor', '2,000 tensors')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> str:
+    """A table for Jupyter, in which every text is escaped.
+
+    `total` is the number of all rows; a line below the table tells how many are left out.
+
+    >>> html_table("c", ["name"], [["<b>"]], 2)
+    '<b>c</b><table><tr><th>name</th></tr><tr><td>&lt;b&gt;</td></tr></table>and 1 more'
+    """
+    lines = [_html_row("th", head), *(_html_row("td", row) for row in rows)]
+    more = f"and {total - len(rows):,} more" if total > len(rows) else ""
+    return f"<b>{_html(title)}</b><table>{''.join(lines)}</table>{more}"
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_html(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _html(text: str) -> str:
+    return escape(printable(text))
