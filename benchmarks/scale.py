@@ -36,7 +36,8 @@ from ckpt.state.sections import marks, summary
 from ckpt.transfer.write import OwnPart, own_parts
 from formats.catalog import Catalog, TensorRef
 from formats.native import reader
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump, load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump
+from formats.native.manifest_loader import load
 from formats.native.shard import ALIGN, CHUNK_BYTES, RECORD, TABLE
 from formats.safetensors_header import build
 from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError

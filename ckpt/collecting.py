@@ -36,7 +36,8 @@ from ckpt.transfer.bases import Loans, loans, loans_beside
 from ckpt.transfer.commit import GRACE_SECONDS
 from formats.errors import FormatError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, load
+from formats.native.manifest import MANIFEST
+from formats.native.manifest_loader import load
 
 __all__ = ["LeftOver", "gc"]
 

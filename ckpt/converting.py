@@ -30,8 +30,9 @@ from ckpt.stores.store import Options, Store, local_path, open_store, split_url
 from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.commit import commit, now
 from ckpt.version import __version__
-from formats import huggingface, safetensors_file
+from formats import dcp, huggingface, safetensors_file, torch_save
 from formats.catalog import typed_values
+from formats.dcp_nest import lost
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile
@@ -260,8 +261,6 @@ def _write_file(
         if chosen is Format.SAFETENSORS:
             left_out = safetensors_file.write(writer, name, state)
         else:
-            from formats import torch_save
-
             torch_save.write(writer, name, state)
             left_out = _said(state)
         store.flush()
@@ -281,9 +280,6 @@ def _write_folder(
         if chosen is Format.HUGGINGFACE:
             left_out = huggingface.write(writer, state, max_shard_bytes)
         else:
-            from formats import dcp
-            from formats.dcp_nest import lost
-
             dcp.write(writer, state)
             left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
     return left_out
@@ -301,8 +297,6 @@ def _check_values(chosen: Format, state: Outgoing) -> None:
 
 
 def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
-    from formats.dcp_nest import lost
-
     found = lost(state.tree) if chosen is Format.DCP else ()
     return tuple(name or "the outermost" for name, is_empty in found if not is_empty)
 

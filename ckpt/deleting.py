@@ -8,7 +8,8 @@ from ckpt.errors import ArgumentError, NotACheckpointError
 from ckpt.sources import is_of_another_format
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store
 from ckpt.transfer.commit import withdraw
-from formats.native.manifest import MANIFEST, load, read_manifest
+from formats.native.manifest import MANIFEST, read_manifest
+from formats.native.manifest_loader import load
 
 __all__ = ["delete"]
 

@@ -186,7 +186,7 @@ def _float8_table(dtype: DType) -> Array | None:
         return None
     import torch
 
-    from ckpt.state.memory import torch_dtype
+    from ckpt.state.memory import torch_dtype  # torch, for types that numpy lacks alone
 
     every = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch_dtype(dtype.torch_name))
     numbers: Array = every.to(torch.float32).numpy()

@@ -26,9 +26,11 @@ from warnings import warn
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
 from ckpt.stores.replacement_guard import MARK_BYTES, mark_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
+from ckpt.verifying import verify as verify_all
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, load
+from formats.native.manifest import MANIFEST, Manifest
+from formats.native.manifest_loader import load
 
 __all__ = ["latest"]
 
@@ -143,9 +145,7 @@ def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
     try:
         unless_replaced(lambda: _check_whole(url, options))
         if verify:
-            from ckpt.verifying import verify as verified
-
-            for problem in verified(url, storage_options=options).problems[:1]:
+            for problem in verify_all(url, storage_options=options).problems[:1]:
                 return Skipped(url, problem.kind, problem.message)
     except UnsupportedError:
         raise

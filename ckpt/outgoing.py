@@ -363,7 +363,7 @@ class _Cast:
     def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
         import torch
 
-        from ckpt.state.memory import memory_of, torch_dtype
+        from ckpt.state.memory import memory_of, torch_dtype  # torch, which only casts need
 
         here = torch_dtype(self._record.dtype.torch_name)
         there = torch_dtype(self._target.torch_name)

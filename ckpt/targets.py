@@ -33,7 +33,8 @@ from ckpt.transfer.bases import check_unused, loans_beside
 from ckpt.transfer.commit import check_no_other
 from formats.errors import FormatError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, load, read_manifest
+from formats.native.manifest import MANIFEST, read_manifest
+from formats.native.manifest_loader import load
 
 SHOWN_NAMES = 5
 _WEIGHTS = re.compile(

@@ -18,8 +18,11 @@ from ckpt.report import Findings, Problem, Report
 from ckpt.sources import DCP_METADATA, Source, open_source
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
+from ckpt.verify_native import check_native
+from ckpt.verify_zip import check_dcp, check_torch
 from formats.errors import FormatError, UnsupportedError
 from formats.native.manifest import MANIFEST
+from formats.safetensors_header import read_header
 
 __all__ = ["Problem", "Report", "verify"]
 
@@ -77,16 +80,10 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
 def _findings(source: Source, progress: Callable[[int], None] | None) -> Findings:
     """What the check of the source's format finds."""
     if source.catalog.format == "ckpt":
-        from ckpt.verify_native import check_native
-
         return check_native(source.store, progress)
     if source.catalog.format == "torch":
-        from ckpt.verify_zip import check_torch
-
         return check_torch(source.store, source.catalog, progress)
     if source.catalog.format == "dcp":
-        from ckpt.verify_zip import check_dcp
-
         return check_dcp(source.store, source.catalog, progress)
     # Opening it has checked every rule of the headers, and the index against the files.
     return Findings("structure and sizes only: this format has no checksums")
@@ -123,8 +120,6 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
 
 
 def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:
-    from formats.safetensors_header import read_header
-
     problems = []
     for name in names:
         if name.endswith(SAFETENSORS):

@@ -56,7 +56,7 @@ def with_names(state: object, model: nn.Module | None) -> object:
             "module that the state dict is of as model=, or a state dict with its _metadata as "
             "this project's state_dict() returned it"
         )
-    from sharding.describe.torch_fsdp import named_parts
+    from sharding.describe.torch_fsdp import named_parts  # torch's FSDP
 
     return named_parts(unwrapped(model), state)
 

@@ -22,7 +22,8 @@ from ckpt.state.described import Described, merged
 from ckpt.state.nests import is_node, outline
 from ckpt.state.saved import leaves
 from formats.catalog import Key, TensorRef, Tree
-from formats.native.manifest import Manifest, dump, load
+from formats.native.manifest import Manifest, dump
+from formats.native.manifest_loader import load
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
 RUN_KEYS = 16

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from azure.core import MatchConditions, exceptions
 from azure.storage.blob import BlobBlock
 
-from ckpt.stores.drivers import (
+from ckpt.stores.driver import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
     Found,

@@ -1,154 +1,19 @@
-"""What a store of objects asks of a driver: single requests, each done once or failing once.
-
-A driver sits on an fsspec file system, which brings addresses, credentials and connections. It
-holds no state of its own, and knows what its server's errors mean; whether something is tried again
-is not its business (`ckpt.stores.retries`). Paths are as that file system writes them: the bucket
-first, no protocol.
-"""
+"""Which driver sends the requests of an fsspec file system, and how that file system is set up."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Mapping
+from typing import Any
 
-from ckpt.stores.promises import Promises, Unfinished
-from ckpt.stores.retries import Trouble
-from formats.errors import CorruptError
-from formats.storage import FileWriter
-
-T = TypeVar("T")
-
-CONNECT_SECONDS = 20
-ANSWER_SECONDS = 60
-"""A request has failed when nothing of its answer comes for so long."""
-LONGEST_SECONDS = 300
-"""A request has failed after so long in any case, as where nobody takes what is sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A file, or a folder, as a listing shows it."""
-
-    name: str
-    is_file: bool
-    nbytes: int | None
-    """None where it does not say: a web server's page of links."""
-    modified: float
-    """Seconds since 1970 by the server's clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """How a driver takes a large file."""
-
-    least_bytes: int
-    """Every part but the last has so many."""
-    most: int
-    """The number of parts."""
-
-
-class ShortAnswerError(CorruptError):
-    """The answer to a read ended before what it promised."""
-
-
-class PastEndError(CorruptError):
-    """The file ends before the bytes that are wanted."""
-
-    def __init__(self, size: int | None) -> None:
-        self.size = size
-        super().__init__(f"the file ends at {size}")
-
-
-class Driver(Protocol):
-    """The requests. What they raise is the driver's own; `trouble` says what it means.
-
-    How a large file is written is a `PartsDriver`'s or a `StreamDriver`'s.
-    """
-
-    promises: Promises
-    holds_answers: bool
-    """Whether it has all of an answer in memory before it fills the buffers."""
-
-    def server(self) -> str:
-        """Which server answers, as far as its promises go; "" before the first request."""
-        ...
-
-    def listing(self, folder: str) -> list[Found]:
-        """What is directly in a folder; nothing where there is none."""
-        ...
-
-    def status(self, path: str) -> Found:
-        """One file."""
-        ...
-
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """Fill buffers of bytes, end to end, from `offset` on; gives the size of the file if known.
-
-        Raises ShortAnswerError or PastEndError where there is less.
-        """
-        ...
-
-    def fetch_whole(self, path: str, limit: int) -> bytes | int:
-        """All bytes of a file; its size where that is above `limit`."""
-        ...
-
-    def put(self, path: str, data: memoryview, absent: bool) -> None:
-        """A file in one request; with `absent`, on condition that there is none."""
-        ...
-
-    def abort(self, path: str, mark: str) -> None:
-        """The parts are gone."""
-        ...
-
-    def pending(self, folder: str) -> list[Unfinished]:
-        """What has begun in a folder and neither been finished nor aborted."""
-        ...
-
-    def remove(self, path: str) -> None:
-        """The file is gone."""
-        ...
-
-    def remove_folder(self, folder: str) -> None:
-        """The folder is gone if it was one and empty."""
-        ...
-
-    def trouble(self, error: BaseException) -> Trouble:
-        """What an error means."""
-        ...
-
-
-class PartsDriver(Driver, Protocol):
-    """One that writes large files in parts."""
-
-    parts: Parts
-
-    def begin(self, path: str) -> str:
-        """A file in parts begins; gives its mark."""
-        ...
-
-    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
-        """One part, numbered from 1; gives what `finish` needs of it."""
-        ...
-
-    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
-        """The parts, in order, become the file."""
-        ...
-
-
-@runtime_checkable
-class StreamDriver(Driver, Protocol):
-    """One whose file system streams large files."""
-
-    def stream(self, path: str) -> AbstractContextManager[FileWriter]:
-        """A file, whole when the block ends well."""
-        ...
+from ckpt.stores.driver import ANSWER_SECONDS, CONNECT_SECONDS, PartsDriver, StreamDriver
+from ckpt.stores.fsspec_driver import FsspecDriver
 
 
 def driver_of(file_system: Any) -> PartsDriver | StreamDriver:
-    """The driver for an fsspec file system."""
+    """The driver for an fsspec file system.
+
+    A driver of its own imports the client library of its server, so it is imported for that alone.
+    """
     package = type(file_system).__module__.partition(".")[0]
     if package == "s3fs":
         from ckpt.stores.s3_driver import S3Driver
@@ -162,8 +27,6 @@ def driver_of(file_system: Any) -> PartsDriver | StreamDriver:
         from ckpt.stores.gcs_driver import GcsDriver
 
         return GcsDriver(file_system)
-    from ckpt.stores.fsspec_driver import FsspecDriver
-
     return FsspecDriver(file_system)
 
 
@@ -186,16 +49,3 @@ def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "max_pool_connections": 32,
     }
     return {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}
-
-
-def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """What work in a loop that another thread runs comes to, within `LONGEST_SECONDS`.
-
-    An exception in this thread, as when a user interrupts it, ends the work.
-    """
-    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, LONGEST_SECONDS), loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise

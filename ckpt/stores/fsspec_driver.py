@@ -10,7 +10,7 @@ from datetime import datetime
 from errno import EROFS
 from typing import IO, Any
 
-from ckpt.stores.drivers import Found, PastEndError, ShortAnswerError
+from ckpt.stores.driver import Found, PastEndError, ShortAnswerError
 from ckpt.stores.promises import Promises, Unfinished
 from ckpt.stores.retries import Trouble
 from formats.storage import Buffer, FileWriter

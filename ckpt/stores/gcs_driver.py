@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpt.stores.drivers import Found
+from ckpt.stores.driver import Found
 from ckpt.stores.fsspec_driver import FsspecDriver, Stream
 from ckpt.stores.promises import Promises
 from ckpt.stores.retries import Trouble

@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, StoreError
-from ckpt.stores.drivers import Found, PartsDriver, PastEndError, StreamDriver
+from ckpt.stores.driver import Found, PartsDriver, PastEndError, StreamDriver
 from ckpt.stores.promises import Promises, Unfinished
 from ckpt.stores.retries import VARIABLE, Patience, Trouble, patience
 from ckpt.stores.uploads import Division, Sending, Upload

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import aiohttp
 from botocore import exceptions
 
-from ckpt.stores.drivers import Found, Parts, PastEndError, ShortAnswerError, in_loop
+from ckpt.stores.driver import Found, Parts, PastEndError, ShortAnswerError, in_loop
 from ckpt.stores.promises import Promises, Unfinished
 from ckpt.stores.retries import Trouble
 

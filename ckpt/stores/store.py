@@ -201,7 +201,7 @@ def _is_protocol(word: str) -> bool:
 
 
 def _bucket(url: str, options: dict[str, Any]) -> Store:
-    import fsspec
+    import fsspec  # here, as what follows: a disk needs none of it
 
     from ckpt.stores.drivers import driver_of, settings_of
     from ckpt.stores.object_store import ObjectStore

@@ -22,7 +22,7 @@ from mmap import mmap
 from queue import SimpleQueue
 from typing import Any
 
-from ckpt.stores.drivers import Parts
+from ckpt.stores.driver import Parts
 from formats.storage import Buffer
 
 PART_BYTES = 16 << 20

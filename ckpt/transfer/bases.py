@@ -21,7 +21,8 @@ from formats.errors import CorruptError, FormatError
 from formats.limits import current
 from formats.native.borrowed import kept
 from formats.native.lending import Lender
-from formats.native.manifest import MANIFEST, Base, load, read_manifest
+from formats.native.manifest import MANIFEST, Base, read_manifest
+from formats.native.manifest_loader import load
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 

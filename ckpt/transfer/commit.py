@@ -23,7 +23,8 @@ from ckpt.stores.store import Store
 from ckpt.transfer.bases import check_unused, is_as_it_was, loans_beside
 from formats.errors import FormatError
 from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump, load
+from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
+from formats.native.manifest_loader import load
 
 GRACE_SECONDS = 24 * 3600.0
 """The longest that a save or a conversion may take from its beginning to its commit."""

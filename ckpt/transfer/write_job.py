@@ -15,7 +15,7 @@ from ckpt.stores.store import open_store
 from ckpt.transfer.bases import lender
 from formats.dtypes import dtype_named
 from formats.native.borrowed import Lent
-from formats.native.manifest import load
+from formats.native.manifest_loader import load
 from formats.native.shard import ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor

@@ -88,7 +88,7 @@ class ChunkTable:
         if len(stored) == len(target):
             target[:] = stored
             return
-        from formats.native.codec import decompress, differ
+        from formats.native.codec import decompress, differ  # numpy
 
         decompress(stored, width, target, self._where)
         root = self._roots.get(self._first + index)
@@ -156,6 +156,6 @@ def read_root(reader: Reader, file: str, root: Root, width: int, target: memoryv
     if len(stored) == len(target):
         target[:] = stored
     else:
-        from formats.native.codec import decompress
+        from formats.native.codec import decompress  # numpy
 
         decompress(stored, width, target, where)

@@ -15,7 +15,8 @@ from dataclasses import replace
 from formats.limits import BASES
 from formats.native.borrowed import Lent, LentChunks, Place, Root, bases_of, beside
 from formats.native.chunk_table import read_root
-from formats.native.manifest import MANIFEST, StoredTensor, digest_in, load, read_manifest
+from formats.native.manifest import MANIFEST, StoredTensor, digest_in, read_manifest
+from formats.native.manifest_loader import load
 from formats.native.opened_shard import Part, Shard
 from formats.native.reader import Shards
 from formats.native.shard import RECORD

@@ -16,20 +16,17 @@ Rules (docs/format.md is normative):
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import xxhash
 
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import DType
-from formats.errors import CorruptError, HostileError
 from formats.limits import check, current
 from formats.native.tree import Json, encode
 from formats.storage import Reader, TooLargeError
-from formats.strict_json import decode_object
 from sharding.layout import Layout, Mesh, Placement
 
 MANIFEST = "manifest.json"
@@ -38,8 +35,7 @@ BORROWING_VERSION = 2
 """The version of a checkpoint with bases; the same but for them."""
 TYPED_VERSION = 3
 """The version of a checkpoint with typed values in its state, and perhaps with bases."""
-_PREFIX = b'{"digest":"'
-_HEX = re.compile(rb"[0-9a-f]{32}")
+DIGEST_KEY = b'{"digest":"'
 
 
 class ShardFile(NamedTuple):
@@ -133,7 +129,7 @@ def dump(manifest: Manifest) -> bytes:
     )
     body = body[:-1] + b',"state":' + state + b"}"
     digest = xxhash.xxh3_128_hexdigest(body).encode("ascii")
-    return _PREFIX + digest + b'",' + body[1:]
+    return DIGEST_KEY + digest + b'",' + body[1:]
 
 
 def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
@@ -145,41 +141,9 @@ def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
         raise
 
 
-def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
-    """The manifest these bytes are. `file` is what messages call it.
-
-    `stored` is False only for the summaries that ranks exchange: their layouts have replicas, and
-    what an alias names may be in another summary.
-
-    Raises CorruptError when a bit changed, UnsupportedError for a later version, HostileError or
-    FormatError when it says what no writer writes.
-    """
-    start = len(_PREFIX) + 32
-    digest = data[len(_PREFIX) : start]
-    if (
-        data[: len(_PREFIX)] != _PREFIX
-        or not _HEX.fullmatch(digest)
-        or data[start : start + 2] != b'",'
-    ):
-        raise CorruptError(f"{file}: does not begin with its digest: not a manifest, or damaged")
-    from formats.native.manifest_loader import Loader
-
-    body = b"{" + data[start + 2 :]
-    if xxhash.xxh3_128_hexdigest(body).encode("ascii") != digest:
-        raise CorruptError(
-            f"{file}: its {len(data)} bytes do not have the digest {digest.decode()} they claim: "
-            "it was changed after it was written; restore it from another copy"
-        )
-    try:
-        content = cast("dict[str, Json]", decode_object(body, file, lone=True))
-        return Loader(file, content, len(data), stored).manifest()
-    except RecursionError as error:
-        raise HostileError(f"{file}: nests too deep") from error
-
-
 def digest_in(data: bytes) -> str:
     """The digest that a manifest's bytes begin with: no two checkpoints have the same."""
-    return data[len(_PREFIX) : len(_PREFIX) + 32].decode("ascii")
+    return data[len(DIGEST_KEY) : len(DIGEST_KEY) + 32].decode("ascii")
 
 
 def _version(state: bytes, bases: list[Json]) -> int:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 from math import prod
 from operator import add, gt
+from typing import cast
+
+import xxhash
 
 from formats.catalog import TensorRef
 from formats.dtypes import dtype_named
-from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import (
     ALL_SPLITS,
     AXES,
@@ -25,6 +28,7 @@ from formats.limits import (
 )
 from formats.native.manifest import (
     BORROWING_VERSION,
+    DIGEST_KEY,
     MANIFEST,
     TYPED_VERSION,
     VERSION,
@@ -35,6 +39,7 @@ from formats.native.manifest import (
     StoredTensor,
 )
 from formats.native.tree import Json, decode
+from formats.strict_json import decode_object
 from sharding.layout import (
     FlatShard,
     Layout,
@@ -47,9 +52,40 @@ from sharding.layout import (
     StridedShard,
 )
 
+_HEX = re.compile(rb"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _NO_FOLDER_NAME = re.compile(r"[/\\\x00-\x1f\x7f]|.{256}")
 _PLACEMENT = re.compile(r"(R|split)|(S|SS|F|only)\((\d{1,19})(?:,(\d{1,19}))?\)")
+
+
+def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
+    """The manifest these bytes are. `file` is what messages call it.
+
+    `stored` is False only for the summaries that ranks exchange: their layouts have replicas, and
+    what an alias names may be in another summary.
+
+    Raises CorruptError when a bit changed, UnsupportedError for a later version, HostileError or
+    FormatError when it says what no writer writes.
+    """
+    start = len(DIGEST_KEY) + 32
+    digest = data[len(DIGEST_KEY) : start]
+    if (
+        data[: len(DIGEST_KEY)] != DIGEST_KEY
+        or not _HEX.fullmatch(digest)
+        or data[start : start + 2] != b'",'
+    ):
+        raise CorruptError(f"{file}: does not begin with its digest: not a manifest, or damaged")
+    body = b"{" + data[start + 2 :]
+    if xxhash.xxh3_128_hexdigest(body).encode("ascii") != digest:
+        raise CorruptError(
+            f"{file}: its {len(data)} bytes do not have the digest {digest.decode()} they claim: "
+            "it was changed after it was written; restore it from another copy"
+        )
+    try:
+        content = cast("dict[str, Json]", decode_object(body, file, lone=True))
+        return Loader(file, content, len(data), stored).manifest()
+    except RecursionError as error:
+        raise HostileError(f"{file}: nests too deep") from error
 
 
 def check_file_name(name: object, file: str) -> str:
@@ -85,7 +121,7 @@ class Loader:
         self._content = content
 
     def manifest(self) -> Manifest:
-        """All of it. Raises as `formats.native.manifest.load` does."""
+        """All of it. Raises as `load` does."""
         if self._content.get("format") != "ckpt":
             raise FormatError(
                 f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'"

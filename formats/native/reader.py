@@ -16,14 +16,8 @@ from formats.catalog import Catalog, FileRecord, StoredPiece, TensorRecord
 from formats.errors import CorruptError, FormatError
 from formats.limits import applied, current
 from formats.native.borrowed import Place, beside
-from formats.native.manifest import (
-    MANIFEST,
-    Manifest,
-    StoredTensor,
-    digest_in,
-    load,
-    read_manifest,
-)
+from formats.native.manifest import MANIFEST, Manifest, StoredTensor, digest_in, read_manifest
+from formats.native.manifest_loader import load
 from formats.native.opened_shard import Expected, Part, Shard
 from formats.native.shard import open_shard
 from formats.safetensors_header import Header

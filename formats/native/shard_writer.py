@@ -47,7 +47,7 @@ def write_shard(
     if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
         lent = None  # cut or encoded otherwise, no chunk of it is one of these
     if compress or lent is not None:
-        from formats.native.late_header import write_as_it_comes
+        from formats.native.late_header import write_as_it_comes  # numpy
 
         return write_as_it_comes(file, ordered, codec, lent, deltas and compress, progress)
     chunk_bytes = chunk_bytes_of(codec)

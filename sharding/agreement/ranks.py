@@ -322,7 +322,7 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
         if "fake" in str(dist.get_backend(over)):
             found[purpose] = Pretended(rank, world_size)
         elif store is None:
-            from sharding.agreement.gathering import Gathering
+            from sharding.agreement.gathering import Gathering  # torch.distributed
 
             found[purpose] = Gathering(group, rank, world_size)
         else:

@@ -17,7 +17,7 @@ from botocore.exceptions import NoCredentialsError
 import ckpt
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores import object_store
-from ckpt.stores.drivers import Parts
+from ckpt.stores.driver import Parts
 from ckpt.stores.store import Store, open_store
 from ckpt.stores.uploads import PART_BYTES, Division, Sending, Upload
 from formats.errors import CorruptError

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.stores.store import open_store
-from formats.native.manifest import MANIFEST, load
+from formats.native.manifest import MANIFEST
+from formats.native.manifest_loader import load
 from tests.stores.server import Server, s3_client
 
 

@@ -19,7 +19,8 @@ from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME, DTYPES, DType
 from formats.errors import FormatError
 from formats.native import codec, shard, shard_writer, streaming
-from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump, load
+from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump
+from formats.native.manifest_loader import load
 from formats.native.shard import TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
