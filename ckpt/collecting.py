@@ -179,10 +179,10 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
         yield from _converted(store, place, sizes, converted, places, age)
         return
     for begun in unfinished:
-        is_file = begun.mark in sizes
-        is_ours = _WRITTEN.fullmatch(begun.name) or (is_file and _begins(store, begun.mark))
+        is_file = begun.upload_id in sizes
+        is_ours = _WRITTEN.fullmatch(begun.name) or (is_file and _begins(store, begun.upload_id))
         if "/" not in begun.name and is_ours:
-            name, kind = (begun.mark, PART) if is_file else (begun.name, UPLOAD)
+            name, kind = (begun.upload_id, PART) if is_file else (begun.name, UPLOAD)
             old = moment - begun.started
             yield LeftOver(place, name, kind, begun.nbytes, old, old >= age)
     shards = [name for name in sizes if _SHARD.fullmatch(name)]

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 from azure.core import MatchConditions, exceptions
 from azure.storage.blob import BlobBlock
 
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
-    Found,
-    Parts,
+    ObjectInfo,
+    PartLimits,
     PastEndError,
     ShortAnswerError,
     in_loop,
 )
-from ckpt.stores.promises import Promises, Unfinished
-from ckpt.stores.retries import Trouble
+from ckpt.stores.retries import ErrorClass
 
 T = TypeVar("T")
 
@@ -45,10 +45,10 @@ _BROKEN = (
 class AzureDriver:
     """The requests, through one adlfs file system."""
 
-    promises = Promises(
+    capabilities = StoreCapabilities(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
-    parts = Parts(1 << 20, 50_000)
+    part_limits = PartLimits(1 << 20, 50_000)
     holds_answers = True
 
     def __init__(self, file_system: Any) -> None:
@@ -58,18 +58,18 @@ class AzureDriver:
         """The account."""
         return str(self._fs.service_client.url).partition("?")[0]
 
-    def listing(self, folder: str) -> list[Found]:
+    def list_folder(self, folder: str) -> list[ObjectInfo]:
         """What is directly below a prefix."""
         if not folder.strip("/"):  # the list of containers is no folder of checkpoints
             return []
         container, prefix = self._folder(folder)
 
-        async def listing() -> list[Found]:
+        async def listing() -> list[ObjectInfo]:
             found = []
             async for blob in container.walk_blobs(name_starts_with=prefix, **_ONCE):
                 name = blob.name[len(prefix) :]
                 if name.endswith("/"):
-                    found.append(Found(name.rstrip("/"), False, 0, 0.0))
+                    found.append(ObjectInfo(name.rstrip("/"), False, 0, 0.0))
                 elif name:
                     found.append(_found(name, blob))
             # Accounts with real folders list each as an empty blob too.
@@ -78,12 +78,12 @@ class AzureDriver:
 
         return self._run(listing())
 
-    def status(self, path: str) -> Found:
+    def head(self, path: str) -> ObjectInfo:
         """One blob."""
         blob = self._blob(path)
         return _found(path.rpartition("/")[2], self._run(blob.get_blob_properties(**_ONCE)))
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+    def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """A range in one request."""
         length = sum(target.nbytes for target in targets)
 
@@ -102,7 +102,7 @@ class AzureDriver:
             data = data[len(target) :]
         return size
 
-    def fetch_whole(self, path: str, limit: int) -> bytes | int:
+    def get(self, path: str, limit: int) -> bytes | int:
         """A blob, if it is not too large."""
 
         async def fetch() -> bytes | int:
@@ -117,27 +117,30 @@ class AzureDriver:
 
         return self._run(fetch())
 
-    def put(self, path: str, data: memoryview, absent: bool) -> None:
+    def put(self, path: str, data: memoryview) -> None:
         """A blob in one request."""
-        blob = self._blob(path)
-        self._run(blob.upload_blob(bytes(data), length=len(data), overwrite=not absent, **_ONCE))
+        self._upload(path, data, overwrite=True)
 
-    def begin(self, path: str) -> str:
+    def put_if_absent(self, path: str, data: memoryview) -> None:
+        """A blob in one request, on condition that there is none."""
+        self._upload(path, data, overwrite=False)
+
+    def create_multipart(self, path: str) -> str:
         """A mark for the blocks of this upload; no request."""
         return secrets.token_hex(8)
 
-    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
+    def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
         """One block; gives its name."""
-        name = f"{mark}{number:06}"
+        name = f"{upload_id}{number:06}"
         self._run(self._blob(path).stage_block(name, bytes(data), length=len(data), **_ONCE))
         return name
 
-    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
+    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         """The blob, made of its blocks."""
         blocks = [BlobBlock(name) for name in parts]
         self._run(self._blob(path).commit_block_list(blocks, **_ONCE))
 
-    def abort(self, path: str, mark: str) -> None:
+    def abort_multipart(self, path: str, upload_id: str) -> None:
         """The blocks are gone, unless they are those of a blob that exists."""
 
         async def abort() -> None:
@@ -149,7 +152,7 @@ class AzureDriver:
 
         self._run(abort())
 
-    def pending(self, folder: str) -> list[Unfinished]:
+    def list_multipart(self, folder: str) -> list[Unfinished]:
         """Names directly below a prefix that have blocks and no blob."""
         container, prefix = self._folder(folder)
 
@@ -167,35 +170,39 @@ class AzureDriver:
 
         return self._run(pending())
 
-    def remove(self, path: str) -> None:
+    def delete(self, path: str) -> None:
         """The blob is gone."""
         self._run(self._blob(path).delete_blob(delete_snapshots="include", **_ONCE))
 
-    def remove_folder(self, folder: str) -> None:
+    def delete_folder(self, folder: str) -> None:
         """Nothing to do: a prefix is no thing."""
 
-    def trouble(self, error: BaseException) -> Trouble:
+    def error_class(self, error: BaseException) -> ErrorClass:
         """What a client's error means."""
         if isinstance(error, PastEndError):
-            return Trouble.PAST_END
+            return ErrorClass.PAST_END
         if isinstance(error, _BROKEN):
-            return Trouble.PASSING
+            return ErrorClass.PASSING
         if not isinstance(error, exceptions.HttpResponseError):
             is_denied = isinstance(error, exceptions.ClientAuthenticationError)
-            return Trouble.DENIED if is_denied else Trouble.LASTING
+            return ErrorClass.DENIED if is_denied else ErrorClass.LASTING
         code, status = str(getattr(error, "error_code", "") or ""), error.status_code or 0
         if code.endswith(("ContainerNotFound", "ContainerBeingDeleted")):
-            return Trouble.NO_BUCKET
+            return ErrorClass.NO_BUCKET
         if status in (401, 403):
-            return Trouble.DENIED
+            return ErrorClass.DENIED
         if status == 416:
-            return Trouble.PAST_END
+            return ErrorClass.PAST_END
         if status == 404:
-            return Trouble.MISSING
+            return ErrorClass.MISSING
         if code.endswith(("BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite")):
-            return Trouble.EXISTS
+            return ErrorClass.EXISTS
         is_passing = status in (408, 409, 429) or status >= 500
-        return Trouble.PASSING if is_passing else Trouble.LASTING
+        return ErrorClass.PASSING if is_passing else ErrorClass.LASTING
+
+    def _upload(self, path: str, data: memoryview, overwrite: bool) -> None:
+        blob = self._blob(path)
+        self._run(blob.upload_blob(bytes(data), length=len(data), overwrite=overwrite, **_ONCE))
 
     def _blob(self, path: str) -> Any:
         container, key, _ = self._fs.split_path(path)
@@ -210,5 +217,5 @@ class AzureDriver:
         return in_loop(self._fs.loop, work)
 
 
-def _found(name: str, blob: Any) -> Found:
-    return Found(name, True, int(blob.size or 0), blob.last_modified.timestamp())
+def _found(name: str, blob: Any) -> ObjectInfo:
+    return ObjectInfo(name, True, int(blob.size or 0), blob.last_modified.timestamp())

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ckpt.stores.promises import Promises, Unfinished
-from ckpt.stores.retries import Trouble
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.retries import ErrorClass
 from formats.errors import CorruptError
 from formats.storage import FileWriter
 
@@ -29,7 +29,7 @@ LONGEST_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectInfo:
     """A file, or a folder, as a listing shows it."""
 
     name: str
@@ -41,7 +41,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartLimits:
     """How a driver takes a large file."""
 
     least_bytes: int
@@ -65,10 +65,10 @@ class PastEndError(CorruptError):
 class Driver(Protocol):
     """The requests. What they raise is the driver's own; `trouble` says what it means.
 
-    How a large file is written is a `PartsDriver`'s or a `StreamDriver`'s.
+    How a large file is written is a `MultipartDriver`'s or a `StreamDriver`'s.
     """
 
-    promises: Promises
+    capabilities: StoreCapabilities
     holds_answers: bool
     """Whether it has all of an answer in memory before it fills the buffers."""
 
@@ -76,64 +76,68 @@ class Driver(Protocol):
         """Which server answers, as far as its promises go; "" before the first request."""
         ...
 
-    def listing(self, folder: str) -> list[Found]:
+    def list_folder(self, folder: str) -> list[ObjectInfo]:
         """What is directly in a folder; nothing where there is none."""
         ...
 
-    def status(self, path: str) -> Found:
+    def head(self, path: str) -> ObjectInfo:
         """One file."""
         ...
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+    def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """Fill buffers of bytes, end to end, from `offset` on; gives the size of the file if known.
 
         Raises ShortAnswerError or PastEndError where there is less.
         """
         ...
 
-    def fetch_whole(self, path: str, limit: int) -> bytes | int:
+    def get(self, path: str, limit: int) -> bytes | int:
         """All bytes of a file; its size where that is above `limit`."""
         ...
 
-    def put(self, path: str, data: memoryview, absent: bool) -> None:
-        """A file in one request; with `absent`, on condition that there is none."""
+    def put(self, path: str, data: memoryview) -> None:
+        """A file in one request."""
         ...
 
-    def abort(self, path: str, mark: str) -> None:
+    def put_if_absent(self, path: str, data: memoryview) -> None:
+        """A file in one request, on condition that there is none."""
+        ...
+
+    def abort_multipart(self, path: str, upload_id: str) -> None:
         """The parts are gone."""
         ...
 
-    def pending(self, folder: str) -> list[Unfinished]:
+    def list_multipart(self, folder: str) -> list[Unfinished]:
         """What has begun in a folder and neither been finished nor aborted."""
         ...
 
-    def remove(self, path: str) -> None:
+    def delete(self, path: str) -> None:
         """The file is gone."""
         ...
 
-    def remove_folder(self, folder: str) -> None:
+    def delete_folder(self, folder: str) -> None:
         """The folder is gone if it was one and empty."""
         ...
 
-    def trouble(self, error: BaseException) -> Trouble:
+    def error_class(self, error: BaseException) -> ErrorClass:
         """What an error means."""
         ...
 
 
-class PartsDriver(Driver, Protocol):
+class MultipartDriver(Driver, Protocol):
     """One that writes large files in parts."""
 
-    parts: Parts
+    part_limits: PartLimits
 
-    def begin(self, path: str) -> str:
+    def create_multipart(self, path: str) -> str:
         """A file in parts begins; gives its mark."""
         ...
 
-    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
+    def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
         """One part, numbered from 1; gives what `finish` needs of it."""
         ...
 
-    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
+    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         """The parts, in order, become the file."""
         ...
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.stores.driver import ANSWER_SECONDS, CONNECT_SECONDS, PartsDriver, StreamDriver
+from ckpt.stores.driver import ANSWER_SECONDS, CONNECT_SECONDS, MultipartDriver, StreamDriver
 from ckpt.stores.fsspec_driver import FsspecDriver
 
 
-def driver_of(file_system: Any) -> PartsDriver | StreamDriver:
+def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
     """The driver for an fsspec file system.
 
     A driver of its own imports the client library of its server, so it is imported for that alone.

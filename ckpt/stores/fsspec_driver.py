@@ -10,9 +10,9 @@ from datetime import datetime
 from errno import EROFS
 from typing import IO, Any
 
-from ckpt.stores.driver import Found, PastEndError, ShortAnswerError
-from ckpt.stores.promises import Promises, Unfinished
-from ckpt.stores.retries import Trouble
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.driver import ObjectInfo, PastEndError, ShortAnswerError
+from ckpt.stores.retries import ErrorClass
 from formats.storage import Buffer, FileWriter
 from sharding.url_secrets import without_secrets
 
@@ -25,7 +25,7 @@ _TIMES = ("mtime", "last_modified", "LastModified", "updated", "created")
 class FsspecDriver:
     """The requests, as calls of the file system."""
 
-    promises = Promises(
+    capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
     )
     holds_answers = True
@@ -37,7 +37,7 @@ class FsspecDriver:
         """Not asked for: nothing of its promises is to be found out."""
         return ""
 
-    def listing(self, folder: str) -> list[Found]:
+    def list_folder(self, folder: str) -> list[ObjectInfo]:
         """What is directly in a folder."""
         self._fs.invalidate_cache(folder)  # other processes write here too
         own = folder.rstrip("/")
@@ -47,7 +47,7 @@ class FsspecDriver:
             if entry["name"].rstrip("/") != own
         ]
 
-    def status(self, path: str) -> Found:
+    def head(self, path: str) -> ObjectInfo:
         """One file."""
         self._fs.invalidate_cache(path.rpartition("/")[0])
         entry = self._fs.info(path)
@@ -55,7 +55,7 @@ class FsspecDriver:
             raise FileNotFoundError(path)
         return _found(entry)
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+    def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """A range in one request."""
         length = sum(target.nbytes for target in targets)
         data = memoryview(self._fs.cat_file(path, start=offset, end=offset + length))
@@ -76,27 +76,32 @@ class FsspecDriver:
             data = data[len(target) :]
         return None
 
-    def fetch_whole(self, path: str, limit: int) -> bytes | int:
+    def get(self, path: str, limit: int) -> bytes | int:
         """All bytes of a file, if they are few."""
         size = self._size(path)
         return size if size > limit else bytes(self._fs.cat_file(path))
 
-    def put(self, path: str, data: memoryview, absent: bool) -> None:
+    def put(self, path: str, data: memoryview) -> None:
         """A file in one call."""
         self._check_can_write(path)
         self._make_folder(path)
-        if absent:
-            # fsspec's own way of saying that a file system knows no such condition; others do not
-            # know the argument. `promises` does not claim it: a commit looks for the file before.
-            with suppress(NotImplementedError, TypeError):
-                self._fs.pipe_file(path, bytes(data), mode="create")
-                return
         self._fs.pipe_file(path, bytes(data))
 
-    def abort(self, path: str, mark: str) -> None:
-        """Nothing to do: `pending` lists none."""
+    def put_if_absent(self, path: str, data: memoryview) -> None:
+        """A file in one call, on condition of its absence where the file system knows that."""
+        self._check_can_write(path)
+        self._make_folder(path)
+        # fsspec's own way of saying that a file system knows no such condition; others do not know
+        # the argument. `capabilities` does not claim it: a commit looks for the file before.
+        with suppress(NotImplementedError, TypeError):
+            self._fs.pipe_file(path, bytes(data), mode="create")
+            return
+        self._fs.pipe_file(path, bytes(data))
 
-    def pending(self, folder: str) -> list[Unfinished]:
+    def abort_multipart(self, path: str, upload_id: str) -> None:
+        """Nothing to do: `list_multipart` lists none."""
+
+    def list_multipart(self, folder: str) -> list[Unfinished]:
         """None: fsspec has no word for them."""
         return []
 
@@ -118,12 +123,12 @@ class FsspecDriver:
             raise
         remote.close()
 
-    def remove(self, path: str) -> None:
+    def delete(self, path: str) -> None:
         """The file is gone."""
         self._check_can_write(path)
         self._fs.rm_file(path)
 
-    def remove_folder(self, folder: str) -> None:
+    def delete_folder(self, folder: str) -> None:
         """The folder is gone where there are such things and it is empty."""
         # fsspec's way of saying that a file system has no folders; OSError is a folder that is not
         # there or has been filled meanwhile. An empty folder that stays does no harm.
@@ -131,34 +136,34 @@ class FsspecDriver:
             if not self._fs.ls(folder, detail=False, refresh=True):
                 self._fs.rmdir(folder)
 
-    def trouble(self, error: BaseException) -> Trouble:
+    def error_class(self, error: BaseException) -> ErrorClass:
         """What an error means, as far as its class says it."""
         if isinstance(error, PastEndError):
-            return Trouble.PAST_END
+            return ErrorClass.PAST_END
         if isinstance(error, FileExistsError):
-            return Trouble.EXISTS
+            return ErrorClass.EXISTS
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            return Trouble.MISSING
+            return ErrorClass.MISSING
         if isinstance(error, PermissionError):
-            return Trouble.DENIED
+            return ErrorClass.DENIED
         status = getattr(error, "status", getattr(error, "status_code", None))  # aiohttp's, Azure's
         if status in (401, 403):
-            return Trouble.DENIED
+            return ErrorClass.DENIED
         if status == 416:
-            return Trouble.PAST_END
+            return ErrorClass.PAST_END
         if isinstance(status, int):
             is_passing = status in (408, 429) or status >= 500
-            return Trouble.PASSING if is_passing else Trouble.LASTING
+            return ErrorClass.PASSING if is_passing else ErrorClass.LASTING
         if isinstance(
             error, ConnectionError | TimeoutError | asyncio.TimeoutError | ShortAnswerError
         ):
-            return Trouble.PASSING
+            return ErrorClass.PASSING
         is_broken = type(error).__module__.partition(".")[0] == "aiohttp"
-        return Trouble.PASSING if is_broken else Trouble.LASTING
+        return ErrorClass.PASSING if is_broken else ErrorClass.LASTING
 
     def _size(self, path: str) -> int:
         """Bytes in a file; none where the server does not say."""
-        return self.status(path).nbytes or 0
+        return self.head(path).nbytes or 0
 
     def _check_can_write(self, path: str) -> None:
         if READ_ONLY & {self._fs.protocol, *self._fs.protocol}:
@@ -184,10 +189,10 @@ class Stream:
         raise OSError("a streamed upload cannot change its first bytes; create it rewritable")
 
 
-def _found(entry: dict[str, Any]) -> Found:
+def _found(entry: dict[str, Any]) -> ObjectInfo:
     name = entry["name"].rstrip("/").rpartition("/")[2]
     size = entry.get("size")
-    return Found(
+    return ObjectInfo(
         name, entry["type"] == "file", None if size is None else int(size), _time_of(entry)
     )
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ckpt.stores.driver import Found
+from ckpt.stores.capabilities import StoreCapabilities
+from ckpt.stores.driver import ObjectInfo
 from ckpt.stores.fsspec_driver import FsspecDriver, Stream
-from ckpt.stores.promises import Promises
-from ckpt.stores.retries import Trouble
+from ckpt.stores.retries import ErrorClass
 from formats.storage import FileWriter
 
 BLOCK_BYTES = 16 << 20
@@ -23,7 +23,7 @@ BLOCK_BYTES = 16 << 20
 class GcsDriver(FsspecDriver):
     """The requests, through one gcsfs file system."""
 
-    promises = Promises(
+    capabilities = StoreCapabilities(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
 
@@ -31,14 +31,17 @@ class GcsDriver(FsspecDriver):
         """The address that requests go to."""
         return str(getattr(self._fs, "base", ""))
 
-    def listing(self, folder: str) -> list[Found]:
+    def list_folder(self, folder: str) -> list[ObjectInfo]:
         """What is directly below a prefix; the list of buckets is no folder of checkpoints."""
-        return super().listing(folder) if folder.strip("/") else []
+        return super().list_folder(folder) if folder.strip("/") else []
 
-    def put(self, path: str, data: memoryview, absent: bool) -> None:
+    def put(self, path: str, data: memoryview) -> None:
         """An object in one request."""
-        mode = "create" if absent else "overwrite"  # ifGenerationMatch=0
-        self._fs.pipe_file(path, bytes(data), mode=mode)
+        self._fs.pipe_file(path, bytes(data), mode="overwrite")
+
+    def put_if_absent(self, path: str, data: memoryview) -> None:
+        """An object in one request, with ifGenerationMatch=0."""
+        self._fs.pipe_file(path, bytes(data), mode="create")
 
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
@@ -52,16 +55,16 @@ class GcsDriver(FsspecDriver):
             raise
         remote.close()
 
-    def trouble(self, error: BaseException) -> Trouble:
+    def error_class(self, error: BaseException) -> ErrorClass:
         """What gcsfs' errors mean; it has tried some of them several times itself."""
         code: Any = getattr(error, "code", None)
         code = int(code) if str(code).isdecimal() else None
         if code in (401, 403):
-            return Trouble.DENIED
+            return ErrorClass.DENIED
         if code == 412:
-            return Trouble.EXISTS
+            return ErrorClass.EXISTS
         if code == 404:
-            return Trouble.MISSING
+            return ErrorClass.MISSING
         if code is not None:
-            return Trouble.PASSING if code in (408, 429) or code >= 500 else Trouble.LASTING
-        return super().trouble(error)
+            return ErrorClass.PASSING if code in (408, 429) or code >= 500 else ErrorClass.LASTING
+        return super().error_class(error)

@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import ExistsError
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter
 from ckpt.stores.open_files import OpenFiles
-from ckpt.stores.promises import Promises, Unfinished
 from formats.errors import CorruptError
 from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError
 
@@ -47,7 +47,7 @@ class LocalStore:
         self.url = os.fspath(folder)
         self.read_bytes = LOCAL_READ_BYTES
         self.options: Mapping[str, object] = {}
-        self.promises = Promises(
+        self.capabilities = StoreCapabilities(
             put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
         )
         self._folder = Path(folder).absolute()
@@ -125,7 +125,7 @@ class LocalStore:
     def abort(self, unfinished: Unfinished) -> None:
         """Remove one; whoever still writes it fails. No error when it is gone already."""
         with suppress(FileNotFoundError):
-            (self._folder / unfinished.mark).unlink()
+            (self._folder / unfinished.upload_id).unlink()
 
     def read_whole(self, name: str, limit: int) -> bytes:
         """All bytes of a file, as they were at one moment."""

@@ -27,10 +27,10 @@ from typing import IO, Any, TypeVar
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, StoreError
-from ckpt.stores.driver import Found, PartsDriver, PastEndError, StreamDriver
-from ckpt.stores.promises import Promises, Unfinished
-from ckpt.stores.retries import VARIABLE, Patience, Trouble, patience
-from ckpt.stores.uploads import Division, Sending, Upload
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
+from ckpt.stores.retries import VARIABLE, ErrorClass, RetryPolicy, retry_policy
+from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError
 from formats.storage import (
     BESIDE,
@@ -64,9 +64,9 @@ class ObjectStore:
         self,
         url: str,
         root: str,
-        driver: PartsDriver | StreamDriver,
+        driver: MultipartDriver | StreamDriver,
         options: Mapping[str, Any],
-        patient: Patience | None = None,
+        policy: RetryPolicy | None = None,
     ) -> None:
         self.url = url
         self.read_bytes = REMOTE_READ_BYTES
@@ -77,15 +77,15 @@ class ObjectStore:
         self.options = options
         self._root = root
         self._driver = driver
-        self._patience = patience() if patient is None else patient
+        self._policy = retry_policy() if policy is None else policy
 
     def __str__(self) -> str:
         return without_secrets(self.url)
 
     @property
-    def promises(self) -> Promises:
+    def capabilities(self) -> StoreCapabilities:
         """What holds here, as far as it is known."""
-        claimed = self._driver.promises
+        claimed = self._driver.capabilities
         if claimed.put_if_absent is False:
             return claimed
         return replace(claimed, put_if_absent=_honours.get(self._driver.server()))
@@ -131,7 +131,7 @@ class ObjectStore:
     def read_whole(self, name: str, limit: int) -> bytes:
         """All bytes of a file, in one request."""
         path = self._path(name)
-        found = self._try("reading", name, lambda: self._driver.fetch_whole(path, limit))
+        found = self._try("reading", name, lambda: self._driver.get(path, limit))
         if isinstance(found, int):
             raise TooLargeError(f"{self.url}/{name}", found, limit)
         return found
@@ -197,34 +197,36 @@ class ObjectStore:
         else:
             with driver.stream(self._path(name)) as remote:
                 yield remote
-                if not replace and driver.promises.hides_unfinished:
+                if not replace and driver.capabilities.hides_unfinished:
                     self._check_absent(name)
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
         """Write a small file in one request, on condition of its absence unless `replace`."""
         path, view = self._path(name), memoryview(data)
         if replace:
-            self._try("writing", name, lambda: self._driver.put(path, view, absent=False))
+            self._try("writing", name, lambda: self._driver.put(path, view))
             return
         self._put_new(name, view)
 
     def unfinished(self) -> list[Unfinished]:
         """Uploads in parts that have begun here and not ended, some of which may be going on."""
-        return self._try("listing uploads below", "", lambda: self._driver.pending(self._root))
+        return self._try(
+            "listing uploads below", "", lambda: self._driver.list_multipart(self._root)
+        )
 
     def abort(self, unfinished: Unfinished) -> None:
         """Take back what was uploaded; no error when it is gone already."""
-        self._abort(unfinished.name, unfinished.mark, self._patience)
+        self._abort(unfinished.name, unfinished.upload_id, self._policy)
 
     def delete(self, name: str) -> None:
         """Remove a file; no error when it is gone already."""
         path = self._path(name)
         with suppress(FileNotFoundError):
-            self._try("deleting", name, lambda: self._driver.remove(path))
+            self._try("deleting", name, lambda: self._driver.delete(path))
 
     def remove_if_empty(self) -> None:
         """Remove the folder where there are such things; to object stores it is only a prefix."""
-        self._driver.remove_folder(self._root)
+        self._driver.delete_folder(self._root)
 
     def flush(self) -> None:
         """Nothing to do: what a server has acknowledged is stored."""
@@ -240,55 +242,58 @@ class ObjectStore:
 
     def _fetch(self, name: str, offset: int, views: Sequence[memoryview]) -> int | None:
         path = self._path(name)
-        return self._try("reading", name, lambda: self._driver.fetch(path, offset, views))
+        return self._try("reading", name, lambda: self._driver.get_range(path, offset, views))
 
-    def _listing(self) -> list[Found]:
+    def _listing(self) -> list[ObjectInfo]:
         try:
-            found = self._try("listing", "", lambda: self._driver.listing(self._root))
+            found = self._try("listing", "", lambda: self._driver.list_folder(self._root))
         except FileNotFoundError:
             return []
         return sorted(found, key=lambda one: one.name)
 
-    def _status(self, name: str) -> Found:
+    def _status(self, name: str) -> ObjectInfo:
         path = self._path(name)
-        return self._try("looking for", name, lambda: self._driver.status(path))
+        return self._try("looking for", name, lambda: self._driver.head(path))
 
     @contextmanager
     def _uploading(
-        self, driver: PartsDriver, name: str, rewritable: bool, replace_file: bool
+        self, driver: MultipartDriver, name: str, rewritable: bool, replace_file: bool
     ) -> Iterator[FileWriter]:
         path, stopped = self._path(name), threading.Event()
-        patient = self._patience
-        if patient.sleep is time.sleep:
-            patient = replace(patient, sleep=stopped.wait)
+        policy = self._policy
+        if policy.sleep is time.sleep:
+            policy = replace(policy, sleep=stopped.wait)
 
         def send(doing: str, action: Callable[[], T]) -> T:
-            return self._try(doing, name, action, patient, stopped.is_set)
+            return self._try(doing, name, action, policy, stopped.is_set)
 
         def send_whole(data: memoryview) -> None:
             if replace_file:
-                send("writing", lambda: driver.put(path, data, absent=False))
+                send("writing", lambda: driver.put(path, data))
             else:
                 self._put_new(name, data)
 
-        def finish(mark: str, tags: Sequence[Any], total: int) -> None:
+        def complete(upload_id: str, tags: Sequence[Any], total: int) -> None:
             if not replace_file:
                 self._check_absent(name)
-            self._finish(driver, name, mark, tags, total)
+            self._finish(driver, name, upload_id, tags, total)
 
-        sending = Sending(
+        requests = UploadRequests(
             put=send_whole,
-            begin=lambda: send("beginning to upload", lambda: driver.begin(path)),
-            put_part=lambda mark, number, data: send(
-                f"uploading part {number} of", lambda: driver.put_part(path, mark, number, data)
+            create_multipart=lambda: send(
+                "beginning to upload", lambda: driver.create_multipart(path)
             ),
-            finish=finish,
-            abort=lambda mark: self._abort(
-                name, mark, replace(self._patience, deadline_seconds=CANCEL_SECONDS)
+            upload_part=lambda upload_id, number, data: send(
+                f"uploading part {number} of",
+                lambda: driver.upload_part(path, upload_id, number, data),
+            ),
+            complete_multipart=complete,
+            abort_multipart=lambda upload_id: self._abort(
+                name, upload_id, replace(self._policy, deadline_seconds=CANCEL_SECONDS)
             ),
         )
         upload = Upload(
-            sending, Division.within(memory_budget(), driver.parts), rewritable, stopped
+            requests, PartSizes.within(memory_budget(), driver.part_limits), rewritable, stopped
         )
         try:
             yield upload
@@ -299,7 +304,7 @@ class ObjectStore:
             raise
 
     def _finish(
-        self, driver: PartsDriver, name: str, mark: str, tags: Sequence[Any], total: int
+        self, driver: MultipartDriver, name: str, upload_id: str, tags: Sequence[Any], total: int
     ) -> None:
         """Parts become a file, though the answer that says so be lost (rule 2)."""
         path, tries = self._path(name), 0
@@ -307,7 +312,7 @@ class ObjectStore:
         def finish() -> None:
             nonlocal tries
             tries += 1
-            driver.finish(path, mark, tags)
+            driver.complete_multipart(path, upload_id, tags)
 
         try:
             self._try("completing", name, finish)
@@ -321,7 +326,7 @@ class ObjectStore:
 
     def _put_new(self, name: str, data: memoryview) -> None:
         """Write a file that is not there, or raise ExistsError."""
-        if self.promises.put_if_absent is not True:
+        if self.capabilities.put_if_absent is not True:
             self._check_absent(name)
         self._put_absent(name, data)
 
@@ -332,7 +337,7 @@ class ObjectStore:
         def put() -> None:
             nonlocal tries
             tries += 1
-            self._driver.put(path, data, absent=True)
+            self._driver.put_if_absent(path, data)
 
         try:
             self._try("writing", name, put)
@@ -343,9 +348,9 @@ class ObjectStore:
                 raise
         except UnsupportedRequestError:
             self._learn(False)
-            self._try("writing", name, lambda: self._driver.put(path, data, absent=False))
+            self._try("writing", name, lambda: self._driver.put(path, data))
         else:
-            if self.promises.put_if_absent is None:
+            if self.capabilities.put_if_absent is None:
                 try:
                     self._try("writing again", name, put)
                 except ExistsError:
@@ -360,7 +365,7 @@ class ObjectStore:
     def _learn(self, honours: bool) -> None:
         """From now on it is known what this server does with a condition."""
         server = self._driver.server()
-        if self._driver.promises.put_if_absent is None and server not in _honours:
+        if self._driver.capabilities.put_if_absent is None and server not in _honours:
             _honours[server] = honours
             if not honours:
                 # No warning of Python's, which may be an exception: the commit has gone well.
@@ -371,23 +376,25 @@ class ObjectStore:
                     self,
                 )
 
-    def _abort(self, name: str, mark: str, patient: Patience) -> None:
+    def _abort(self, name: str, upload_id: str, policy: RetryPolicy) -> None:
         path = self._path(name)
         with suppress(FileNotFoundError):
-            self._try("aborting", name, lambda: self._driver.abort(path, mark), patient)
+            self._try(
+                "aborting", name, lambda: self._driver.abort_multipart(path, upload_id), policy
+            )
 
     def _try(
         self,
         doing: str,
         name: str,
         action: Callable[[], T],
-        patient: Patience | None = None,
+        policy: RetryPolicy | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> T:
-        patient = self._patience if patient is None else patient
+        policy = self._policy if policy is None else policy
         place = f"{self.url}/{name}" if name else self.url
         try:
-            return patient.run(action, self._driver.trouble, f"{place}: {doing}", is_over)
+            return policy.run(action, self._driver.error_class, f"{place}: {doing}", is_over)
         except PastEndError:
             raise
         except Exception as error:
@@ -396,28 +403,28 @@ class ObjectStore:
     def _explained(self, doing: str, place: str, error: Exception) -> Exception:
         """The error for a request that will not go well."""
         said = f"{type(error).__name__}: {error}"
-        match self._driver.trouble(error):
-            case Trouble.MISSING:
+        match self._driver.error_class(error):
+            case ErrorClass.MISSING:
                 return FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(place))
-            case Trouble.PAST_END:
+            case ErrorClass.PAST_END:
                 return PastEndError(None)
-            case Trouble.EXISTS:
+            case ErrorClass.EXISTS:
                 return ExistsError(f"{place} exists already")
-            case Trouble.UNSUPPORTED:
+            case ErrorClass.UNSUPPORTED:
                 return UnsupportedRequestError(f"{place}: {doing} it: the server cannot: {said}")
-            case Trouble.NO_BUCKET:
+            case ErrorClass.NO_BUCKET:
                 return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
-            case Trouble.DENIED:
+            case ErrorClass.DENIED:
                 return StoreError(
                     f"{place}: {doing} it was denied ({said}); check the credentials, where "
                     "storage_options= or the driver's environment variables have them, and what "
                     "they permit"
                 )
-            case Trouble.PASSING if isinstance(error, CorruptError):
+            case ErrorClass.PASSING if isinstance(error, CorruptError):
                 return CorruptError(f"{place}: {doing} it failed each time: {said}")
-            case Trouble.PASSING:
+            case ErrorClass.PASSING:
                 return StoreError(
-                    f"{place}: {doing} it failed each time for {self._patience.deadline_seconds:g} "
+                    f"{place}: {doing} it failed each time for {self._policy.deadline_seconds:g} "
                     f"s ({VARIABLE}), at last with {said}; is the server up, and its address right?"
                 )
         return StoreError(f"{place}: {doing} it failed: {said}")

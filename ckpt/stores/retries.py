@@ -2,12 +2,12 @@
 
 Rules:
 
-1. What may pass is tried again until `Patience.deadline_seconds` after the first try began: broken
-   connections, time-outs, answers cut short, 429 and 5xx. What will not pass is an error at once:
-   no permission, no such bucket.
+1. A request is sent again after a failure that may pass (broken connections, time-outs, answers cut
+   short, 429 and 5xx), until `RetryPolicy.deadline_seconds` after the first try began. Any other
+   failure, as a missing permission or bucket, is an error at once.
 2. Between tries lies a random part of a pause that doubles each time, up to `longest_seconds`:
    ranks that failed together do not come back together.
-3. Requests are such that sending one twice does what sending it once does, or whoever sends it
+3. Requests are such that requests one twice does what requests it once does, or whoever sends it
    looks what the first one did.
 """
 
@@ -35,7 +35,7 @@ TOLD_AFTER_SECONDS = 10.0
 _log = logging.getLogger("ckpt.stores")
 
 
-class Trouble(Enum):
+class ErrorClass(Enum):
     """What a failed request means, whatever the driver calls it."""
 
     MISSING = "missing"
@@ -56,7 +56,7 @@ class Trouble(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long to try, and how long to wait between."""
 
     deadline_seconds: float = DEFAULT_SECONDS
@@ -70,7 +70,7 @@ class Patience:
     def run(
         self,
         action: Callable[[], T],
-        trouble_of: Callable[[BaseException], Trouble],
+        class_of: Callable[[BaseException], ErrorClass],
         what: str,
         is_over: Callable[[], bool] = lambda: False,
     ) -> T:
@@ -83,7 +83,7 @@ class Patience:
             try:
                 return action()
             except Exception as error:
-                if trouble_of(error) is not Trouble.PASSING or is_over():
+                if class_of(error) is not ErrorClass.PASSING or is_over():
                     raise
                 waited = self.clock() - began
                 if waited >= self.deadline_seconds:
@@ -102,18 +102,18 @@ class Patience:
             pause = min(2 * pause, self.longest_seconds)
 
 
-def patience() -> Patience:
+def retry_policy() -> RetryPolicy:
     """The policy that the environment asks for: `CKPT_STORE_DEADLINE` is in seconds.
 
     Raises ArgumentError for text that is no number of seconds.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
-        return Patience()
+        return RetryPolicy()
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise ArgumentError(f"{VARIABLE} is {text!r}: it takes a number of seconds, like 300")
-    return Patience(seconds)
+    return RetryPolicy(seconds)

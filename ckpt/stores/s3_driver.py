@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import aiohttp
 from botocore import exceptions
 
-from ckpt.stores.driver import Found, Parts, PastEndError, ShortAnswerError, in_loop
-from ckpt.stores.promises import Promises, Unfinished
-from ckpt.stores.retries import Trouble
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from ckpt.stores.driver import ObjectInfo, PartLimits, PastEndError, ShortAnswerError, in_loop
+from ckpt.stores.retries import ErrorClass
 
 T = TypeVar("T")
 
@@ -71,10 +71,10 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 class S3Driver:
     """The requests, through one s3fs file system."""
 
-    promises = Promises(
+    capabilities = StoreCapabilities(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
-    parts = Parts(5 << 20, 10_000)
+    part_limits = PartLimits(5 << 20, 10_000)
     holds_answers = False
 
     def __init__(self, file_system: Any) -> None:
@@ -85,31 +85,31 @@ class S3Driver:
         client = self._fs._s3
         return "" if client is None else str(client.meta.endpoint_url)
 
-    def listing(self, folder: str) -> list[Found]:
+    def list_folder(self, folder: str) -> list[ObjectInfo]:
         """What is directly below a prefix."""
         bucket, prefix = self._folder(folder)
         if not bucket:  # the list of buckets is no folder of checkpoints
             return []
-        found: list[Found] = []
+        found: list[ObjectInfo] = []
         for page in self._pages(
             "list_objects_v2", "ContinuationToken", "NextContinuationToken", bucket, prefix
         ):
             for entry in page.get("CommonPrefixes", ()):
                 name = entry["Prefix"][len(prefix) :].rstrip("/")
-                found.append(Found(name, False, 0, 0.0))
+                found.append(ObjectInfo(name, False, 0, 0.0))
             for entry in page.get("Contents", ()):
                 if name := entry["Key"][len(prefix) :]:  # some keep an object for the folder itself
                     modified = entry["LastModified"].timestamp()
-                    found.append(Found(name, True, int(entry["Size"]), modified))
+                    found.append(ObjectInfo(name, True, int(entry["Size"]), modified))
         return found
 
-    def status(self, path: str) -> Found:
+    def head(self, path: str) -> ObjectInfo:
         """One object."""
         head = self._do("head_object", path)
         name = path.rpartition("/")[2]
-        return Found(name, True, int(head["ContentLength"]), head["LastModified"].timestamp())
+        return ObjectInfo(name, True, int(head["ContentLength"]), head["LastModified"].timestamp())
 
-    def fetch(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
+    def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
         """A range in one request, put where it belongs as it comes."""
         length = sum(target.nbytes for target in targets)
         last = offset + length - 1
@@ -131,7 +131,7 @@ class S3Driver:
         found: int = self._do("get_object", path, take, Range=f"bytes={offset}-{last}")
         return found
 
-    def fetch_whole(self, path: str, limit: int) -> bytes | int:
+    def get(self, path: str, limit: int) -> bytes | int:
         """An object in one request, if it is not too large."""
 
         async def take(answer: Any) -> bytes | int:
@@ -146,33 +146,36 @@ class S3Driver:
         found: bytes | int = self._do("get_object", path, take)
         return found
 
-    def put(self, path: str, data: memoryview, absent: bool) -> None:
+    def put(self, path: str, data: memoryview) -> None:
         """An object in one request."""
-        if absent:
-            self._do("put_object", path, Body=_Body(data), IfNoneMatch="*")
-        else:
-            self._do("put_object", path, Body=_Body(data))
+        self._do("put_object", path, Body=_Body(data))
 
-    def begin(self, path: str) -> str:
+    def put_if_absent(self, path: str, data: memoryview) -> None:
+        """An object in one request, on condition that there is none."""
+        self._do("put_object", path, Body=_Body(data), IfNoneMatch="*")
+
+    def create_multipart(self, path: str) -> str:
         """A multipart upload begins; gives its id."""
         return str(self._do("create_multipart_upload", path)["UploadId"])
 
-    def put_part(self, path: str, mark: str, number: int, data: memoryview) -> Any:
+    def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
         """One part; gives its ETag."""
         body = _Body(data)
-        return self._do("upload_part", path, UploadId=mark, PartNumber=number, Body=body)["ETag"]
+        return self._do("upload_part", path, UploadId=upload_id, PartNumber=number, Body=body)[
+            "ETag"
+        ]
 
-    def finish(self, path: str, mark: str, parts: Sequence[Any]) -> None:
+    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
         """The object, made of its parts."""
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(parts, 1)]
         what = {"Parts": listed}
-        self._do("complete_multipart_upload", path, UploadId=mark, MultipartUpload=what)
+        self._do("complete_multipart_upload", path, UploadId=upload_id, MultipartUpload=what)
 
-    def abort(self, path: str, mark: str) -> None:
+    def abort_multipart(self, path: str, upload_id: str) -> None:
         """The upload and its parts are gone."""
-        self._do("abort_multipart_upload", path, UploadId=mark)
+        self._do("abort_multipart_upload", path, UploadId=upload_id)
 
-    def pending(self, folder: str) -> list[Unfinished]:
+    def list_multipart(self, folder: str) -> list[Unfinished]:
         """The multipart uploads anywhere below a prefix."""
         bucket, prefix = self._folder(folder)
         found = []
@@ -187,40 +190,40 @@ class S3Driver:
                 return found
             told = {key: page[next_key] for key, next_key in following.items() if page[next_key]}
 
-    def remove(self, path: str) -> None:
+    def delete(self, path: str) -> None:
         """The object is gone; one that is not there is no error."""
         self._do("delete_object", path)
 
-    def remove_folder(self, folder: str) -> None:
+    def delete_folder(self, folder: str) -> None:
         """Nothing to do: a prefix is no thing."""
 
-    def trouble(self, error: BaseException) -> Trouble:
+    def error_class(self, error: BaseException) -> ErrorClass:
         """What a client's error means."""
         if isinstance(error, PastEndError):
-            return Trouble.PAST_END
+            return ErrorClass.PAST_END
         if isinstance(error, _NO_CREDENTIALS):
-            return Trouble.DENIED
+            return ErrorClass.DENIED
         if isinstance(error, _BROKEN):
-            return Trouble.PASSING
+            return ErrorClass.PASSING
         if isinstance(error, exceptions.ParamValidationError) and "bucket name" in str(error):
-            return Trouble.NO_BUCKET
+            return ErrorClass.NO_BUCKET
         if not isinstance(error, exceptions.ClientError):
-            return Trouble.LASTING
+            return ErrorClass.LASTING
         code = str(error.response.get("Error", {}).get("Code", ""))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code == "NoSuchBucket":
-            return Trouble.NO_BUCKET
-        for codes, trouble in (
-            (_PASSING, Trouble.PASSING),
-            (_MISSING, Trouble.MISSING),
-            (_EXISTS, Trouble.EXISTS),
-            (_DENIED, Trouble.DENIED),
-            (_UNSUPPORTED, Trouble.UNSUPPORTED),
-            (_PAST_END, Trouble.PAST_END),
+            return ErrorClass.NO_BUCKET
+        for codes, error_class in (
+            (_PASSING, ErrorClass.PASSING),
+            (_MISSING, ErrorClass.MISSING),
+            (_EXISTS, ErrorClass.EXISTS),
+            (_DENIED, ErrorClass.DENIED),
+            (_UNSUPPORTED, ErrorClass.UNSUPPORTED),
+            (_PAST_END, ErrorClass.PAST_END),
         ):
             if code in codes or str(status) in codes:
-                return trouble
-        return Trouble.PASSING if status >= 500 else Trouble.LASTING
+                return error_class
+        return ErrorClass.PASSING if status >= 500 else ErrorClass.LASTING
 
     def _folder(self, folder: str) -> tuple[str, str]:
         bucket, key = self._split(folder)

@@ -6,7 +6,7 @@ URL is a `ckpt.stores.object_store`, on the fsspec file system of its protocol.
 
 What the commit protocol needs of a store is `commit`: a small file written atomically, and without
 `replace` only when it is absent. Local disks promise it by `link`, object stores by a conditional
-request. `Store.promises` says what holds here (docs/stores.md).
+request. `Store.capabilities` says what holds here (docs/stores.md).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.errors import NotACheckpointError, StoreError
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
-from ckpt.stores.promises import Promises, Unfinished
 from formats.storage import FileWriter, Reader
 from sharding.errors import ArgumentError
 from sharding.url_secrets import cause_without_secrets, without_secrets
@@ -40,7 +40,7 @@ class Store(Reader, Protocol):
     """What it was opened with, for stores beside it. Never to be shown: it may hold secrets."""
 
     @property
-    def promises(self) -> Promises:
+    def capabilities(self) -> StoreCapabilities:
         """What may be relied on here."""
         ...
 

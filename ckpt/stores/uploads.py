@@ -7,7 +7,7 @@ Rules:
 2. Nothing is sent before a part is full. A file that is smaller than one is sent whole, in one
    request.
 3. The first part of a rewritable file is kept and sent last: parts have numbers, so that their
-   order is not that of their sending.
+   order is not that of their requests.
 4. Any exception, of whatever kind, ends the upload: no part is sent any more, and those that were
    are taken back. A process that is killed leaves them (`Store.unfinished`).
 """
@@ -22,7 +22,7 @@ from mmap import mmap
 from queue import SimpleQueue
 from typing import Any
 
-from ckpt.stores.driver import Parts
+from ckpt.stores.driver import PartLimits
 from formats.storage import Buffer
 
 PART_BYTES = 16 << 20
@@ -36,19 +36,19 @@ Memory = mmap | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class UploadRequests:
     """The requests of one upload; each is tried until it goes well or is hopeless."""
 
     put: Callable[[memoryview], None]
-    begin: Callable[[], str]
-    put_part: Callable[[str, int, memoryview], Any]
-    finish: Callable[[str, Sequence[Any], int], None]
+    create_multipart: Callable[[], str]
+    upload_part: Callable[[str, int, memoryview], Any]
+    complete_multipart: Callable[[str, Sequence[Any], int], None]
     """With the bytes of the whole file."""
-    abort: Callable[[str], None]
+    abort_multipart: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class PartSizes:
     """How a file is cut into parts, and how many of them are in memory."""
 
     part_bytes: int
@@ -58,15 +58,15 @@ class Division:
     buffers: int
 
     @classmethod
-    def within(cls, budget: int, parts: Parts) -> Division:
+    def within(cls, budget: int, limits: PartLimits) -> PartSizes:
         """What a memory budget and a server allow.
 
-        >>> Division.within(64 << 20, Parts(5 << 20, 10_000)).buffers
+        >>> PartSizes.within(64 << 20, PartLimits(5 << 20, 10_000)).buffers
         4
         """
-        part = max(parts.least_bytes, min(PART_BYTES, budget // 4))
+        part = max(limits.least_bytes, min(PART_BYTES, budget // 4))
         buffers = max(2, min(MOST_BUFFERS, budget // part))
-        return cls(part, part * LATER_FACTOR, parts.most // 2, buffers)
+        return cls(part, part * LATER_FACTOR, limits.most // 2, buffers)
 
     def part(self, number: int) -> int:
         """The bytes of a part, numbered from 1."""
@@ -77,11 +77,15 @@ class Upload:
     """One file: written from one thread, sent by others."""
 
     def __init__(
-        self, sending: Sending, division: Division, rewritable: bool, stopped: threading.Event
+        self,
+        requests: UploadRequests,
+        part_sizes: PartSizes,
+        rewritable: bool,
+        stopped: threading.Event,
     ) -> None:
         """`stopped` is set by `cancel`; requests that wait to be tried again look at it."""
-        self._sending = sending
-        self._division = division
+        self._requests = requests
+        self._part_sizes = part_sizes
         self._rewritable = rewritable
         self._stopped = stopped
         self._number = 1
@@ -90,7 +94,7 @@ class Upload:
         self._total = 0
         self._first: memoryview | None = None
         """The first part of a rewritable file, once it is full."""
-        self._mark: str | None = None
+        self._upload_id: str | None = None
         self._made = 0
         self._free: SimpleQueue[Memory] = SimpleQueue()
         self._pool: ThreadPoolExecutor | None = None
@@ -101,11 +105,11 @@ class Upload:
         for buffer in buffers:
             data = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
             if self._rewritable and not self._total:
-                self._begin_part(max(len(data), self._division.part(1)))  # its start in one part
+                self._begin_part(max(len(data), self._part_sizes.part(1)))  # its start in one part
             while len(data):
                 if self._filled == len(self._buffer):
                     self._end_part()
-                    self._begin_part(self._division.part(self._number))
+                    self._begin_part(self._part_sizes.part(self._number))
                 count = min(len(data), len(self._buffer) - self._filled)
                 memoryview(self._buffer)[self._filled : self._filled + count] = data[:count]
                 self._filled += count
@@ -128,27 +132,27 @@ class Upload:
     def finish(self) -> None:
         """The file is complete and there."""
         last = memoryview(self._buffer)[: self._filled]
-        if self._mark is None and self._first is None:
-            self._sending.put(last)
+        if self._upload_id is None and self._first is None:
+            self._requests.put(last)
             return
         if len(last):
             self._send(self._number, last, None)
         if self._first is not None:
             self._send(1, self._first, None)
         tags = [self._sent[number].result() for number in sorted(self._sent)]
-        assert self._mark is not None
-        self._sending.finish(self._mark, tags, self._total)
+        assert self._upload_id is not None
+        self._requests.complete_multipart(self._upload_id, tags, self._total)
         self._shut_down()
 
     def cancel(self) -> None:
         """Nothing of the file is left, as far as the server can be reached."""
         self._stopped.set()
         self._shut_down()
-        if self._mark is not None:
-            self._sending.abort(self._mark)
+        if self._upload_id is not None:
+            self._requests.abort_multipart(self._upload_id)
 
     def _begin_part(self, nbytes: int) -> None:
-        if self._made < self._division.buffers:
+        if self._made < self._part_sizes.buffers:
             self._made += 1
             self._buffer = mmap(-1, nbytes)
         else:
@@ -169,15 +173,15 @@ class Upload:
         self._number += 1
 
     def _send(self, number: int, part: memoryview, buffer: Memory | None) -> None:
-        if self._mark is None:
-            self._mark = self._sending.begin()
+        if self._upload_id is None:
+            self._upload_id = self._requests.create_multipart()
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._division.buffers, "ckpt-upload")
-        mark = self._mark
+            self._pool = ThreadPoolExecutor(self._part_sizes.buffers, "ckpt-upload")
+        upload_id = self._upload_id
 
         def send() -> Any:
             try:
-                return self._sending.put_part(mark, number, part)
+                return self._requests.upload_part(upload_id, number, part)
             finally:
                 if buffer is not None:
                     self._free.put(buffer)

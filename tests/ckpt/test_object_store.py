@@ -17,9 +17,9 @@ from botocore.exceptions import NoCredentialsError
 import ckpt
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores import object_store
-from ckpt.stores.driver import Parts
+from ckpt.stores.driver import PartLimits
 from ckpt.stores.store import Store, open_store
-from ckpt.stores.uploads import PART_BYTES, Division, Sending, Upload
+from ckpt.stores.uploads import PART_BYTES, PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError
 from tests.stores.child import HOST
 from tests.stores.fault_proxy import FaultProxy
@@ -207,7 +207,7 @@ def test_no_credentials_is_an_error_that_says_where_they_go(
 def test_secrets_are_in_no_error(moto: Server) -> None:
     options = {**moto.options, "secret": "hunter2", "endpoint_url": "http://127.0.0.1:9"}
     store = open_store("s3://bucket/run", options)
-    store._patience = object_store.Patience(0.1)  # type: ignore[attr-defined]
+    store._policy = object_store.RetryPolicy(0.1)  # type: ignore[attr-defined]
     with pytest.raises(StoreError) as caught:
         store.names()
     assert "hunter2" not in f"{caught.value} {store} {store!r}"
@@ -216,9 +216,9 @@ def test_secrets_are_in_no_error(moto: Server) -> None:
 def test_the_first_commit_finds_out_that_conditions_are_honoured(
     store: Store, proxy: FaultProxy
 ) -> None:
-    assert store.promises.put_if_absent is None
+    assert store.capabilities.put_if_absent is None
     store.commit("manifest", b"first", replace=False)
-    assert store.promises.put_if_absent is True
+    assert store.capabilities.put_if_absent is True
     assert [one.request.method for one in proxy.seen] == ["HEAD", "PUT", "PUT"]
     proxy.clear()
     store.commit("another", b"second", replace=False)
@@ -262,11 +262,10 @@ def test_a_server_that_ignores_conditions_is_found_out(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = store._driver  # type: ignore[attr-defined]
-    put_always = driver.put
-    monkeypatch.setattr(driver, "put", lambda path, data, absent: put_always(path, data, False))
+    monkeypatch.setattr(driver, "put_if_absent", driver.put)
     store.commit("manifest", b"first", replace=False)
     assert "ignores the condition" in caplog.text
-    assert store.promises.put_if_absent is False
+    assert store.capabilities.put_if_absent is False
     with pytest.raises(ExistsError):  # it is looked for before
         store.commit("manifest", b"second", replace=False)
     assert content_of(store, "manifest") == b"first"
@@ -276,18 +275,18 @@ def test_a_commit_that_cannot_be_put_to_the_test_has_happened(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = store._driver  # type: ignore[attr-defined]
-    put_once, puts = driver.put, []
+    put_once, puts = driver.put_if_absent, []
 
-    def put_then_denied(path: str, data: memoryview, absent: bool) -> None:
+    def put_then_denied(path: str, data: memoryview) -> None:
         puts.append(path)
         if len(puts) > 1:
             raise NoCredentialsError
-        put_once(path, data, absent)
+        put_once(path, data)
 
-    monkeypatch.setattr(driver, "put", put_then_denied)
+    monkeypatch.setattr(driver, "put_if_absent", put_then_denied)
     store.commit("manifest", b"first", replace=False)
     assert len(puts) == 2
-    assert store.promises.put_if_absent is None
+    assert store.capabilities.put_if_absent is None
     assert content_of(store, "manifest") == b"first"
 
 
@@ -320,7 +319,7 @@ def test_more_files_than_one_answer_lists_are_all_listed(store: Store) -> None:
 
 
 def test_parts_later_in_a_file_are_larger_so_that_none_is_too_large() -> None:
-    division = Division.within(64 << 20, Parts(5 << 20, 10_000))
+    division = PartSizes.within(64 << 20, PartLimits(5 << 20, 10_000))
     assert division.part(1) == PART_BYTES
     assert sum(division.part(number) for number in range(1, 10_001)) > 700 << 30
 
@@ -414,10 +413,10 @@ def test_a_forked_child_reads_although_its_parent_has(moto: Server, tmp_path: Pa
 def test_an_upload_has_no_more_parts_in_memory_than_the_budget_has_room_for(
     rewritable: bool,
 ) -> None:
-    division = Division.within(20 << 20, Parts(5 << 20, 10_000))
+    division = PartSizes.within(20 << 20, PartLimits(5 << 20, 10_000))
     assert (division.part_bytes, division.buffers) == (5 << 20, 4)
     arrived: dict[int, bytes] = {}
-    sending = Sending(
+    sending = UploadRequests(
         put=lambda data: pytest.fail("it is large"),
         begin=lambda: "mark",
         put_part=lambda mark, number, data: arrived.update({number: bytes(data[:10])}),

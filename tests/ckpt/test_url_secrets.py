@@ -11,7 +11,7 @@ import torch
 
 import ckpt
 from ckpt.errors import BackgroundError, FallbackWarning
-from ckpt.stores.retries import Patience, Trouble
+from ckpt.stores.retries import ErrorClass, RetryPolicy
 from ckpt.stores.store import open_store
 from sharding.url_secrets import without_secrets
 from tests.stores.child import HOST, free_ports
@@ -74,9 +74,9 @@ def test_warnings_logs_and_the_command_show_none(
     with open_store(urls[0]) as store:
         assert SECRET not in str(store)
     ticks = itertools.count(0.0, 20.0)
-    patient = Patience(60, clock=ticks.__next__, sleep=lambda _: None)
+    policy = RetryPolicy(60, clock=ticks.__next__, sleep=lambda _: None)
     with caplog.at_level(logging.WARNING), pytest.raises(OSError, match=SECRET):
-        patient.run(fail, lambda _: Trouble.PASSING, f"{urls[0]}: reading")
+        policy.run(fail, lambda _: ErrorClass.PASSING, f"{urls[0]}: reading")
     assert "reading" in caplog.text
     assert SECRET not in caplog.text
     assert main(["verify", urls[0]]) == 5

@@ -24,7 +24,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 import ckpt.stores.store
-from ckpt.stores.promises import Promises, Unfinished
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.store import Store
 from formats.errors import CorruptError
 from formats.storage import Buffer, FileWriter
@@ -168,7 +168,7 @@ class FaultyStore:
         self._inner, self._faults = inner, faults
         self.url, self.read_bytes = inner.url, inner.read_bytes
         self.options: Mapping[str, Any] = inner.options
-        self.promises: Promises = inner.promises
+        self.capabilities: StoreCapabilities = inner.capabilities
 
     def __str__(self) -> str:
         return str(self._inner)

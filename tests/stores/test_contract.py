@@ -144,10 +144,10 @@ def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
         assert store.names() == []
 
 
-def test_a_store_says_what_it_promises(place: Place, store: Store) -> None:
+def test_a_store_says_what_it_capabilities(place: Place, store: Store) -> None:
     store.commit("manifest", CONTENT, replace=False)  # what a server does is found out so
-    assert store.promises.put_if_absent == (place.kind in STRONG)
-    assert store.promises.hides_unfinished == (place.kind in STRONG)
+    assert store.capabilities.put_if_absent == (place.kind in STRONG)
+    assert store.capabilities.hides_unfinished == (place.kind in STRONG)
 
 
 def test_nothing_is_listed_where_nothing_is(store: Store) -> None:
@@ -191,7 +191,7 @@ def test_a_written_buffer_may_be_reused_at_once(store: Store) -> None:
 
 
 def test_a_file_is_invisible_until_it_is_complete(place: Place, store: Store) -> None:
-    if not store.promises.hides_unfinished:
+    if not store.capabilities.hides_unfinished:
         pytest.skip("fsspec's memory shows what is written so far")
     with place.open() as other, store.create("data") as file:
         file.write([CONTENT])
@@ -204,7 +204,7 @@ def test_a_file_is_invisible_until_it_is_complete(place: Place, store: Store) ->
 
 @pytest.mark.parametrize("rewritable", [False, True])
 def test_a_file_whose_writing_fails_is_absent(place: Place, store: Store, rewritable: bool) -> None:
-    if not rewritable and not store.promises.hides_unfinished:
+    if not rewritable and not store.capabilities.hides_unfinished:
         pytest.skip("fsspec's memory keeps what was written so far")
     with pytest.raises(KeyboardInterrupt):
         fail_to_put(store, "data", rewritable, KeyboardInterrupt())
@@ -216,7 +216,7 @@ def test_a_file_whose_writing_fails_is_absent(place: Place, store: Store, rewrit
 def test_a_file_whose_replacing_fails_stays_as_it_was(
     place: Place, store: Store, rewritable: bool
 ) -> None:
-    if not rewritable and not store.promises.hides_unfinished:
+    if not rewritable and not store.capabilities.hides_unfinished:
         pytest.skip("fsspec's memory empties a file when it is opened for writing")
     put(store, "data", CONTENT)
     with pytest.raises(ZeroDivisionError):
@@ -250,7 +250,7 @@ def test_a_file_that_is_to_be_new_is_not_written_over_another(
 def test_a_file_that_is_to_be_new_is_not_written_over_one_that_has_come_meanwhile(
     place: Place, store: Store, content: bytes
 ) -> None:
-    if not store.promises.hides_unfinished:
+    if not store.capabilities.hides_unfinished:
         pytest.skip("fsspec's memory shows what is written so far")
     with (  # noqa: PT012
         pytest.raises(ExistsError, match="/data exists already"),
@@ -434,7 +434,7 @@ def test_a_file_of_many_parts_is_whole(store: Store, rewritable: bool) -> None:
 def test_nothing_is_left_of_a_file_whose_writing_fails(
     place: Place, store: Store, rewritable: bool, nbytes: int
 ) -> None:
-    if not store.promises.hides_unfinished:
+    if not store.capabilities.hides_unfinished:
         pytest.skip("here a file is seen while it is written")
     with pytest.raises(ZeroDivisionError), store.create("data", rewritable) as file:  # noqa: PT012
         file.write([LARGE[:nbytes]])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
+class StoreCapabilities:
     """What may be relied on at one place; docs/stores.md has a table of them."""
 
     put_if_absent: bool | None
@@ -30,7 +30,7 @@ class Unfinished:
     started: float
     """When it was begun or, where only that is known, last written: seconds since 1970 by the
     store's clock."""
-    mark: str
+    upload_id: str
     """By which the store knows it."""
     nbytes: int = 0
     """What it takes, where that is known."""
