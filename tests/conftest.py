@@ -1,5 +1,7 @@
 """Real process groups for tests: one set of processes per world size, started once and reused.
 
+A program whose start or end is not what a test is about runs in a forked process (`programs`).
+
 Real servers come from `tests/stores/fixtures.py`.
 """
 
@@ -8,11 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -63,8 +67,25 @@ class RankServer:
 
     def fork(self, *arguments: object) -> "RankProcess":
         """A new rank, which runs `rank_worker.main` with these arguments."""
-        self._connection.send(([str(each) for each in arguments], {**os.environ, **ENVIRONMENT}))
+        environment = {**os.environ, **ENVIRONMENT}
+        self._connection.send(("rank", [str(each) for each in arguments], environment))
         return RankProcess(self._connection.recv())
+
+    def program(self, code: str, *arguments: object, **environment: str) -> "Program":
+        """A new process, which runs what `python -c CODE ARGUMENTS` would, all imported before."""
+        pipes = [os.pipe() for _ in range(3)]
+        ends = [pipes[0][0], pipes[1][1], pipes[2][1]]
+        told = {**os.environ, **ENVIRONMENT, **environment}
+        self._connection.send(("program", code, [str(each) for each in arguments], told))
+        for end in ends:
+            send_handle(self._connection, end, self._process.pid)
+            os.close(end)
+        return Program(self, self._connection.recv(), pipes[0][1], pipes[1][0], pipes[2][0])
+
+    def status(self, process: int) -> int:
+        """The exit status of a process that has ended, negative for a signal."""
+        self._connection.send(("status", process))
+        return int(self._connection.recv())
 
     def close(self) -> None:
         self._connection.close()
@@ -93,6 +114,47 @@ class RankProcess:
         self._file.close()
 
 
+class Program(RankProcess):
+    """A forked program with pipes; used as `subprocess.Popen` with `text=True` is."""
+
+    def __init__(self, server: RankServer, process: int, *pipes: int) -> None:
+        super().__init__(process)
+        self._server = server
+        self.stdin = open(pipes[0], "w")  # noqa: SIM115
+        self.stdout, self.stderr = (open(pipe) for pipe in pipes[1:])  # noqa: SIM115
+        self.returncode: int | None = None
+
+    def communicate(self, text: str = "", timeout: float = JOB_SECONDS) -> tuple[str, str]:
+        """All that the program writes, until it has ended. Raises TimeoutError."""
+        read = ["", ""]
+
+        def collect(index: int, stream: IO[str]) -> None:
+            read[index] = stream.read()
+
+        threads = [
+            threading.Thread(target=collect, args=each)
+            for each in enumerate((self.stdout, self.stderr))
+        ]
+        for thread in threads:
+            thread.start()
+        with suppress(BrokenPipeError):
+            self.stdin.write(text)
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        is_over = bool(wait([self._file], timeout))
+        if not is_over:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._file.fileno(), signal.SIGKILL)
+        for thread in threads:
+            thread.join(timeout)
+        if not is_over or any(thread.is_alive() for thread in threads):
+            raise TimeoutError(f"the program did not end in {timeout} s: {read}")
+        self.returncode = self._server.status(self.pid)
+        for file in (self.stdout, self.stderr, self._file):
+            file.close()
+        return read[0], read[1]
+
+
 class Cluster:
     """Processes that form one gloo process group and run functions of test files together."""
 
@@ -104,7 +166,7 @@ class Cluster:
     ) -> None:
         self.world_size = world_size
         self.threads = 0
-        """The most that a rank has had after a job."""
+        """The most that a rank has had before a job."""
         self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
         address = f"{self._folder.name}/socket"
         listener = Listener(address, family="AF_UNIX")
@@ -148,6 +210,8 @@ class Cluster:
                 (results if succeeded else errors)[rank] = answer
         if dead:
             raise RankDied(dead, errors)
+        for connection in self._connections.values():
+            connection.send(None)
         if errors:
             lost = any("gloo" in e[1] or "pair closure" in e[1] for e in errors.values())
             # The others' messages to those that failed have broken the group, or time-outs have.
@@ -181,6 +245,12 @@ def rank_servers() -> Iterator[list[RankServer]]:
 
 
 @pytest.fixture(scope="session")
+def programs(rank_servers: list[RankServer]) -> Callable[..., Program]:
+    """A function like `RankServer.program`: from code, arguments and environment to a program."""
+    return rank_servers[0].program
+
+
+@pytest.fixture(scope="session")
 def clusters(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster]]:
     """A function from a world size to a running cluster of that size, shared by all tests."""
 
@@ -197,7 +267,7 @@ def clusters(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster
 
 
 def pytest_runtest_logfinish() -> None:
-    """End the clusters whose ranks keep many threads: those of process groups never sleep."""
+    """End the clusters whose ranks keep many threads: something still refers to their groups."""
     for world_size, cluster in tuple(_running.items()):
         if cluster.threads > MOST_THREADS:
             _running.pop(world_size).close()

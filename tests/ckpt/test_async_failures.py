@@ -27,6 +27,7 @@ from ckpt.errors import StoreError
 from ckpt.garbage import collected_later
 from ckpt.transfer.write_job import error_message, read_answer
 from tests.ckpt.late_copies import SECONDS, late_copies
+from tests.conftest import Program
 
 
 def state(numel: int = 500_000) -> dict[str, Any]:
@@ -309,18 +310,14 @@ weights = torch.rand(int(os.environ.get("NUMEL", "4_000_000")))
 """
 
 
-def trainer(body: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """A program that saves; what is on its path is what is on ours."""
-    path = os.pathsep.join(sys.path)
-    own = {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + body, str(folder)],
-        env={**os.environ, **own, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def trainer(programs: Callable[..., Program]) -> Callable[..., Program]:
+    """A function that starts a program which saves."""
+
+    def start(body: str, folder: Path, **environment: str) -> Program:
+        return programs(PREAMBLE + body, folder, **environment)
+
+    return start
 
 
 OWN_DRIVER = """
@@ -333,7 +330,9 @@ fsspec.register_implementation("own", Own)
 
 
 @pytest.mark.parametrize("scheme", ["", "own://"])
-def test_a_normal_exit_finishes_the_save_in_flight(tmp_path: Path, scheme: str) -> None:
+def test_a_normal_exit_finishes_the_save_in_flight(
+    trainer: Callable[..., Program], tmp_path: Path, scheme: str
+) -> None:
     """By the process, and by a thread where only this program knows the store's driver."""
     body = f"""{OWN_DRIVER}
 ckpt.save("{scheme}" + folder, {{"w": weights}}, blocking=False)
@@ -345,7 +344,9 @@ sys.exit(3)
     assert not ckpt.verify(tmp_path).problems
 
 
-def test_a_save_while_the_interpreter_ends_is_finished_in_the_call(tmp_path: Path) -> None:
+def test_a_save_while_the_interpreter_ends_is_finished_in_the_call(
+    trainer: Callable[..., Program], tmp_path: Path
+) -> None:
     body = """
 import atexit
 atexit.register(lambda: ckpt.save(folder, {"w": weights}, blocking=False).wait(0))
@@ -354,7 +355,9 @@ atexit.register(lambda: ckpt.save(folder, {"w": weights}, blocking=False).wait(0
     assert not ckpt.verify(tmp_path).problems
 
 
-def test_an_exit_after_a_failed_save_says_so(tmp_path: Path) -> None:
+def test_an_exit_after_a_failed_save_says_so(
+    trainer: Callable[..., Program], tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     program = trainer('ckpt.save(folder + "/file/x", {"w": weights}, blocking=False)', tmp_path)
     out, error = program.communicate(timeout=SECONDS)
@@ -365,7 +368,9 @@ def test_an_exit_after_a_failed_save_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_an_error_that_was_told_is_not_told_again_at_exit(tmp_path: Path) -> None:
+def test_an_error_that_was_told_is_not_told_again_at_exit(
+    trainer: Callable[..., Program], tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     body = """
 handle = ckpt.save(folder + "/file/x", {"w": weights}, blocking=False)
@@ -377,7 +382,9 @@ except ckpt.CkptError:
     assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("", "")
 
 
-def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(tmp_path: Path) -> None:
+def test_a_killed_trainer_loses_only_the_checkpoint_in_flight(
+    trainer: Callable[..., Program], tmp_path: Path
+) -> None:
     body = """
 from ckpt.background.workplace import workplace
 ckpt.save(folder + "/1", {"w": weights[:10]}, blocking=False).wait(60)
@@ -388,8 +395,6 @@ def die(written):
 ckpt.save(folder + "/2", {"w": weights}, blocking=False, compress=True, progress=die).wait(60)
 """
     program = trainer(body, tmp_path, NUMEL="60_000_000")
-    assert program.stdin is not None
-    assert program.stdout is not None
     its_writer = os.pidfd_open(int(program.stdout.readline()))
     try:
         program.communicate("\n", timeout=SECONDS)
@@ -406,7 +411,9 @@ ckpt.save(folder + "/2", {"w": weights}, blocking=False, compress=True, progress
     assert not ckpt.verify(tmp_path / "2").problems
 
 
-def test_a_forked_child_has_no_save_to_finish(tmp_path: Path) -> None:
+def test_a_forked_child_has_no_save_to_finish(
+    trainer: Callable[..., Program], tmp_path: Path
+) -> None:
     body = """
 handle = ckpt.save(folder + "/1", {"w": weights}, blocking=False)
 child = os.fork()
@@ -424,7 +431,9 @@ torch.save(weights, folder + "/weights.pt")
         assert found["w"].equal(expected)
 
 
-def test_a_forked_child_trains_without_the_copies_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_trains_without_the_copies_of_its_parent(
+    trainer: Callable[..., Program], tmp_path: Path
+) -> None:
     body = """
 from tests.ckpt.late_copies import late_copies
 model = torch.nn.Linear(300, 300)
@@ -450,7 +459,7 @@ print(ckpt.read(folder)["model"]["weight"].equal(before))
 @pytest.mark.parametrize("method", ["tcp", "file"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_leave_right_after_the_call_leave_a_checkpoint(
-    tmp_path: Path, method: str, first: int
+    trainer: Callable[..., Program], tmp_path: Path, method: str, first: int
 ) -> None:
     """The store may live in rank 0's process, which stays until the others know how it ended."""
     body = f"""

@@ -1,0 +1,588 @@
+"""Whether the quick tests see a mistake: one small change of the product after the other, by hand.
+
+    python tests/mutations.py                   all of them, and a table
+    python tests/mutations.py engine commit     those whose names begin so
+    python tests/mutations.py --check           whether every one still applies; runs no test
+
+A mutation replaces a text that stands once in the product by another, in a copy of the working
+tree, and runs a few test files there until the first failure. A mutation is killed when a test
+fails, and survives when all pass. The exit status is 1 where one survives, and 2 where the text of
+one is not in the product, or stands there twice: then the product has changed, and the table below
+is to be changed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = ("ckpt", "formats", "sharding", "tools")
+TEST_SECONDS = 120
+"""That one test may take: some mutations make ranks wait for one another."""
+RUN_SECONDS = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One change, and the test files that should see it."""
+
+    name: str
+    old: str
+    new: str
+    tests: str
+    """Files below `tests`, without `test_` and `.py`, separated by spaces."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The test files."""
+        found = []
+        for name in self.tests.split():
+            folder, _, file = name.rpartition("/")
+            found.append(f"tests/{folder}/test_{file}.py")
+        return found
+
+
+TRAINING = "sharding/wrapper_training sharding/fully_shard_training"
+GRADIENTS = f"sharding/wrapper_gradients {TRAINING}"
+STATES = "sharding/state_dicts sharding/optim_state_dicts sharding/dtensor_state_dicts"
+RESHARD = "ckpt/load ckpt/reshard ckpt/reshard_in_process"
+AGREEING = "sharding/agreeing ckpt/ranks sharding/mismatched_ranks"
+
+MUTATIONS = (
+    # The layout algebra.
+    Mutation(
+        "layout: strides of a row-major array",
+        "strides[dim] = strides[dim + 1] * shape[dim + 1]",
+        "strides[dim] = strides[dim + 1] * shape[dim]",
+        "layout/box layout/layout",
+    ),
+    Mutation(
+        "layout: the last rows of a span",
+        "yield from _rows(whole, whole + 1, span_boxes(rest, 0, hi - whole * inner))",
+        "yield from _rows(whole, whole + 1, span_boxes(rest, 0, hi - whole * inner - 1))",
+        "layout/box layout/layout",
+    ),
+    Mutation(
+        "layout: the chunk of torch.chunk's rule",
+        "return min(numel, index * step), min(numel, (index + 1) * step)",
+        "return min(numel, index * step), min(numel, (index + 1) * step + 1)",
+        "layout/layout layout/torch_oracles",
+    ),
+    Mutation(
+        "layout: coordinates that touch a range",
+        "found.update(range(low // step, (high - 1) // step + 1))",
+        "found.update(range(low // step, high // step + 1))",
+        "layout/layout layout/copies",
+    ),
+    Mutation(
+        "layout: the range of a flat shard",
+        "first, last = lo + max(0, start), min(hi, lo + start + placement.stride)",
+        "first, last = lo + max(0, start), min(hi, lo + placement.stride)",
+        "layout/layout layout/copies",
+    ),
+    Mutation(
+        "layout: the order of axes that split",
+        "part, parts = part * size + index, parts * size",
+        "part, parts = part + index * parts, parts * size",
+        "layout/layout layout/copies ckpt/save_plan",
+    ),
+    Mutation(
+        "layout: where a piece of a local array begins",
+        "Piece(box, at - lo, strides)",
+        "Piece(box, at, strides)",
+        "layout/layout layout/copies",
+    ),
+    Mutation(
+        "layout: a hole is an error",
+        "if found != target.box.numel:",
+        "if found > target.box.numel:",
+        "layout/copies layout/exchange",
+    ),
+    Mutation(
+        "layout: the order of what a rank receives",
+        "receives = sorted(copies_to(have, want, rank), key=lambda copy: copy.source_rank)",
+        "receives = sorted(copies_to(have, want, rank), key=lambda copy: -copy.source_rank)",
+        "layout/exchange sharding/kinds",
+    ),
+    Mutation(
+        "layout: which replica sends",
+        "near = have.mesh.coordinate(target) or (0,) * len(have.placements)",
+        "near = have.mesh.coordinate(rank) or (0,) * len(have.placements)",
+        "layout/exchange sharding/kinds",
+    ),
+    # The engine.
+    Mutation(
+        "engine: a flat shard is a rank's own",
+        "return ((rank * self.shard_numel, (rank + 1) * self.shard_numel),)",
+        "return (((self.size - 1 - rank) * self.shard_numel, (self.size - rank) * self.shard_numel),)",
+        f"sharding/packing {STATES}",
+    ),
+    Mutation(
+        "engine: a slot begins at a multiple",
+        "at += -(-prod(shape) // align) * align",
+        "at += prod(shape) // align * align",
+        f"sharding/packing {TRAINING}",
+    ),
+    Mutation(
+        "engine: a sum has every rank's part",
+        "for part in self._parts[2:]:",
+        "for part in self._parts[3:]:",
+        f"sharding/transport {GRADIENTS}",
+    ),
+    Mutation(
+        "engine: a sum is in rank order",
+        "result = list(self._parts[1] if self._rank == 0 else self._parts[0])\n"
+        "        if self._rank == 0:",
+        "result = list(self._parts[1] if self._rank < 2 else self._parts[0])\n"
+        "        if self._rank < 2:",
+        f"sharding/transport {GRADIENTS}",
+    ),
+    Mutation(
+        "engine: small tensors arrive in their places",
+        "self._copies[1].extend(small)",
+        "self._copies[1].extend(reversed(small))",
+        f"sharding/transport {TRAINING}",
+    ),
+    Mutation(
+        "engine: gradients are divided by all ranks",
+        "return 1.0, float(size)",
+        "return 1.0, float(self.sharing.peers.size)",
+        GRADIENTS,
+    ),
+    Mutation(
+        "engine: in float16 the rest comes after",
+        "return before, size / before",
+        "return before, float(size)",
+        "sharding/wrapper_mixed_precision sharding/fully_shard_training",
+    ),
+    Mutation(
+        "engine: sums go on to replicas",
+        "return list(torch.split(flat, [part.numel() for part in sums]))",
+        "return sums",
+        GRADIENTS,
+    ),
+    Mutation(
+        "engine: sums that waited for replicas are added",
+        "torch._foreach_add_(sums, self._waiting_sums)",
+        "torch._foreach_add_(sums, self._waiting_sums, alpha=0)",
+        f"sharding/fully_shard_api {GRADIENTS}",
+    ),
+    Mutation(
+        "engine: gradients that were held are added",
+        "return held + gradient",
+        "return gradient",
+        f"sharding/wrapper_mixed_precision {GRADIENTS}",
+    ),
+    Mutation(
+        "engine: a parameter without a gradient keeps None",
+        "present[index] = 1\n",
+        "present[:] = [1] * len(present)\n",
+        GRADIENTS,
+    ),
+    Mutation(
+        "engine: a gradient is reduced with its rows first",
+        "gradient = gradient.movedim(slot.dim, 0)",
+        "gradient = gradient.movedim(0, slot.dim)",
+        "sharding/fully_shard_training sharding/fully_shard_api sharding/fully_shard_meshes",
+    ),
+    Mutation(
+        "engine: a shard's gradient has its own shape",
+        "return flat.view(moved).movedim(0, parameter.dim).contiguous()",
+        "return flat.view(shape)",
+        "sharding/fully_shard_training sharding/fully_shard_api sharding/fully_shard_meshes",
+    ),
+    Mutation(
+        "engine: gradients of two backwards add up",
+        "sharded.grad._local_tensor += gradient",
+        "sharded.grad._local_tensor.copy_(gradient)",
+        "sharding/fully_shard_training",
+    ),
+    Mutation(
+        "engine: reductions go in reverse order of use",
+        "key=lambda b: (-(b.first or 0), b.index)",
+        "key=lambda b: (b.first or 0, b.index)",
+        f"sharding/fully_shard_memory sharding/execution_order {TRAINING}",
+    ),
+    Mutation(
+        "engine: a reduction waits for every use",
+        "return self.due <= 0 and 0 < self._wanted == len(self.arrived)",
+        "return 0 < self._wanted == len(self.arrived)",
+        TRAINING,
+    ),
+    Mutation(
+        "engine: what forward skipped is reduced too",
+        "self._advance(to_the_end=True)",
+        "self._advance()",
+        TRAINING,
+    ),
+    Mutation(
+        "engine: the next unit is gathered ahead",
+        "self._gather_some(unit, islice(last, position + 1, None))",
+        "self._gather_some(unit, islice(last, position + 2, None))",
+        "sharding/execution_order sharding/fully_shard_memory sharding/fully_shard_api",
+    ),
+    Mutation(
+        "engine: gathering ahead has a bound",
+        "if nbytes > AHEAD_BYTES and nbytes > other.full_bytes:",
+        "if nbytes > 4 * AHEAD_BYTES and nbytes > other.full_bytes:",
+        "sharding/execution_order sharding/fully_shard_memory sharding/fully_shard_api",
+    ),
+    Mutation(
+        "engine: what nobody holds is sharded again",
+        "        if not self.holders:\n            self.reshard()",
+        "        if not self.holders and False:\n            self.reshard()",
+        "sharding/fully_shard_memory sharding/gradients_and_memory",
+    ),
+    Mutation(
+        "engine: shards that changed are gathered again",
+        "return self.is_gathered and self._gathered_versions != self.versions()",
+        "return False",
+        TRAINING,
+    ),
+    Mutation(
+        "engine: a backward that failed is forgotten",
+        "            for bucket in self._buckets():\n                bucket.forget()",
+        "            for bucket in ():\n                bucket.forget()",
+        "sharding/fully_shard_failures sharding/wrapper_gradients",
+    ),
+    Mutation(
+        "engine: ranks that run another order are told",
+        "if index != indices[0]:",
+        "if index < indices[0]:",
+        "sharding/execution_order",
+    ),
+    # The planner of saves.
+    Mutation(
+        "planner: large replicated tensors are split",
+        "if _bytes_per_replica(tensor) >= SPLIT_BYTES:",
+        "if _bytes_per_replica(tensor) > 4 * SPLIT_BYTES:",
+        "ckpt/save_plan ckpt/reshard",
+    ),
+    Mutation(
+        "planner: small tensors are shared out by bytes",
+        "owner = before * replicas // total if total else 0",
+        "owner = 0",
+        "ckpt/save_plan ckpt/differing_replicas",
+    ),
+    Mutation(
+        "planner: replicas that differ are stored by one",
+        "return {axis: Only(where[axis]) for axis in layout.replica_axes}",
+        "return {axis: Only(0) for axis in layout.replica_axes}",
+        "ckpt/save_plan ckpt/differing_replicas",
+    ),
+    Mutation(
+        "planner: replicas that differ are found",
+        "for sign, where in ((1, position), (-1, (position + 1) % size)):",
+        "for sign, where in ((1, position), (-1, position % size)):",
+        "ckpt/replicas ckpt/differing_replicas",
+    ),
+    # The commit.
+    Mutation(
+        "commit: every file has its size",
+        "        if all(seen.get(file.name) == file.size for file in files):",
+        "        if all(file.name in seen for file in files):",
+        "ckpt/commit ckpt/ranks faults/misplaced",
+    ),
+    Mutation(
+        "commit: an attempt that took too long is over",
+        "if now() - began > GRACE_SECONDS:",
+        "if now() - began > 10 * GRACE_SECONDS:",
+        "ckpt/commit ckpt/collecting ckpt/state",
+    ),
+    Mutation(
+        "commit: the old files go after the new manifest",
+        "                if not found.cover(folder, file.name):\n                    store.delete(file.name)",
+        "                if found.cover(folder, file.name):\n                    store.delete(file.name)",
+        "ckpt/commit ckpt/borrowing",
+    ),
+    Mutation(
+        "commit: a base that went takes the manifest back",
+        "if base is not None and not is_as_it_was(*base, store.options):",
+        "if base is not None and not base:",
+        "ckpt/borrowing faults/concurrency",
+    ),
+    Mutation(
+        "commit: a failed rank's files are removed",
+        "                store.delete(plan.file_name)\n        raise",
+        "                store.exists(plan.file_name)\n        raise",
+        "ckpt/ranks ckpt/commit faults/rank_failures",
+    ),
+    Mutation(
+        "commit: a manifest that was written wrong is taken back",
+        "if old is not None and not _can_be_read(store, data):",
+        "if old is not None and not data:",
+        "ckpt/commit faults/misplaced faults/fault_table",
+    ),
+    Mutation(
+        "commit: what is borrowed from is not deleted",
+        "        with suppress(ExistsError):  # of a save that has come meanwhile\n"
+        "            store.commit(MANIFEST, data, replace=False)\n",
+        "",
+        "ckpt/borrowing ckpt/commit",
+    ),
+    # The manifest.
+    Mutation(
+        "manifest: a file is named once",
+        "if len(values) != len(files):",
+        "if len(values) > len(files):",
+        "formats/native_hostile formats/native",
+    ),
+    Mutation(
+        "manifest: an alias has a target",
+        "if target not in tensors and self._stored:",
+        "if target not in aliases and target not in tensors and self._stored:",
+        "formats/native_hostile formats/native",
+    ),
+    Mutation(
+        "manifest: a tensor is spread over ranks with files",
+        "if layout.numel > files * -(-most // parts):",
+        "if layout.numel > files * most:",
+        "formats/native_hostile formats/native fuzz/bombs",
+    ),
+    Mutation(
+        "manifest: a key stands once in a $dict",
+        "duplicate = key in seen",
+        "duplicate = False",
+        "formats/native_hostile formats/native ckpt/state",
+    ),
+    Mutation(
+        "manifest: headers and tables fit into a file",
+        "and not any(map(gt, map(add, headers, tables), sizes))",
+        "and not any(map(gt, headers, sizes))",
+        "formats/native_hostile formats/native",
+    ),
+    # Loading.
+    Mutation(
+        "loading: a chunk's checksum is looked at",
+        'if digest(data) + len(data).to_bytes(4, "little") != table[record : record + 20]:',
+        'if digest(data)[:0] + len(data).to_bytes(4, "little") != table[record + 16 : record + 20]:',
+        "formats/native ckpt/corruption ckpt/verify",
+    ),
+    Mutation(
+        "loading: a compressed chunk's checksum is looked at",
+        "if xxhash.xxh3_128_digest(stored[at : at + chunk.stored_bytes]) != chunk.digest:",
+        "if not chunk.digest:",
+        "ckpt/corruption ckpt/verify faults/flips",
+    ),
+    Mutation(
+        "loading: elements that are missing are an error",
+        "if found != fits.numel(wanted):",
+        "if found > fits.numel(wanted):",
+        "ckpt/transfer ckpt/load ckpt/corruption",
+    ),
+    Mutation(
+        "loading: partial chunks go by scratch memory",
+        "last = hi if not unit or hi == extent.nbytes else hi // unit * unit",
+        "last = hi if not unit or hi == extent.nbytes else -(-hi // unit) * unit",
+        f"ckpt/transfer {RESHARD}",
+    ),
+    Mutation(
+        "loading: where a range goes in its target",
+        "target = fit.target.at + start - fit.source.at",
+        "target = fit.target.at",
+        f"ckpt/transfer {RESHARD}",
+    ),
+    Mutation(
+        "loading: gaps that are read for nothing have a bound",
+        "lo - end > limits.gap_bytes\n",
+        "lo - end > 64 * limits.gap_bytes\n",
+        "ckpt/transfer ckpt/lazy",
+    ),
+    Mutation(
+        "loading: a shape that differs is an error",
+        "if record.shape != tuple(tensor.shape):",
+        "if len(record.shape) != len(tuple(tensor.shape)):",
+        "ckpt/load ckpt/match_entries ckpt/bad_state",
+    ),
+    Mutation(
+        "loading: a tensor with two names is filled once",
+        "first = self._filled.setdefault(key, want)",
+        "first = self._filled.setdefault(name, want)",
+        "ckpt/load ckpt/overlaps ckpt/load_together",
+    ),
+    Mutation(
+        "loading: who reads for others takes turns",
+        "ranks = [self._ranks[rank * each + number % each] for rank in mesh.ranks()]",
+        "ranks = [self._ranks[rank * each] for rank in mesh.ranks()]",
+        "ckpt/lots ckpt/lot_memory ckpt/dealing_out",
+    ),
+    Mutation(
+        "loading: an older checkpoint is taken where one is damaged",
+        "return [older.name for older in beside[at + 1 :]]",
+        "return [older.name for older in beside[at + 2 :]]",
+        "ckpt/fallback ckpt/newest",
+    ),
+    # Agreement.
+    Mutation(
+        "agreement: hashes of every rank are compared",
+        "same = [all(row[i] == value for row in others) for i, value in enumerate(first, 1)]",
+        "same = [all(row[i] == value for row in others[:1]) for i, value in enumerate(first, 1)]",
+        AGREEING,
+    ),
+    Mutation(
+        "agreement: the lowest rank's failure is told",
+        "return self._tell(call, failures[min(causes)])",
+        "return self._tell(call, failures[max(causes)])",
+        AGREEING,
+    ),
+    Mutation(
+        "agreement: ranks in other calls are told so",
+        "if (found.op, found.name, found.stage) != (mine.op, mine.name, mine.stage):",
+        "if found.op != mine.op:",
+        AGREEING,
+    ),
+    Mutation(
+        "agreement: who is late in a call that is over counts on",
+        "self._number = max([self._number, *left])",
+        "self._number = max([self._number, *left[:0]])",
+        AGREEING,
+    ),
+    Mutation(
+        "agreement: a rank that ended is noticed",
+        "return ended(mine.stage, rank) if link.is_lost else None",
+        "return None",
+        "sharding/agreeing faults/rank_failures",
+    ),
+    # Stores.
+    Mutation(
+        "stores: what passes is tried again",
+        "if trouble_of(error) is not Trouble.PASSING or is_over():",
+        "if trouble_of(error) is not Trouble.LASTING or is_over():",
+        "ckpt/object_store stores/contract",
+    ),
+    Mutation(
+        "stores: a commit does not replace another",
+        "            self.flush()  # the files this one speaks of must be durable before it is\n"
+        "            self._give_name(part, name, replace)",
+        "            self.flush()  # the files this one speaks of must be durable before it is\n"
+        "            self._give_name(part, name, True)",
+        "ckpt/store ckpt/commit stores/contract",
+    ),
+    Mutation(
+        "stores: files are durable before the manifest",
+        "            self.flush()  # the files this one speaks of must be durable before it is\n",
+        "",
+        "ckpt/commit faults/power_loss",
+    ),
+    Mutation(
+        "stores: a put whose answer was lost is our own",
+        "if tries == 1 or self.read_whole(name, max(len(data), self.size(name))) != data:",
+        "if tries >= 1:",
+        "ckpt/object_store stores/contract stores/library",
+    ),
+    Mutation(
+        "stores: a part of an upload has its number",
+        "return self.part_bytes if number < self.first_later else self.later_bytes",
+        "return self.part_bytes if number <= self.first_later else self.later_bytes",
+        "ckpt/object_store stores/library",
+    ),
+    Mutation(
+        "stores: only what is old is removed",
+        "again = {_key(one) for one in _left_overs(store, place, places, age) if one.is_old}",
+        "again = {_key(one) for one in _left_overs(store, place, places, age)}",
+        "ckpt/collecting tools/gc",
+    ),
+)
+
+
+def located(mutation: Mutation, root: Path) -> list[Path]:
+    """The files of the product that have the text of a mutation: one for each time it is there."""
+    found = []
+    for package in PRODUCT:
+        for path in sorted((root / package).rglob("*.py")):
+            found += [path] * path.read_text().count(mutation.old)
+    return found
+
+
+def copied(target: Path) -> None:
+    """A copy of the working tree, of the files that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def outcome(mutation: Mutation, root: Path, log: Path) -> str:
+    """`killed by TEST`, or `survived`; the mutation is taken back."""
+    [path] = located(mutation, root)
+    text = path.read_text()
+    path.write_text(text.replace(mutation.old, mutation.new))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += [f"--timeout={TEST_SECONDS}", *mutation.paths]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        with log.open("wb") as file:
+            status = subprocess.run(
+                command, cwd=root, env=environment, stdout=file, stderr=file, timeout=RUN_SECONDS
+            ).returncode
+    except subprocess.TimeoutExpired:
+        return "killed by the time-out of the run"
+    finally:
+        path.write_text(text)
+    if status not in (0, 1):
+        return f"killed by the exit status {status}"
+    failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return f"killed by {failed[0].split()[1] if failed else 'a test'}" if status else "survived"
+
+
+def chosen(names: Sequence[str]) -> Iterator[Mutation]:
+    """The mutations whose names begin with one of these; all of them for none."""
+    for mutation in MUTATIONS:
+        if not names or mutation.name.startswith(tuple(names)):
+            yield mutation
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    stale = [
+        f"{mutation.name}: the text is {len(found)} times in the product"
+        for mutation in chosen(options.names)
+        if len(found := located(mutation, ROOT)) != 1
+    ]
+    stale += [
+        f"{mutation.name}: there is no {path}"
+        for mutation in chosen(options.names)
+        for path in mutation.paths
+        if not (ROOT / path).is_file()
+    ]
+    print("\n".join(stale), file=sys.stderr)
+    if stale or options.check:
+        return 2 if stale else 0
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        root = Path(folder, "copy")
+        copied(root)
+        for mutation in chosen(options.names):
+            began = time.monotonic()
+            [path] = located(mutation, root)
+            told = outcome(mutation, root, Path(folder, "log"))
+            survivors += told == "survived"
+            seconds = time.monotonic() - began
+            where = path.relative_to(root)
+            print(f"{mutation.name} | {where} | {told} | {seconds:.0f} s", flush=True)
+    print(f"{survivors} survived", file=sys.stderr)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
