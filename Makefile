@@ -24,16 +24,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-stores test-versions test-gpu soak lint style types contracts
+.PHONY: help demo test test-all test-slow test-stores test-versions test-gpu soak lint style types contracts
 .PHONY: check format bench bench-gpu clean
 
 help:
 	@echo 'make demo       train on 4 ranks, kill, resume on 2 and 3 with other runtimes, convert'
-	@echo 'make test       the tests and the examples in docstrings (a few minutes)'
-	@echo 'make check      what CI runs: ruff, mypy, import contracts, then make test'
+	@echo 'make test       the quick tests and the examples in docstrings (a few minutes)'
+	@echo 'make test-all   more cases of the same tests: what CI runs'
+	@echo 'make check      before a proposal: ruff, mypy, import contracts, then make test'
 	@echo 'make lint       make check without the tests'
 	@echo 'make format     put imports, layout and fixable findings right'
-	@echo 'make test-slow  the tests that make test leaves out'
+	@echo 'make test-slow  the tests that make test-all leaves out: every combination, long runs'
 	@echo 'make test-stores  the tests of stores on Ceph, Azurite and others, which it installs'
 	@echo 'make test-versions  the tests on other versions of Python and torch, which it installs'
 	@echo 'make test-gpu   the tests that need a GPU, with the torch of PYTHON=python3; no downloads'
@@ -53,6 +54,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 
 import tests.old_torch  # noqa: F401
+from tests.selection import half, pairs
 from tests.stores.fixtures import azurite_server, gcs_server, moto, racers, radosgw_server, servers
 
 __all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "servers"]
@@ -32,6 +33,8 @@ MOST_THREADS = 40
 """Of a rank; a cluster whose ranks have more is not used for another test."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 """Of every rank, beside the environment of the tests."""
+ON_RANKS = {"clusters", "doomed_cluster"}
+"""Fixtures whose tests are divided into those of `make test`, `make test-all` and the slow ones."""
 GROUP_SECONDS = 60
 """How long a collective waits for a rank that never comes."""
 
@@ -264,6 +267,36 @@ def clusters(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster
     yield cluster
     for world_size in tuple(_running):
         _running.pop(world_size).close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the run has cost: the processes that it has started are over."""
+    spent = os.times()
+    user, system = spent.user + spent.children_user, spent.system + spent.children_system
+    terminalreporter.write_line(
+        f"processor time: {user + system:.0f} s ({user:.0f} s user, {system:.0f} s system), of "
+        "this process and all that it has started"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that `make test` and `make test-all` leave out: see tests/selection.py."""
+    functions: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        is_costly = ON_RANKS & {*item.fixturenames} or any(item.iter_markers("costly"))
+        if is_costly and not any(item.iter_markers("slow")):
+            functions.setdefault((item.path, item.originalname), []).append(item)
+    for (_, name), cases in functions.items():
+        told = [{key: repr(value) for key, value in c.callspec.params.items()} for c in cases]
+        in_quick, in_all = half(told, name), pairs(told, name)
+        for index, case in enumerate(cases):
+            if index not in in_all:
+                case.add_marker(pytest.mark.slow)
+            elif index not in in_quick:
+                case.add_marker(pytest.mark.thorough)
 
 
 def pytest_runtest_logfinish() -> None:

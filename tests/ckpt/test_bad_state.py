@@ -335,6 +335,7 @@ def test_another_world_size_than_that_of_the_shards_is_refused(
 # What is missing of a file.
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 1.0])
 def test_a_shard_file_that_was_cut_short_is_named(

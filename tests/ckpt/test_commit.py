@@ -108,6 +108,7 @@ def die_everywhere(folder: str, overwrite: bool, compress: bool, half: bool) -> 
     raise AssertionError
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("half", [False, True], ids=["before", "during"])
 @pytest.mark.parametrize("compress", [False, True], ids=["raw", "zstd"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])

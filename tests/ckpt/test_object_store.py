@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +19,7 @@ from ckpt.stores.driver import PartLimits
 from ckpt.stores.store import Store, open_store
 from ckpt.stores.uploads import PART_BYTES, PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError
+from tests.conftest import Program
 from tests.stores.child import HOST
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
@@ -402,11 +401,14 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_child_reads_although_its_parent_has(moto: Server, tmp_path: Path) -> None:
+def test_a_forked_child_reads_although_its_parent_has(
+    moto: Server, programs: Callable[..., Program], tmp_path: Path
+) -> None:
     url = moto.url(f"{tmp_path.name}/a")
     ckpt.save(url, {"step": 3}, storage_options=moto.options)
-    command = [sys.executable, "-c", FORK, url, repr(dict(moto.options))]
-    assert subprocess.run(command, check=False).returncode == 3
+    program = programs(FORK, url, repr(dict(moto.options)))
+    assert program.communicate() == ("", "")
+    assert program.returncode == 3
 
 
 @pytest.mark.parametrize("rewritable", [False, True])

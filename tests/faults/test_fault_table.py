@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -27,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from tests import dcp_alone
-from tests.conftest import RankDied
+from tests.conftest import Program, RankDied
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, Schedule, dead_between, no_faults
 from tests.stores.server import Server
@@ -372,14 +371,11 @@ def load_whole(folder: str) -> tuple[str, bool]:
 
 
 def test_processes_that_save_without_a_group_get_one_whole_checkpoint_and_errors(
-    clusters: Callable, tmp_path: Path
+    clusters: Callable, programs: Callable[..., Program], tmp_path: Path
 ) -> None:
     """Each is a job of its own to `ckpt`; four quarters never become something that loads."""
     folder = tmp_path / "c"
-    saved = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder)], capture_output=True, text=True, check=True
-    )
-    ends = json.loads(saved.stdout)
+    ends = json.loads(programs(ALONE, folder).communicate()[0])
     assert sorted(ends) == [0, 6, 6, 6]
     winner = ends.index(0)
     assert ckpt.verify(folder).sound

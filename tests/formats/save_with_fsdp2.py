@@ -1,16 +1,7 @@
-"""One rank of a job that trains with FSDP2 and Adam and saves with DCP, run as a script.
-
-    python save_with_fsdp2.py RANK WORLD FOLDER
-
-Leaves the checkpoint in FOLDER/checkpoint and the full tensors in FOLDER/full.pt.
-"""
+"""A job that trains with FSDP2 and Adam and saves with DCP: no code of ours takes part in it."""
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -31,14 +22,12 @@ def whole(value: object) -> object:
     return value
 
 
-def main(rank: int, world: int, folder: Path) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
-    )
+def train_and_save(folder: Path) -> None:
+    """Leave the checkpoint in `checkpoint` and the full tensors in `full.pt`. All ranks call it."""
     torch.manual_seed(0)
     # 5 and 1 rows over 2 ranks: an uneven and an empty shard.
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
@@ -46,14 +35,5 @@ def main(rank: int, world: int, folder: Path) -> None:
     state = {"model": model_state, "optim": optimizer_state, "step": 7}
     save(state, checkpoint_id=folder / "checkpoint")
     full = whole(state)
-    if rank == 0:
+    if dist.get_rank() == 0:
         torch.save(full, folder / "full.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    faulthandler.enable()  # a crash in native code leaves a stack
-    warnings.simplefilter("ignore")
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    # Threads that torch leaves behind may abort the process while the interpreter ends.
-    os._exit(0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -38,6 +36,7 @@ from sharding.layout import Box
 from tests.dcp_alone import load as torch_load
 from tests.dcp_alone import save as torch_save
 from tests.formats.counting import Counting
+from tests.formats.save_with_fsdp2 import train_and_save
 from tests.old_torch import COPIES_FLOAT4, runs_fsdp2
 
 METADATA = ".metadata"
@@ -215,20 +214,10 @@ def test_a_checkpoint_with_the_fields_of_older_versions_is_read(tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(clusters: Callable[[int], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks saved of a model under FSDP2 with Adam, see save_with_fsdp2.py."""
     folder = tmp_path_factory.mktemp("fsdp2")
-    script = Path(__file__).with_name("save_with_fsdp2.py")
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), str(rank), "2", str(folder)])
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    clusters(2).run(train_and_save, folder)
     return folder
 
 

@@ -1,0 +1,95 @@
+"""Which cases of a parametrized test run when: in `make test`, in `make test-all`, or by `-m slow`.
+
+Only tests on clusters of ranks and tests with the mark `costly` are divided. A parameter is either
+a *setting*, by which many tests are run (a strategy, a form, a number of ranks), or the subject of
+the test. Rules:
+
+1. `make test` has each value of each subject at least once, and half of the values of each setting.
+   Which half, differs from test to test: the tests of a file together have all of them.
+2. `make test-all` has every pair of values of two parameters; so of one or two parameters it has
+   every case.
+3. The rest has the mark `slow`.
+
+The choice depends on the name of the test and the values, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from zlib import crc32
+
+SETTINGS = frozenset(
+    {
+        *("compress", "door", "first_only", "form", "forward", "full", "half", "how", "nested"),
+        *("overwrite", "reentrant", "run", "strategy", "use_orig_params", "way", "world_size"),
+    }
+)
+"""The names of settings."""
+
+Case = dict[str, str]
+"""The values of the parameters by their names."""
+
+
+def values_of(cases: Sequence[Case]) -> dict[str, list[str]]:
+    """By parameter its values, in their order."""
+    return {name: list(dict.fromkeys(case[name] for case in cases)) for name in cases[0]}
+
+
+def turned(values: list[str], turn: int) -> list[str]:
+    """The values from another one on.
+
+    >>> turned(["a", "b", "c"], 4)
+    ['b', 'c', 'a']
+    """
+    turn %= len(values)
+    return values[turn:] + values[:turn]
+
+
+def half(cases: Sequence[Case], name: str) -> set[int]:
+    """Which cases `make test` has of the test with this name (rule 1).
+
+    >>> cases = [{"world_size": n, "kind": k} for n in "123" for k in "ab"]
+    >>> [tuple(cases[i].values()) for i in sorted(half(cases, "test"))]
+    [('2', 'a'), ('3', 'b')]
+    """
+    values = values_of(cases)
+    wanted = {}
+    for each, known in values.items():
+        turn = crc32(f"{name} {each}".encode())
+        count = -(-len(known) // 2) if each in SETTINGS else len(known)
+        wanted[each] = turned(known, turn)[:count]
+    chosen: set[int] = set()
+    allowed = [i for i, case in enumerate(cases) if all(case[n] in wanted[n] for n in wanted)]
+    if not allowed:  # the cases are no product
+        return set(range(len(cases)))
+    lacking = {(n, value) for n in wanted for value in wanted[n]}
+    start = crc32(name.encode()) % len(allowed)
+    order = allowed[start:] + allowed[:start]
+    while lacking:
+        gains = {i: len(lacking & cases[i].items()) for i in order}
+        best = max(order, key=lambda i: gains[i])
+        if not gains[best]:
+            break
+        chosen.add(best)
+        lacking -= cases[best].items()
+    return chosen
+
+
+def pairs(cases: Sequence[Case], name: str) -> set[int]:
+    """Which cases `make test-all` has of it (rule 2).
+
+    >>> cases = [{"a": a, "b": b, "c": c} for a in "12" for b in "12" for c in "12"]
+    >>> len(pairs(cases, "test"))
+    5
+    """
+    if len(cases[0]) < 3:
+        return set(range(len(cases)))
+    chosen = half(cases, name)
+    covered = [set(combinations(sorted(case.items()), 2)) for case in cases]
+    lacking = set().union(*covered) - set().union(*(covered[i] for i in chosen))
+    while lacking:
+        best = max(range(len(cases)), key=lambda i: len(lacking & covered[i]))
+        chosen.add(best)
+        lacking -= covered[best]
+    return chosen
