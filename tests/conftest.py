@@ -35,6 +35,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNIN
 """Of every rank, beside the environment of the tests."""
 ON_RANKS = {"clusters", "doomed_cluster"}
 """Fixtures whose tests are divided into those of `make test`, `make test-all` and the slow ones."""
+HASH_SEEDS = "CKPT_TESTS_HASH_SEEDS"
+"""A variable of the environment: tests/mutations.py saves a server."""
 GROUP_SECONDS = 60
 """How long a collective waits for a rank that never comes."""
 
@@ -241,7 +243,7 @@ def rank_servers() -> Iterator[list[RankServer]]:
 
     There are two, because the order of a set differs between ranks that a user starts.
     """
-    servers = [RankServer(hash_seed) for hash_seed in (1, 2)]
+    servers = [RankServer(int(seed)) for seed in os.environ.get(HASH_SEEDS, "1 2").split()]
     yield servers
     for server in servers:
         server.close()

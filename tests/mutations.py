@@ -16,13 +16,22 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.pop(0)  # this folder has a `ckpt` of its own: the tests of it
+
+import hypothesis  # noqa: F401 - once for all
+import pytest
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ("ckpt", "formats", "sharding", "tools")
@@ -518,27 +527,39 @@ def outcome(mutation: Mutation, root: Path, log: Path) -> str:
     [path] = located(mutation, root)
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += [f"--timeout={TEST_SECONDS}", *mutation.paths]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(root),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
     try:
-        with log.open("wb") as file:
-            status = subprocess.run(
-                command, cwd=root, env=environment, stdout=file, stderr=file, timeout=RUN_SECONDS
-            ).returncode
-    except subprocess.TimeoutExpired:
-        return "killed by the time-out of the run"
+        status = tested(mutation.paths, root, log)
     finally:
         path.write_text(text)
-    if status not in (0, 1):
-        return f"killed by the exit status {status}"
+    if status > 1:
+        raise RuntimeError(f"pytest ended with status {status}: {log.read_text()[-3000:]}")
+    if status < 0:
+        return f"killed by signal {-status}"
     failed = [line for line in log.read_text().splitlines() if line.startswith(("FAILED", "ERROR"))]
     return f"killed by {failed[0].split()[1] if failed else 'a test'}" if status else "survived"
+
+
+def tested(paths: Sequence[str], root: Path, log: Path) -> int:
+    """The exit status of pytest in a forked process, which has imported all but the product."""
+    process = os.fork()
+    if not process:
+        status = 70
+        try:
+            with log.open("wb") as file:
+                for number in (1, 2):
+                    os.dup2(file.fileno(), number)
+            os.chdir(root)
+            sys.path.insert(0, str(root))
+            os.environ |= {"PYTHONPATH": str(root), "CKPT_TESTS_HASH_SEEDS": "1"}
+            signal.alarm(RUN_SECONDS)
+            options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
+            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+            status = int(pytest.main([*options, *paths]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def chosen(names: Sequence[str]) -> Iterator[Mutation]:
@@ -569,6 +590,7 @@ def main() -> int:
     if stale or options.check:
         return 2 if stale else 0
     survivors = 0
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         root = Path(folder, "copy")
         copied(root)
