@@ -6,7 +6,6 @@ ranks have answered, each is sent None, and ends the process groups that the job
 """
 
 import faulthandler
-import gc
 import importlib.util
 import os
 import sys
@@ -16,9 +15,9 @@ from multiprocessing.connection import Client
 from types import ModuleType
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 import tests.old_torch  # noqa: F401
+from tests.kept_groups import end_groups
 
 _modules: dict[str, ModuleType] = {}
 
@@ -39,15 +38,6 @@ def load(file: str) -> ModuleType:
 def threads() -> int:
     """How many this process has: every process group that still exists has two or more."""
     return len(os.listdir("/proc/self/task"))
-
-
-def end_groups() -> None:
-    """End all process groups but the default one: their threads wake up 100 times a second."""
-    made = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in made:
-        dist.destroy_process_group(group)
-    if made:
-        gc.collect()
 
 
 def main(address: str, rank: str, world_size: str, store: str, timeout: str) -> None:

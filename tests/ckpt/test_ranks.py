@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
+from tests.kept_groups import kept
 
 
 def failures(cluster: Any, job: Callable, *arguments: object) -> tuple[list[int], dict[int, Any]]:
@@ -31,14 +32,10 @@ def numbers(rows: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + 3 * rows, dtype=torch.float32).reshape(rows, 3)
 
 
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
+@kept
 def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
     """The one-dimensional mesh of these ranks, made once: to be called by all."""
-    if ranks not in _meshes:
-        _meshes[ranks] = DeviceMesh("cpu", list(ranks), mesh_dim_names=("stage",))
-    return _meshes[ranks]
+    return DeviceMesh("cpu", list(ranks), mesh_dim_names=("stage",))
 
 
 def spread(whole: torch.Tensor, ranks: tuple[int, ...]) -> DTensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
+from tests.kept_groups import kept
 
 SHAPES = ((7, 5), (8, 4), (3,), (1, 3), (0, 4), (5, 2, 3), (16, 8))
 WORLDS = (1, 2, 3, 4)
@@ -57,7 +58,10 @@ def fits(
     return all(dim < len(shape) for dim in dims) and not (strided and shape[0] % 4)
 
 
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+@kept
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """All ranks as a grid of these sizes."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
 
 
 def place(
@@ -67,9 +71,7 @@ def place(
     if placed is None:
         return whole
     sizes, how = placed
-    if sizes not in _meshes:
-        _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
-    return distribute_tensor(whole, _meshes[sizes], list(how), src_data_rank=None)
+    return distribute_tensor(whole, mesh_of(sizes), list(how), src_data_rank=None)
 
 
 def state(how: str | None, fill: bool, world_size: int, names: list[str] | None = None) -> dict:

@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import sharding
+from tests.kept_groups import kept
 from tests.networks import Frozen
 from tests.old_torch import TORCH_TRAINS_ON_CPU
 
@@ -199,17 +200,15 @@ def _wrapped(kind: str, bare: Network, left_out: tuple[nn.Parameter, ...]) -> nn
     return bare
 
 
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
 def _mesh(kind: str) -> DeviceMesh:
     """All ranks in a row, or in a grid: (replicate, shard), or (shard, tensor)."""
     ranks = dist.get_world_size()
-    sizes = (ranks // 2, 2) if kind in ON_A_GRID else (ranks,)
-    if sizes not in _meshes:
-        names = ("rows", "columns")[-len(sizes) :]
-        _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    return _meshes[sizes]
+    return _mesh_of((ranks // 2, 2) if kind in ON_A_GRID else (ranks,))
+
+
+@kept
+def _mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("rows", "columns")[-len(sizes) :])
 
 
 def train(this: Trainer, first: int, steps: int) -> list[float]:

@@ -8,7 +8,6 @@ process does, but for rounding. Where it must be the same to the bit, see `train
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.optim import AdamW
 
 import sharding
 from sharding.wrap import ModuleWrapPolicy
+from tests.kept_groups import kept
 from tests.networks import Frozen, ScaledBlock
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def wrapped(how: str, seed: int = 0, make: Callable[[int], nn.Module] = network)
     )
 
 
-@cache
+@kept
 def _grid() -> DeviceMesh:
     """All ranks in two rows, each of which has a replica."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2))

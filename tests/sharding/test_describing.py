@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from sharding.describe.describing import describe_module, flat_members, part_of
 from sharding.describe.local_part import LocalPart
 from sharding.errors import ShardingError
+from tests.kept_groups import kept
 from tests.sharding.pieces import Held, Parameters, held, whole
 from tests.sharding.wrapper_models import (
     full_parameters,
@@ -32,7 +32,7 @@ from tests.sharding.wrapper_models import (
 )
 
 
-@cache
+@kept
 def groups(strategy: str) -> Any:
     """The groups of a hybrid strategy over all ranks, two of which replicate. Made once."""
     if "HYBRID" not in strategy:
