@@ -181,13 +181,13 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: sums that waited for replicas are added",
-        "torch._foreach_add_(sums, self._waiting_sums)",
-        "torch._foreach_add_(sums, self._waiting_sums, alpha=0)",
+        "torch._foreach_add_(sums, self._waiting)",
+        "torch._foreach_add_(sums, self._waiting, alpha=0)",
         f"sharding/fully_shard_api {GRADIENTS}",
     ),
     Mutation(
         "engine: gradients that were held are added",
-        "return held + gradient",
+        "return kept + gradient",
         "return gradient",
         f"sharding/wrapper_mixed_precision {GRADIENTS}",
     ),
@@ -217,14 +217,14 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: reductions go in reverse order of use",
-        "key=lambda b: (-(b.first or 0), b.index)",
-        "key=lambda b: (b.first or 0, b.index)",
+        "key=lambda b: (-(b.backward.first or 0), b.index)",
+        "key=lambda b: (b.backward.first or 0, b.index)",
         f"sharding/fully_shard_memory sharding/execution_order {TRAINING}",
     ),
     Mutation(
         "engine: a reduction waits for every use",
-        "return self.due <= 0 and 0 < self._wanted == len(self.arrived)",
-        "return 0 < self._wanted == len(self.arrived)",
+        "return self.backward.due <= 0 and 0 < self._wanted == len(self.backward.arrived)",
+        "return 0 < self._wanted == len(self.backward.arrived)",
         TRAINING,
     ),
     Mutation(
@@ -235,14 +235,14 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: the next unit is gathered ahead",
-        "self._gather_some(unit, islice(last, position + 1, None))",
-        "self._gather_some(unit, islice(last, position + 2, None))",
+        "self._prefetch(unit, islice(last, position + 1, None))",
+        "self._prefetch(unit, islice(last, position + 2, None))",
         "sharding/execution_order sharding/fully_shard_memory sharding/fully_shard_api",
     ),
     Mutation(
         "engine: gathering ahead has a bound",
-        "if nbytes > AHEAD_BYTES and nbytes > other.full_bytes:",
-        "if nbytes > 4 * AHEAD_BYTES and nbytes > other.full_bytes:",
+        "if nbytes > PREFETCH_BYTES and nbytes > other.unsharded_bytes:",
+        "if nbytes > 4 * PREFETCH_BYTES and nbytes > other.unsharded_bytes:",
         "sharding/execution_order sharding/fully_shard_memory sharding/fully_shard_api",
     ),
     Mutation(
@@ -259,8 +259,8 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: a backward that failed is forgotten",
-        "            for bucket in self._buckets():\n                bucket.forget()",
-        "            for bucket in ():\n                bucket.forget()",
+        "                param_group.forget()",
+        "                pass",
         "sharding/fully_shard_failures sharding/wrapper_gradients",
     ),
     Mutation(
@@ -422,7 +422,7 @@ MUTATIONS = (
         "loading: who reads for others takes turns",
         "ranks = [self._ranks[rank * each + number % each] for rank in mesh.ranks()]",
         "ranks = [self._ranks[rank * each] for rank in mesh.ranks()]",
-        "ckpt/lots ckpt/lot_memory ckpt/dealing_out",
+        "ckpt/scatter_reads ckpt/scattered_loads ckpt/lot_memory",
     ),
     Mutation(
         "loading: an older checkpoint is taken where one is damaged",

@@ -28,11 +28,13 @@ import torch
 from tests import rank_worker
 
 IMPORTED = (
+    "aiobotocore.session",
     "ckpt.loading",
     "ckpt.saving",
     "ckpt.state_dict",
     "hypothesis",
     "pytest",
+    "s3fs",
     "sharding.composable",
     "sharding.fsdp2.fully_shard",
     "sharding.fsdp1.wrapper",

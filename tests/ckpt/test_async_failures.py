@@ -456,6 +456,7 @@ print(ckpt.read(folder)["model"]["weight"].equal(before))
     assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("5\nTrue\n", "")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("method", ["tcp", "file"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_that_leave_right_after_the_call_leave_a_checkpoint(

@@ -103,6 +103,7 @@ def two_by_two() -> None:
             models.same(*states, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_m_14_two_by_two_ranks_shard_within_rows_and_average_across_them(
     clusters: Callable,
 ) -> None:
