@@ -290,7 +290,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
         is_costly = ON_RANKS & {*item.fixturenames} or any(item.iter_markers("costly"))
-        if is_costly and not any(item.iter_markers("slow")):
+        is_marked = any(item.get_closest_marker(name) for name in ("slow", "thorough"))
+        if is_costly and not is_marked:
             functions.setdefault((item.path, item.originalname), []).append(item)
     for (_, name), cases in functions.items():
         told = [{key: repr(value) for key, value in c.callspec.params.items()} for c in cases]

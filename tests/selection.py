@@ -9,6 +9,7 @@ the test. Rules:
 2. `make test-all` has every pair of values of two parameters; so of one or two parameters it has
    every case.
 3. The rest has the mark `slow`.
+4. A case that has the mark `thorough` or `slow` by hand takes no part in this.
 
 The choice depends on the name of the test and the values, and on nothing else.
 """
@@ -19,6 +20,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from zlib import crc32
 
+import pytest
+from _pytest.mark import ParameterSet
+
 SETTINGS = frozenset(
     {
         *("compress", "door", "first_only", "form", "forward", "full", "half", "how", "nested"),
@@ -26,6 +30,12 @@ SETTINGS = frozenset(
     }
 )
 """The names of settings."""
+
+
+def thorough(value: object) -> ParameterSet:
+    """A value of a parameter that `make test` leaves out."""
+    return pytest.param(value, marks=pytest.mark.thorough)
+
 
 Case = dict[str, str]
 """The values of the parameters by their names."""

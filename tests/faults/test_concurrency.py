@@ -174,6 +174,7 @@ def test_of_jobs_that_save_to_one_place_one_wins_and_the_others_are_told(
     assert place.files() == belonging(place)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "torch", "dcp"])
 def test_of_jobs_that_convert_to_one_place_one_wins_and_the_others_are_told(
     jobs: Jobs, place: Place, to: str
@@ -203,6 +204,7 @@ def test_of_jobs_that_overwrite_one_place_one_is_there_whole(jobs: Jobs, place: 
     assert place.files() == belonging(place)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("command", "allowed"),
     [
@@ -227,6 +229,7 @@ def test_a_reader_gets_one_checkpoint_whole_or_a_clear_error(
         assert met == "whole" or url in met, met
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("command", ["delete", "save"])
 def test_a_borrower_and_one_who_removes_its_base_never_both_win(
     jobs: Jobs, place: Place, command: str

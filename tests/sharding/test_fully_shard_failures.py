@@ -22,6 +22,7 @@ from replica import assert_equal, average_gradients, batch, pair, train
 
 from sharding import fully_shard
 from sharding.engine.unit import units_of
+from tests.selection import thorough
 
 WAIT_SECONDS = 4
 """How long the ranks of `one_leaves` wait for each other."""
@@ -189,7 +190,7 @@ def one_leaves(where: str) -> float:
     raise AssertionError("nobody was missed")
 
 
-@pytest.mark.parametrize("where", ["dies before forward", "dies before backward"])
+@pytest.mark.parametrize("where", [thorough("dies before forward"), "dies before backward"])
 def test_a_rank_that_dies_ends_the_others_with_an_error(
     doomed_cluster: Callable, where: str
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(
         doomed_cluster(3).run(one_leaves, where)
 
 
-@pytest.mark.parametrize("where", ["skips the forward", "skips the backward"])
+@pytest.mark.parametrize("where", ["skips the forward", thorough("skips the backward")])
 def test_a_rank_that_skips_a_collective_ends_the_others_within_the_time_out(
     doomed_cluster: Callable, where: str
 ) -> None:

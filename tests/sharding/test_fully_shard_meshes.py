@@ -308,6 +308,7 @@ def test_tensor_parallel_layers_are_sharded_further_as_torchs(
     clusters(4).run(tensor_parallel_units, 8, 16, sequence)
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_layers_of_odd_sizes_are_sharded_further_as_torchs(
     clusters: Callable,
 ) -> None:

@@ -32,6 +32,7 @@ from replica import (
 
 from sharding.fsdp2.fully_shard import fully_shard
 from sharding.policies import MixedPrecisionPolicy
+from tests.selection import thorough
 
 
 def shard_all(model: nn.Module, **settings: object) -> nn.Module:
@@ -84,7 +85,7 @@ def every_optimizer() -> None:
         train(shard_all(model), replica, steps(), optimizer=optimizer, exact=False, **settings)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_foreach_and_fused_optimizers_step_on_shards(clusters: Callable, world_size: int) -> None:
     clusters(world_size).run(every_optimizer)
 
@@ -331,7 +332,7 @@ def gradient_of_another_unit() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_gradients_add_up_with_and_without_reducing(clusters: Callable, world_size: int) -> None:
     cluster = clusters(world_size)
     for reduce_dtype in (None, torch.float64):
@@ -432,7 +433,7 @@ def two_backwards() -> None:
         assert_equal(model, replica, exact=False)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_forwards_and_backwards_may_come_in_any_order_and_number(
     clusters: Callable, world_size: int
 ) -> None:
@@ -691,7 +692,7 @@ def frozen_later() -> None:
         train(model, replica, steps(2))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, thorough(3)])
 def test_frozen_parameters_and_units_train_as_the_replica(
     clusters: Callable, world_size: int
 ) -> None:
