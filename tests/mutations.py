@@ -48,7 +48,8 @@ class Mutation:
     old: str
     new: str
     tests: str
-    """Files below `tests`, without `test_` and `.py`, separated by spaces."""
+    """Files below `tests`, without `test_` and `.py`, separated by spaces; or files of the product,
+    whose docstrings have the tests."""
 
     @property
     def paths(self) -> list[str]:
@@ -56,7 +57,8 @@ class Mutation:
         found = []
         for name in self.tests.split():
             folder, _, file = name.rpartition("/")
-            found.append(f"tests/{folder}/test_{file}.py")
+            is_product = file.endswith(".py")
+            found.append(name if is_product else f"tests/{folder}/test_{file}.py")
         return found
 
 
@@ -120,7 +122,7 @@ MUTATIONS = (
         "layout: the order of what a rank receives",
         "receives = sorted(copies_to(have, want, rank), key=lambda copy: copy.source_rank)",
         "receives = sorted(copies_to(have, want, rank), key=lambda copy: -copy.source_rank)",
-        "layout/exchange sharding/kinds",
+        "sharding/layout/exchange.py layout/exchange",
     ),
     Mutation(
         "layout: which replica sends",
