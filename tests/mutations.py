@@ -301,7 +301,7 @@ MUTATIONS = (
         "commit: every file has its size",
         "        if all(seen.get(file.name) == file.size for file in files):",
         "        if all(file.name in seen for file in files):",
-        "ckpt/commit ckpt/ranks faults/misplaced",
+        "faults/concurrency",
     ),
     Mutation(
         "commit: an attempt that took too long is over",
