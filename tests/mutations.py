@@ -185,7 +185,7 @@ MUTATIONS = (
         "engine: sums that waited for replicas are added",
         "torch._foreach_add_(sums, self._waiting)",
         "torch._foreach_add_(sums, self._waiting, alpha=0)",
-        f"sharding/fully_shard_api {GRADIENTS}",
+        "sharding/fully_shard_meshes",
     ),
     Mutation(
         "engine: gradients that were held are added",
@@ -306,14 +306,14 @@ MUTATIONS = (
     Mutation(
         "commit: an attempt that took too long is over",
         "if now() - began > GRACE_SECONDS:",
-        "if now() - began > 10 * GRACE_SECONDS:",
-        "ckpt/commit ckpt/collecting ckpt/state",
+        "if now() - began > GRACE_SECONDS + 3600.0:",
+        "ckpt/convert_targets faults/concurrency",
     ),
     Mutation(
         "commit: the old files go after the new manifest",
         "                if not found.cover(folder, file.name):\n                    store.delete(file.name)",
         "                if found.cover(folder, file.name):\n                    store.delete(file.name)",
-        "ckpt/commit ckpt/borrowing",
+        "faults/concurrency ckpt/borrowing",
     ),
     Mutation(
         "commit: a base that went takes the manifest back",
