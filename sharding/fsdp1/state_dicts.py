@@ -69,17 +69,23 @@ def with_settings(
 @contextmanager
 def state_dict_type(
     module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Inside, the state dicts of all instances in a module are of this kind."""
-    before = with_settings(module, kind, config, optim_config)
+    """Inside, the state dicts of all instances in a module are of this kind.
+
+    torch's helpers call it too, with torch's names of the arguments.
+    """
+    before = with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         with_settings(
-            module, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+            module,
+            before.state_dict_type,
+            before.state_dict_config,
+            before.optim_state_dict_config,
         )
 
 
