@@ -112,7 +112,7 @@ def load_or_older(
                 sorted(left),
             )
         if skipped:
-            ranks.attempt("telling of the fallback", partial(_tell, ranks, here, skipped))
+            ranks.run_on_all("telling of the fallback", partial(_tell, ranks, here, skipped))
         return loaded.state
 
 
@@ -154,7 +154,7 @@ def _older(ranks: Ranks, url: Url, fallback: bool | Sequence[Url], options: Opti
         return []
     if not isinstance(fallback, bool):
         return [os.fspath(other) for other in fallback]
-    found = ranks.attempt(
+    found = ranks.run_on_all(
         "looking for an older checkpoint",
         lambda: older_beside(url, options) if ranks.rank == 0 else [],
     )

@@ -46,7 +46,7 @@ from ckpt.transfer.tensor_reads import Fill, Planning, read_fills
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.ranks import Ranks, attempt
+from sharding.agreement.ranks import Ranks, result_or_error
 from sharding.errors import said
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def load(
             storage_options,
         )
 
-    found, wrong = attempt(asking)
+    found, wrong = result_or_error(asking)
     if wrong is not None:
         with ranks.call(CALL):  # the others wait for this rank there
             raise wrong
@@ -194,17 +194,19 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
             source = stack.enter_context(open_source(url, asked.options))
             saved = Saved(source.catalog, asked.rename)
             found = match(saved, state, asked.selection, asked.casting)
-            comparing = Comparing(source.store, ranks.mesh, ranks.here, budget // 2, asked.verify)
+            comparing = Comparing(
+                source.store, ranks.mesh, ranks.global_rank, budget // 2, asked.verify
+            )
             found.differences.extend(comparing.differences(found.shared))
-            exchanges = exchanged(asked.replicas, source.store) and not ranks.alone
+            exchanges = exchanged(asked.replicas, source.store) and not ranks.is_single_process
             planned: list[_Planned] = []
             if not (exchanges or found.differences or found.unexpected or found.idle):
                 # An error shows again when all ranks plan, and is told then.
-                planned, _ = attempt(lambda: planning(found, budget, None))
+                planned, _ = result_or_error(lambda: planning(found, budget, None))
             return _Matched(source, found, budget, exchanges, planned)
 
         def planning(matched: Match, budget: int, shares: Shares | None) -> _Planned:
-            alone = Planning(ranks.mesh, ranks.here, budget // 2, Fits())
+            alone = Planning(ranks.mesh, ranks.global_rank, budget // 2, Fits())
             together = replace(alone, shares=shares)
             numbers = [fill for want in matched.numbers for fill in alone.fills(want)]
             fills = [fill for want in matched.wants for fill in together.fills(want)]
@@ -212,7 +214,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 shares.lots.plan(alone.fits)
             return _Planned(numbers, fills, shares)
 
-        here, agreed = ranks.compare(
+        here, agreed = ranks.run_and_compare(
             "matching the checkpoint with the target",
             matching,
             lambda found: (*marks(found.match), len(found.planned), found.source.mark),
@@ -238,9 +240,9 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
 
             def shared_reading() -> Shares:
                 is_far = source.store.read_bytes > LOCAL_READ_BYTES
-                return Shares(ranks.mesh, ranks.here, bytes_of_lots(budget) if is_far else 0)
+                return Shares(ranks.mesh, ranks.global_rank, bytes_of_lots(budget) if is_far else 0)
 
-            planned, agreed = ranks.compare(
+            planned, agreed = ranks.run_and_compare(
                 "planning to load",
                 lambda: checked(shared_reading() if exchanges else None),
                 lambda planned: (planned.mark,),
@@ -248,7 +250,7 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 budget,
             )
             if not agreed.same[0]:
-                planned = ranks.attempt("planning to load", lambda: checked(None))
+                planned = ranks.run_on_all("planning to load", lambda: checked(None))
 
         sums = RecordSums(asked.verify)
 
@@ -285,16 +287,16 @@ def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
                 raise PartialLoadError(f"{type(error).__name__}: {said(error)}", filled) from error
 
         try:
-            unverified, read = ranks.compare("loading", reading, lambda count: (count,), 1)
+            unverified, read = ranks.run_and_compare("loading", reading, lambda count: (count,), 1)
             if planned.shares is not None:
                 shares = planned.shares
                 exchange = partial(
                     _exchange, shares, asked.group, agreed.number, reading_lot, filled
                 )
-                ranks.attempt("exchanging what was read", exchange)
-            loaded = ranks.attempt("installing the loaded state", installing)
+                ranks.run_on_all("exchanging what was read", exchange)
+            loaded = ranks.run_on_all("installing the loaded state", installing)
             if unverified or not read.same[0]:  # all ranks know that one has some
-                ranks.attempt("telling what was not verified", telling)
+                ranks.run_on_all("telling what was not verified", telling)
         except RankError as error:  # this one has read all
             error.touched = tuple(filled)
             raise

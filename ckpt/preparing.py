@@ -51,11 +51,11 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
             stack.callback(in_flight.leave_turn, turn)
 
         def described() -> FlatState:
-            check_free("wait", turn, ranks.alone)
+            check_free("wait", turn, ranks.is_single_process)
             return flatten(state, ranks.mesh)
 
         held = together(ranks, "describing the state", described)
-        parts = own_parts(held.flat, stored_layouts(held.whole.tensors), ranks.here)
+        parts = own_parts(held.flat, stored_layouts(held.whole.tensors), ranks.global_rank)
         for_cuda = any(part.leaf.local.is_cuda for part in parts)
         nbytes = sum(part.nbytes for part in parts)
         workplace().prepare(nbytes, workers_for(ranks.world_size), for_cuda)

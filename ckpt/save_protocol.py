@@ -37,8 +37,8 @@ from ckpt.transfer.write import OwnPart, own_parts
 from ckpt.version import __version__
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
-from sharding.agreement.linked import ENDED, LATE
-from sharding.agreement.ranks import HASH_BITS, Ranks, attempt
+from sharding.agreement.connected import ENDED, LATE
+from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.errors import ArgumentError
 from sharding.layout import Mesh
 
@@ -101,14 +101,14 @@ def agreed_plan(
         return flat
 
     began = now()
-    hashes = ReplicaHashes(settings.replicas, ranks.here)
+    hashes = ReplicaHashes(settings.replicas, ranks.global_rank)
     arguments, number = repr(settings.replicas).encode(), secrets.randbits(HASH_BITS)
     held = together(ranks, "describing the state", described, number, arguments, weigh=hashes.weigh)
     whole = held.whole
     _warn_of_values(ranks, held)
     tensors = stored_layouts(whole.tensors, _differing(ranks, held, hashes))
     return Plan(
-        own_parts(held.flat, tensors, ranks.here),
+        own_parts(held.flat, tensors, ranks.global_rank),
         Described(tensors, whole.aliases, whole.tree),
         ranks.mesh,
         ranks.rank,
@@ -206,7 +206,7 @@ def finish(
     failure = None
     ranks.doing("committing")
     if ranks.rank == 0:
-        _, failure = attempt(lambda: write_manifest(store, plan, records))
+        _, failure = result_or_error(lambda: write_manifest(store, plan, records))
     # From here on the manifest may be there, whatever goes wrong: the files stay.
     try:
         ranks.agree("committing", failure)

@@ -30,7 +30,7 @@ from ckpt.transfer.replica_hashes import Replicas
 from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.ranks import Ranks, attempt
+from sharding.agreement.ranks import Ranks, result_or_error
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
@@ -177,7 +177,7 @@ def save(
                 for _ in range(2):  # an interrupt may come while it is left
                     stack.callback(in_flight.leave_turn, turn)
                 check_word("staging", staging, get_args(When))
-                check_free(when_busy, turn, ranks.alone)
+                check_free(when_busy, turn, ranks.is_single_process)
 
             try:
                 plan = agreed_plan(ranks, store, state, settings, check)
@@ -192,7 +192,7 @@ def save(
                 begin(handle, state, plan, later, progress, store.options, staging)
                 return handle
             ranks.doing("writing")
-            written, failed = attempt(lambda: _write(store, plan, progress))
+            written, failed = result_or_error(lambda: _write(store, plan, progress))
             finish(store, ranks, plan, written[0] if written else None, failed)
             handle.mark_finished(None)
             return None if blocking else handle

@@ -117,7 +117,7 @@ def convert(
             kind = Kind.named(to)
             return kind, repr((kind, mesh is None, rank0_only)).encode()
 
-        (kind, _), agreed = ranks.compare(
+        (kind, _), agreed = ranks.run_and_compare(
             "reading the arguments", reading, _mark_of, 1, _count(budget)
         )
         _check_same_arguments(agreed.same[0])
@@ -181,7 +181,7 @@ def load(
             allowed = casting_of(dtype, casting)
             return (Selection.of(include, exclude), allowed), repr(allowed).encode()
 
-        ((selection, allowed), _), agreed = ranks.compare(
+        ((selection, allowed), _), agreed = ranks.run_and_compare(
             "reading the arguments", reading, _mark_of, 1, _count(budget)
         )
         _check_same_arguments(agreed.same[0])
@@ -192,11 +192,11 @@ def load(
             saved = Saved(_catalog(held.whole), rename)
             return saved, match(saved, target, selection, allowed)
 
-        (saved, matched), agreed = ranks.compare(
+        (saved, matched), agreed = ranks.run_and_compare(
             "matching the state with the target", matching, lambda found: marks(found[1]), 2
         )
         found = differences(ranks, matched, *agreed.same)
-        ranks.attempt(
+        ranks.run_on_all(
             "comparing the state with the target",
             lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
         )
@@ -205,11 +205,11 @@ def load(
         apart = [want for group in beside for want, _ in group]
         filling.fill([*matched.numbers, *apart])
         placed = [[one for _, one in group] for group in beside]
-        ranks.attempt(
+        ranks.run_on_all(
             "comparing the numbers of the state", lambda: check_numbers(SOURCE, matched, placed)
         )
         filling.fill(matched.wants)
-        return ranks.attempt("installing the loaded state", matched.install)  # type: ignore[return-value]
+        return ranks.run_on_all("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
 def _check_budget(budget: int | None) -> None:
@@ -246,7 +246,7 @@ def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) 
         check_members(described_by(flat).tensors, ranks.mesh)
         return flat
 
-    hashes = ReplicaHashes("sample", ranks.here)
+    hashes = ReplicaHashes("sample", ranks.global_rank)
     held = together(ranks, stage, flattened, weigh=hashes.weigh)
     if held.overruled:
         warn(overruled_message(ranks, held.overruled), stacklevel=3)

@@ -26,7 +26,7 @@ from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
 from ckpt.transfer.write_job import WriteJob
 from formats.native.shard import Progress, ShardSummary
-from sharding.agreement.ranks import Ranks, attempt
+from sharding.agreement.ranks import Ranks, result_or_error
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def begin(
             handle.mark_staged()
 
     try:
-        _, error = attempt(stage)
+        _, error = result_or_error(stage)
         save = _Save(handle, _lasting(plan), ranks, progress, options, to_do)
         # A daemon, because `in_flight` waits for it at exit, while it still can finish.
         thread = threading.Thread(
@@ -191,7 +191,7 @@ def _let_go(staged: list[_Staged]) -> None:
 def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
     """As `attempt`; what would only end a thread is an error too: somebody waits for it."""
     try:
-        return attempt(action)
+        return result_or_error(action)
     except BaseException as ended:
         error = CkptError(f"{type(ended).__name__} while it was saved in the background: {ended}")
         error.__cause__ = ended

@@ -60,17 +60,17 @@ def together(
     """
 
     def balance(flat: FlatState, whole: Described) -> int:
-        return 0 if weigh is None or ranks.alone else weigh(flat, whole.tensors)
+        return 0 if weigh is None or ranks.is_single_process else weigh(flat, whole.tensors)
 
     def describing() -> _Marked:
         flat = flatten()
         described = described_by(flat)
-        if ranks.alone:
+        if ranks.is_single_process:
             return _Marked(flat, described, 0, 0, 0)
         return _Marked(flat, described, *marks(described), balance(flat, described))
 
     given = short_hash(arguments)
-    found, agreed = ranks.compare(
+    found, agreed = ranks.run_and_compare(
         stage,
         describing,
         lambda found: (found.structure, found.values, given),
@@ -90,7 +90,7 @@ def together(
         return whole, balance(found.flat, whole)
 
     united = merge(ranks, found.described)
-    (whole, _), weighed = ranks.compare(
+    (whole, _), weighed = ranks.run_and_compare(
         "merging the ranks' states", merging, lambda _: (), 0, 0, lambda made: made[1]
     )
     lost = tuple(dict.fromkeys(overruled(found.described.tree, whole.tree)))

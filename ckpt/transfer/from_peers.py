@@ -44,14 +44,14 @@ class Filling:
         def planning() -> dict[str, _Fill]:
             return {want.name: self._fill(want) for want in wants}
 
-        fills, agreed = self.ranks.compare(
+        fills, agreed = self.ranks.run_and_compare(
             "planning to load", planning, lambda fills: (marks(_described(fills))[0],), 1
         )
         wanted = _described(fills)
         if not agreed.same[0]:
-            wanted = self.ranks.attempt("planning to load", merge(self.ranks, wanted))
+            wanted = self.ranks.run_on_all("planning to load", merge(self.ranks, wanted))
         apart = self._apart(fills)
-        batches = self.ranks.attempt("planning to load", lambda: list(self._batches(wanted)))
+        batches = self.ranks.run_on_all("planning to load", lambda: list(self._batches(wanted)))
 
         def moving() -> None:
             for want in wants:
@@ -63,7 +63,7 @@ class Filling:
                     if name in fills:
                         fills[name].finish()
 
-        self.ranks.attempt("moving tensors", moving)
+        self.ranks.run_on_all("moving tensors", moving)
 
     def beside(self, groups: Sequence[Sequence[Want]]) -> list[list[tuple[Want, Placed]]]:
         """Wants like those of targets that share memory, each for memory of its own."""
@@ -92,7 +92,7 @@ class Filling:
         batch: list[str] = []
         nbytes = 0
         for name, tensor in wanted.tensors.items():
-            exchange(self._have(name), tensor.layout, self.ranks.here)
+            exchange(self._have(name), tensor.layout, self.ranks.global_rank)
             if batch and nbytes + tensor.dtype.nbytes(tensor.shape) > self.budget:
                 yield batch
                 batch, nbytes = [], 0

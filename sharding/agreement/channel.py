@@ -16,9 +16,9 @@ Rules:
 4. A rank whose process has ended fails every call from then on, at once.
 5. Ranks that do different things are out of step: an error that names both.
 6. Calls inside a call are part of it. Two threads do not mix: one waits for the other's call.
-7. What a call begins in another thread, its *sequel*, has a channel of its own, and the call's
-   number there: ranks that never came to it stay in step. Who leaves a call when the others may
-   have gone on tells them in both channels.
+7. Background work of a call, its *continuation*, uses a channel of its own and reuses the number of
+   the call, so that counters agree even on ranks that never started it. A rank that leaves a call
+   while the others may have gone on tells them in both channels.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ class Call:
     ops: int = 0
     failure: Failure | None = None
     """By which it is over, for this rank."""
-    is_sequel: bool = False
+    is_continuation: bool = False
 
     @property
     def is_beginning(self) -> bool:
         """Whether this rank is not beyond the first operation, to which all come as they call."""
-        return self.ops <= 1 and not self.is_sequel
+        return self.ops <= 1 and not self.is_continuation
 
 
-class Sequel:
+class Continuation:
     """What goes on after a call in another thread: either that begins it, or the call leaves it."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.call: Call | None = None
-        """That it is the sequel of."""
+        """That it is the continuation of."""
         self._taken = Lock()
 
     def take(self) -> bool:
@@ -100,19 +100,21 @@ class Channel(ABC):
 
     @contextmanager
     def call(
-        self, name: str, seconds: float, number: int | None = None, then: Sequel | None = None
+        self, name: str, seconds: float, number: int | None = None, then: Continuation | None = None
     ) -> Iterator[Call]:
         """Be in a call, the same on all ranks; or, inside of one, in that.
 
-        A sequel has the number of the call that it goes on from, which gave it as `then`.
+        A continuation has the number of the call that it goes on from, which gave it as `then`.
         """
         with self._lock:
             if self._call is not None:
                 self._prepare(then, self._call)
                 yield self._call
                 return
-            number, is_sequel = (self._number + 1, False) if number is None else (number, True)
-            call = Call(number, name, seconds, name, is_sequel=is_sequel)
+            number, is_continuation = (
+                (self._number + 1, False) if number is None else (number, True)
+            )
+            call = Call(number, name, seconds, name, is_continuation=is_continuation)
             before = _seconds.get()
             try:
                 self._number, self._call = call.number, call
@@ -125,7 +127,7 @@ class Channel(ABC):
                     failure = Failure.of(call.stage, self.rank, error)
                     self._leave(call, failure)
                     if then is not None and call.ops and then.take():
-                        then.channel._leave_sequel(call, failure)
+                        then.channel._leave_continuation(call, failure)
                 raise
             finally:
                 self._call = None  # first: an interrupt may come before the other
@@ -148,8 +150,8 @@ class Channel(ABC):
             call.failure = found
         return call.failure
 
-    def _prepare(self, then: Sequel | None, call: Call) -> None:
-        """Let the others connect for a sequel, before they are told that this rank has come."""
+    def _prepare(self, then: Continuation | None, call: Call) -> None:
+        """Let the others connect for a continuation before they hear that this rank has come."""
         if then is not None:
             then.call = call
             if self.rank == 0 and call.failure is None:
@@ -159,10 +161,10 @@ class Channel(ABC):
                     call.failure = failure
 
     def connect(self, call: Call) -> Failure | None:
-        """For the sequel of a call: on rank 0 listen; on others connect to it, or say why not."""
-        return self._open(call)  # not under the lock, which an earlier sequel may have
+        """For a continuation: listen on rank 0; on others connect to it, or say why not."""
+        return self._open(call)  # not under the lock, which an earlier continuation may have
 
-    def _leave_sequel(self, call: Call, failure: Failure) -> None:
+    def _leave_continuation(self, call: Call, failure: Failure) -> None:
         """Tell the others, who may have gone on to it."""
         with self._lock:
             self._number = max(self._number, call.number)
@@ -181,7 +183,7 @@ class Channel(ABC):
         """Tell the others."""
 
 
-class Pretended(Channel):
+class FakeChannel(Channel):
     """Ranks that are not there, as in a process group of torch's backend "fake": they all agree."""
 
     def _open(self, call: Call) -> Failure | None:

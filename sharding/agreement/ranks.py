@@ -25,15 +25,15 @@ from sharding.agreement.channel import (
     TIMEOUT_SECONDS,
     Call,
     Channel,
+    Continuation,
+    FakeChannel,
     Join,
-    Pretended,
-    Sequel,
     waiting_seconds,
 )
-from sharding.agreement.follower import Follower
-from sharding.agreement.leader import Leader
+from sharding.agreement.coordinator import Coordinator
 from sharding.agreement.links import Failure
-from sharding.agreement.meeting import Meeting
+from sharding.agreement.participant import Participant
+from sharding.agreement.rendezvous import Rendezvous
 from sharding.errors import ArgumentError, NotAMemberError, RankError, TransferError
 from sharding.layout import Mesh
 
@@ -106,18 +106,18 @@ class Ranks:
                 members = dist.get_process_group_ranks(group)
                 self.mesh = Mesh.of_ranks(("world",), (self.world_size,), members)
         self._channel: Channel | None = None
-        if not self.alone:
+        if not self.is_single_process:
             assert not isinstance(group, str)
             self._channel = _channel(group, self.rank, purpose)
-        self._sequel: Sequel | None = None
+        self._continuation: Continuation | None = None
 
     @property
-    def here(self) -> int:
+    def global_rank(self) -> int:
         """This process in layouts: its rank in the default group."""
         return self.mesh.rank((self.rank,))
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """True when there is nobody to talk to."""
         return self.world_size == 1
 
@@ -134,8 +134,8 @@ class Ranks:
         another one: who leaves the call before that has begun, leaves it as well.
         """
         if then is not None and then._channel is not None:
-            then._sequel = Sequel(then._channel)
-        with self._call(name, None if then is None else then._sequel):
+            then._continuation = Continuation(then._channel)
+        with self._call(name, None if then is None else then._continuation):
             yield
 
     def doing(self, stage: str) -> None:
@@ -149,10 +149,10 @@ class Ranks:
 
         For what goes on after a call: to be called inside it, when all ranks have agreed to.
         """
-        if self._sequel is not None:
-            call = self._sequel.call
+        if self._continuation is not None:
+            call = self._continuation.call
             assert call is not None
-            failure = self._sequel.channel.connect(call)
+            failure = self._continuation.channel.connect(call)
             if failure is not None:
                 raise self._error(failure)
 
@@ -161,7 +161,7 @@ class Ranks:
 
         For the thread in which it goes on, to ask once, before all else.
         """
-        return self._sequel is None or self._sequel.take()
+        return self._continuation is None or self._continuation.take()
 
     def agree(
         self,
@@ -191,11 +191,11 @@ class Ranks:
         *same, is_balanced = map(bool, answer[8:])
         return Agreement(tuple(same), int.from_bytes(answer[:8], "big"), is_balanced)
 
-    def attempt(self, stage: str, action: Callable[[], T]) -> T:
+    def run_on_all(self, stage: str, action: Callable[[], T]) -> T:
         """Run something that may fail on any rank; returns when it has succeeded on all."""
-        return self.compare(stage, action, lambda result: (), 0)[0]
+        return self.run_and_compare(stage, action, lambda result: (), 0)[0]
 
-    def compare(
+    def run_and_compare(
         self,
         stage: str,
         action: Callable[[], T],
@@ -204,13 +204,13 @@ class Ranks:
         number: int = 0,
         balance: Callable[[T], int] = lambda result: 0,
     ) -> tuple[T, Agreement]:
-        """`attempt`, and whether each of `count` hashes of the result is the same on every rank.
+        """`run_on_all`, and whether each of `count` hashes of the result is the same on every rank.
 
         Also whether the ranks' `balance`s of their results add up to zero (see `agree`).
         """
         with self._call(stage):
             self.doing(stage)
-            results, error = attempt(action)
+            results, error = result_or_error(action)
             given = hashes(results[0]) if results else [0] * count
             weight = balance(results[0]) if results else 0
             agreement = self.agree(stage, error, given, number, weight)
@@ -226,7 +226,7 @@ class Ranks:
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """The bytes that rank `source` gives, on every rank; compressed on the way."""
-        if self.alone:
+        if self.is_single_process:
             return data
         record = zlib.compress(data, 1) if self.rank == source else b""
         answer = self._meet(f"telling what rank {source} has", record, lambda r: r[source])
@@ -244,7 +244,7 @@ class Ranks:
         return everyone if self.rank == 0 else []
 
     @contextmanager
-    def _call(self, name: str, then: Sequel | None = None) -> Iterator[Call | None]:
+    def _call(self, name: str, then: Continuation | None = None) -> Iterator[Call | None]:
         """The call that this rank is in, or else one by this name; None where there is nobody."""
         seconds = waiting_seconds() if self._seconds is None else self._seconds
         is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
@@ -254,7 +254,7 @@ class Ranks:
                 raise wrong
             yield None
             return
-        before = None if self._sequel is None else self._sequel.call
+        before = None if self._continuation is None else self._continuation.call
         number = None if before is None else before.number
         allowed = seconds if is_time else TIMEOUT_SECONDS
         with self._channel.call(name, allowed, number, then) as call:
@@ -299,7 +299,7 @@ def _minimum(records: Sequence[bytes]) -> bytes:
     return bytes(map(min, zip(*records, strict=True)))
 
 
-def attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+def result_or_error(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
     """What an action returned, alone in a list, or an empty one and the exception it raised."""
     try:
         return [action()], None
@@ -320,24 +320,30 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
         store = cast("Store | None", distributed_c10d._get_process_group_store(over))
         world_size = dist.get_world_size(over)
         if "fake" in str(dist.get_backend(over)):
-            found[purpose] = Pretended(rank, world_size)
+            found[purpose] = FakeChannel(rank, world_size)
         elif store is None:
-            from sharding.agreement.gathering import Gathering  # torch.distributed
+            from sharding.agreement.collective import CollectiveChannel  # torch.distributed
 
-            found[purpose] = Gathering(group, rank, world_size)
+            found[purpose] = CollectiveChannel(group, rank, world_size)
         else:
-            found[purpose] = _linked(PrefixStore("ckpt", store), rank, world_size, purpose)
+            found[purpose] = _connected_channel(
+                PrefixStore("ckpt", store), rank, world_size, purpose
+            )
     return found[purpose]
 
 
-def _linked(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
+def _connected_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
     """The end of connections that this rank has.
 
     The store object is not the group's own, which goes when the group is destroyed
     (`sharding.group_references`).
     """
-    meeting = Meeting(store, purpose)
-    return Leader(meeting, world_size) if rank == 0 else Follower(meeting, rank, world_size)
+    rendezvous = Rendezvous(store, purpose)
+    return (
+        Coordinator(rendezvous, world_size)
+        if rank == 0
+        else Participant(rendezvous, rank, world_size)
+    )
 
 
 def message_device(group: ProcessGroup | None) -> torch.device:

@@ -77,7 +77,9 @@ def state_to_load(
         loading.plan(optim_input, by_name)
         return loading
 
-    loading, agreement = ranks.compare(STAGE, planning, lambda loading: (loading.mark(),), 1)
+    loading, agreement = ranks.run_and_compare(
+        STAGE, planning, lambda loading: (loading.mark(),), 1
+    )
     if not agreement.same[0]:
         raise OptimizerMismatchError(
             "the ranks load optimizers' states with other names, dtypes or layouts; give all of "
@@ -116,7 +118,7 @@ def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | No
         pickle.dumps(outlined)  # raises for a value that cannot be sent, on all ranks
         return outlined
 
-    objects = ranks.attempt(STAGE, outline)
+    objects = ranks.run_on_all(STAGE, outline)
     dist.broadcast_object_list(objects, src=ranks.mesh.rank((0,)), group=group)
     found: OptimState = saved if ranks.rank == 0 and saved is not None else objects[0]
     return found
@@ -296,7 +298,7 @@ class _Loading:
             local = value.detach() if self.ranks.rank == 0 else target.new_empty(0)
         else:
             local, have = describe(value, path, self.ranks.mesh)
-            check_holds(path, local, have, self.ranks.here)
+            check_holds(path, local, have, self.ranks.global_rank)
         self.moves.append(Move(path, local, have, target, want))
 
 

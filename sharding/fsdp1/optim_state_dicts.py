@@ -100,7 +100,7 @@ def optim_state_of(
         plan = planning()
         return {"state": {**plan.entries, **plan.others}, **_groups(plan.known, state)}
     ranks = Ranks(wanted.group)
-    plan, agreement = ranks.compare(
+    plan, agreement = ranks.run_and_compare(
         "describing an optimizer's state", planning, lambda plan: (plan.mark(), wanted.mark()), 2
     )
     if not agreement.same[1]:
@@ -109,10 +109,10 @@ def optim_state_of(
             f"{wanted.kind.value} one with rank0_only={wanted.rank0_only}; set the same on all"
         )
     if not agreement.same[0]:
-        ranks.attempt(COMPARING, lambda: pickle.dumps(plan.described))  # all of it can travel
+        ranks.run_on_all(COMPARING, lambda: pickle.dumps(plan.described))  # all of it can travel
         everyone: list[dict[str, _Described]] = [{} for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, plan.described, group=wanted.group)
-        ranks.attempt(COMPARING, lambda: plan.complete(everyone))
+        ranks.run_on_all(COMPARING, lambda: plan.complete(everyone))
     made = _rows(plan, wanted, module) if wanted.kind is Kind.SHARDED else {}
     made |= _converted(plan, wanted, made)
     if wanted.rank0_only and ranks.rank > 0:

@@ -92,7 +92,7 @@ class RowLoading:
             given = reading()
         else:
             ranks = Ranks(param_group.groups.shard.group)
-            given, agreement = ranks.compare(
+            given, agreement = ranks.run_and_compare(
                 "reading a sharded state dict", reading, lambda found: (found.mark(),), 1
             )
             if not agreement.same[0]:
@@ -178,11 +178,11 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
         found = []
         for part, value in pairs:
             local, have = describe(value, part.name, ranks.mesh)
-            check_holds(part.name, local, have, ranks.here)
+            check_holds(part.name, local, have, ranks.global_rank)
             found.append(Move(part.name, local, have, part.local, slices[part.index].layout))
         return found
 
-    redistribute(ranks.attempt("loading a sharded state dict", moves))
+    redistribute(ranks.run_on_all("loading a sharded state dict", moves))
 
 
 def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:

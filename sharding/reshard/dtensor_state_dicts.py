@@ -181,6 +181,6 @@ def _take_whole_or_sharded(state: dict[str, Any], targets: dict[str, DTensor]) -
                 moves[key] = Move(key, source, have, into, want)
         return moves
 
-    moves = ranks.attempt("reading a state dict", planning)
+    moves = ranks.run_on_all("reading a state dict", planning)
     redistribute(moves.values())
     state.update({key: dtensor_like(targets[key], move.target) for key, move in moves.items()})

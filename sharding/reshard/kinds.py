@@ -80,7 +80,7 @@ def converted(
         targets = _Targets(kind, ranks, group, mesh, rank0_only)
         return [_item(name, tensor, targets) for name, tensor in tensors.items()]
 
-    items, agreement = ranks.compare(
+    items, agreement = ranks.run_and_compare(
         f"planning {kind.value} tensors", planning, lambda items: (_mark(items),), 1
     )
     if not agreement.same[0]:
@@ -96,14 +96,14 @@ def converted(
             if item.have == item.want and device == item.local.device:
                 results[item.name] = item.wrap(item.local)
                 continue
-            shape = storage_shape(item.want, ranks.here)
+            shape = storage_shape(item.want, ranks.global_rank)
             here = 0 if shape is None else shape
             target = torch.empty(here, dtype=item.local.dtype, device=device)
             if shape is not None:
                 results[item.name] = item.wrap(target)
             yield Move(item.name, item.local, item.have, target, item.want)
 
-    ranks.attempt("moving tensors", lambda: redistribute(moves(), group=group, budget=budget))
+    ranks.run_on_all("moving tensors", lambda: redistribute(moves(), group=group, budget=budget))
     return results
 
 
@@ -200,7 +200,7 @@ def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
 
 def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
     local, have = describe(tensor, name, targets.ranks.mesh)
-    here = targets.ranks.here
+    here = targets.ranks.global_rank
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
         return _Item(name, local, have, have, lambda part: dtensor_like(tensor, part))
     want = targets.layout(have)

@@ -74,7 +74,7 @@ def redistribute(
     >>> target
     tensor([0., 1., 2., 3.])
     """
-    here = Ranks(group).here
+    here = Ranks(group).global_rank
     batch = _Batch(here, group)
     for move in moves:
         itemsize, numel = move.target.itemsize, move.have.numel

@@ -37,8 +37,8 @@ BUILT_IN = {
     ("formats/huggingface.py", "FileNotFoundError"): "`ckpt.reading` makes a NotACheckpointError",
     ("formats/strict_json.py", "ValueError"): "becomes a FormatError in the same file",
     ("formats/zip_records.py", "ValueError"): "Python's protocol of files, for `zipfile`",
-    ("sharding/agreement/meeting.py", "TimeoutError"): "becomes a RankError on all ranks",
-    ("sharding/agreement/meeting.py", "ConnectionError"): "becomes a RankError on all ranks",
+    ("sharding/agreement/rendezvous.py", "TimeoutError"): "becomes a RankError on all ranks",
+    ("sharding/agreement/rendezvous.py", "ConnectionError"): "becomes a RankError on all ranks",
 }
 """What is raised with a class of Python's own, by file and class, and why."""
 

@@ -415,20 +415,20 @@ def test_a_forked_child_reads_although_its_parent_has(
 def test_an_upload_has_no_more_parts_in_memory_than_the_budget_has_room_for(
     rewritable: bool,
 ) -> None:
-    division = PartSizes.within(20 << 20, PartLimits(5 << 20, 10_000))
-    assert (division.part_bytes, division.buffers) == (5 << 20, 4)
+    part_sizes = PartSizes.within(20 << 20, PartLimits(5 << 20, 10_000))
+    assert (part_sizes.part_bytes, part_sizes.buffers) == (5 << 20, 4)
     arrived: dict[int, bytes] = {}
-    sending = UploadRequests(
+    requests = UploadRequests(
         put=lambda data: pytest.fail("it is large"),
-        begin=lambda: "mark",
-        put_part=lambda mark, number, data: arrived.update({number: bytes(data[:10])}),
-        finish=lambda mark, tags, total: None,
-        abort=lambda mark: pytest.fail("it went well"),
+        create_multipart=lambda: "id",
+        upload_part=lambda upload_id, number, data: arrived.update({number: bytes(data[:10])}),
+        complete_multipart=lambda upload_id, tags, total: None,
+        abort_multipart=lambda upload_id: pytest.fail("it went well"),
     )
-    upload = Upload(sending, division, rewritable, threading.Event())
+    upload = Upload(requests, part_sizes, rewritable, threading.Event())
     block = bytes(1 << 20)
     for _ in range(100):
         upload.write([block])
-    assert upload._made <= division.buffers
+    assert upload._made <= part_sizes.buffers
     upload.finish()
     assert sorted(arrived) == list(range(1, 21))

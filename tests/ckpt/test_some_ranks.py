@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from sharding.agreement import patience
+from sharding.agreement import wait_warning
 
 WAIT_SECONDS = 60.0
 
@@ -96,7 +96,7 @@ class Told(logging.Handler):
 def call_late(folder: str, late: int, is_first: bool) -> list[str]:
     """The rank `late` calls when another has warned that it has not; what this rank warned of."""
     if (dist.get_rank() == 0) != (late == 0):  # those that know who is missing
-        patience.NOTICE_SECONDS, patience.GRACE_SECONDS = 0.2, 0.2
+        wait_warning.NOTICE_SECONDS, wait_warning.GRACE_SECONDS = 0.2, 0.2
     group = dist.new_group() if is_first else None
     gate = f"{folder}/gate"
     told = Told(gate)
@@ -109,7 +109,7 @@ def call_late(folder: str, late: int, is_first: bool) -> list[str]:
         ckpt.save(f"{folder}/c", {"w": torch.ones(3)}, group=group, timeout=WAIT_SECONDS)
     finally:
         logger.removeHandler(told)
-        patience.NOTICE_SECONDS, patience.GRACE_SECONDS = 10.0, 2.0
+        wait_warning.NOTICE_SECONDS, wait_warning.GRACE_SECONDS = 10.0, 2.0
     return told.messages
 
 

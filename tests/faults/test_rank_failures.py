@@ -109,7 +109,7 @@ def do(call: str, folder: str, seconds: float) -> None:
 @contextmanager
 def happening(step: str, what: str, gate: str) -> Iterator[None]:
     """Inside, something happens to this rank when it comes to a step for the first time."""
-    where = step if ":" in step else "sharding.agreement.ranks:Ranks.compare"
+    where = step if ":" in step else "sharding.agreement.ranks:Ranks.run_and_compare"
     module, _, path = where.partition(":")
     *owners, name = path.split(".")
     owner: Any = import_module(module)

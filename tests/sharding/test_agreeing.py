@@ -16,25 +16,25 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.agreement import meeting as meeting_module
 from sharding.agreement import ranks as ranks_module
+from sharding.agreement import rendezvous as rendezvous_module
 from sharding.agreement.channel import Call
-from sharding.agreement.gathering import Gathering
+from sharding.agreement.collective import CollectiveChannel
 from sharding.agreement.links import Failure, Kind, Link, Message, flush
-from sharding.agreement.meeting import (
+from sharding.agreement.ranks import Ranks
+from sharding.agreement.rendezvous import (
     LOOPBACK,
     PLACE,
-    Meeting,
+    Rendezvous,
     _began,
     _machine,
     _own_hosts,
     _Place,
 )
-from sharding.agreement.patience import Patience
-from sharding.agreement.ranks import Ranks
+from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import RankError
 
-WAITING = Patience(Call(1, "a call", 60.0, "a stage"), 1)
+WAITING = WaitWarning(Call(1, "a call", 60.0, "a stage"), 1)
 
 
 def everyone(ranks: Ranks, number: int) -> list[int]:
@@ -128,7 +128,7 @@ def with_strangers() -> list[int]:
     strangers = []
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_process_group_store(group)
-        place = Meeting(store, "ckpt/calls")._place(monotonic() + 60, WAITING)
+        place = Rendezvous(store, "ckpt/calls")._place(monotonic() + 60, WAITING)
         assert place is not None
         guess = Message(Kind.HELLO, 0, 1, "a guess").packed()
         for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\4\0\0\0\0spam", guess, b""):
@@ -143,12 +143,12 @@ def with_strangers() -> list[int]:
 def fork_and_agree() -> tuple[bool, list[int]]:
     """Agree after a fork: whether the child had no connection, and what all said."""
     ranks = Ranks()
-    ranks.attempt("meeting", int)
+    ranks.run_on_all("meeting", int)
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            ranks.attempt("in the child", int)
+            ranks.run_on_all("in the child", int)
         except RankError:
             os.write(write, b"none")
         finally:
@@ -167,7 +167,7 @@ def gather_by_collectives() -> tuple[list[int], bytes, str, str]:
     """What ranks tell one another where they have no store."""
     rank = dist.get_rank()
     ranks = Ranks()
-    ranks._channel = Gathering(None, rank, dist.get_world_size())
+    ranks._channel = CollectiveChannel(None, rank, dist.get_world_size())
     assert not ranks.from_any_thread
     assert ranks.agree("comparing", None, (rank, 7), 10 + rank).same == (False, True)
 
@@ -176,9 +176,9 @@ def gather_by_collectives() -> tuple[list[int], bytes, str, str]:
             raise ValueError("on purpose")
 
     with pytest.raises((RankError, ValueError)) as raised:
-        ranks.attempt("failing", fail)
+        ranks.run_on_all("failing", fail)
     again = Ranks()
-    again._channel = Gathering(None, rank, dist.get_world_size())
+    again._channel = CollectiveChannel(None, rank, dist.get_world_size())
     told = again.broadcast(b"from 1" if rank == 1 else b"", 1)
     return everyone(again, rank), told, type(raised.value).__name__, str(raised.value)
 
@@ -195,9 +195,9 @@ def meet_at_tcp_store(port: int) -> list[int]:
     rank = dist.get_rank()
     store = dist.TCPStore(LOOPBACK, port, 2, is_master=rank == 0)
     channel = (
-        ranks_module.Leader(Meeting(store, "here"), 2)
+        ranks_module.Coordinator(Rendezvous(store, "here"), 2)
         if rank == 0
-        else ranks_module.Follower(Meeting(store, "here"), rank, 2)
+        else ranks_module.Participant(Rendezvous(store, "here"), rank, 2)
     )
     ranks = Ranks()
     ranks._channel = channel
@@ -285,7 +285,7 @@ def test_a_child_forked_before_the_first_meeting_is_told_so(clusters: Callable) 
 
 def test_what_looks_like_one_machine_and_is_two_meets_at_the_other_address() -> None:
     store = dist.HashStore()
-    leader, follower = Meeting(store, "here"), Meeting(store, "here")
+    leader, follower = Rendezvous(store, "here"), Rendezvous(store, "here")
     with socket.create_server(("127.0.0.2", 0)) as server:  # not at the loopback address
         place = _Place(leader.word, _machine(), ["127.0.0.2"], server.getsockname()[1], False, 0.0)
         follower._store.set(PLACE, json.dumps(asdict(place)))
@@ -327,12 +327,12 @@ def test_a_place_of_before_this_process_is_no_reason_to_give_up() -> None:
         here = _Place("new", _machine(), [], server.getsockname()[1], False, time.time())
         old = replace(here, word="old", port=dead.getsockname()[1], at=_began() - 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meeting_module, "REFUSED_SECONDS", -1.0)
-            meeting = Meeting(Kept([old, old, here]), "here")
-            meeting.connect(1, 60, WAITING).close()
-            assert meeting.word == "new"
+            patch.setattr(rendezvous_module, "REFUSED_SECONDS", -1.0)
+            rendezvous = Rendezvous(Kept([old, old, here]), "here")
+            rendezvous.connect(1, 60, WAITING).close()
+            assert rendezvous.word == "new"
             with pytest.raises(ConnectionError, match="cannot be reached"):
-                Meeting(Kept([replace(old, at=time.time())]), "here").connect(1, 60, WAITING)
+                Rendezvous(Kept([replace(old, at=time.time())]), "here").connect(1, 60, WAITING)
 
 
 def test_when_this_process_began_is_known() -> None:
@@ -345,7 +345,7 @@ def leave_an_address() -> tuple[list[bool], list[int]]:
     store = dist.PrefixStore("leave", dist.distributed_c10d._get_default_store())
     is_there = []
     if rank == 0:
-        leader = ranks_module.Leader(Meeting(store, "here"), 2)
+        leader = ranks_module.Coordinator(Rendezvous(store, "here"), 2)
         with leader.call("alone", 60):
             is_there.append(store.check(["here/ckpt/place"]))
         del leader
@@ -353,9 +353,9 @@ def leave_an_address() -> tuple[list[bool], list[int]]:
     dist.barrier()  # else rank 1 may connect to one that leaves
     ranks = Ranks()
     ranks._channel = (
-        ranks_module.Follower(Meeting(store, "here"), rank, 2)
+        ranks_module.Participant(Rendezvous(store, "here"), rank, 2)
         if rank
-        else ranks_module.Leader(Meeting(store, "here"), 2)
+        else ranks_module.Coordinator(Rendezvous(store, "here"), 2)
     )
     return is_there, everyone(ranks, rank)
 
@@ -371,18 +371,18 @@ def meet_again_at_one_store() -> tuple[str, list[int], bool]:
     rank = dist.get_rank()
     store = dist.PrefixStore("meet-again", dist.distributed_c10d._get_default_store())
 
-    def made() -> tuple[ranks_module.Leader | ranks_module.Follower, Ranks]:
-        meeting = Meeting(store, "here")
+    def made() -> tuple[ranks_module.Coordinator | ranks_module.Participant, Ranks]:
+        rendezvous = Rendezvous(store, "here")
         ranks = Ranks(seconds=30)
-        kind = ranks_module.Follower(meeting, rank, 2) if rank else None
-        ranks._channel = kind or ranks_module.Leader(meeting, 2)
+        kind = ranks_module.Participant(rendezvous, rank, 2) if rank else None
+        ranks._channel = kind or ranks_module.Coordinator(rendezvous, 2)
         return ranks._channel, ranks
 
     channel, ranks = made()
     if rank:
         dist.barrier()
     with pytest.raises((RankError, ZeroDivisionError)) as raised:
-        ranks.attempt("failing", lambda: 1 // rank)
+        ranks.run_on_all("failing", lambda: 1 // rank)
     if not rank:
         dist.barrier()  # before anybody has connected
     dist.barrier()

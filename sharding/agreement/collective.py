@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Gathering(Channel):
+class CollectiveChannel(Channel):
     """All ranks get what each brings, and join it alike."""
 
     from_any_thread = False

@@ -32,7 +32,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from sharding.agreement.links import Failure, Kind, Link, Message
-from sharding.agreement.patience import Patience
+from sharding.agreement.wait_warning import WaitWarning
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -64,7 +64,7 @@ class _Place:
     """When it was given, in seconds by its machine's clock."""
 
 
-class Meeting:
+class Rendezvous:
     """The store of one group, used by one of its ranks. `purpose` tells several meetings apart."""
 
     def __init__(self, store: Store, purpose: str) -> None:
@@ -91,7 +91,7 @@ class Meeting:
         self._store.set(PLACE, json.dumps(asdict(place)))
         return server
 
-    def connect(self, rank: int, seconds: float, waiting: Patience) -> Link:
+    def connect(self, rank: int, seconds: float, waiting: WaitWarning) -> Link:
         """On the others: a connection to rank 0, which has begun its call, to be flushed.
 
         Who is interrupted before it has that in hand has said nothing, and may connect again.
@@ -147,7 +147,7 @@ class Meeting:
         """Give up the connection to the store: it is not needed once all are connected."""
         self.__dict__.pop("_store", None)
 
-    def _place(self, until: float, waiting: Patience) -> _Place | None:
+    def _place(self, until: float, waiting: WaitWarning) -> _Place | None:
         try:
             while not self._is_there(max(0.001, min(SLICE_SECONDS, until - monotonic()))):
                 if monotonic() > until:

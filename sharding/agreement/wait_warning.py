@@ -29,7 +29,7 @@ SHOWN = 8
 _log = logging.getLogger("ckpt")
 
 
-class Patience:
+class WaitWarning:
     """When one wait of a rank is worth a word."""
 
     def __init__(self, call: Call, rank: int) -> None:

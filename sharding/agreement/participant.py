@@ -6,17 +6,17 @@ from dataclasses import replace
 from time import monotonic
 
 from sharding.agreement.channel import ANSWER_SECONDS, Call, Join
-from sharding.agreement.linked import Linked, ended, late
+from sharding.agreement.connected import ConnectedChannel, ended, late
 from sharding.agreement.links import Failure, Kind, Link, Message
-from sharding.agreement.meeting import Meeting
-from sharding.agreement.patience import Patience
+from sharding.agreement.rendezvous import Rendezvous
+from sharding.agreement.wait_warning import WaitWarning
 
 
-class Follower(Linked):
+class Participant(ConnectedChannel):
     """The end of any other rank."""
 
-    def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
-        super().__init__(meeting, rank, world_size)
+    def __init__(self, rendezvous: Rendezvous, rank: int, world_size: int) -> None:
+        super().__init__(rendezvous, rank, world_size)
         self._link: Link | None = None
 
     def close(self) -> None:
@@ -32,14 +32,14 @@ class Follower(Linked):
             if self._link.has_heard or not self._link.is_lost:
                 return None
         try:
-            waiting = Patience(call, self.rank)
-            self._link = self._meeting.connect(self.rank, call.seconds + ANSWER_SECONDS, waiting)
+            waiting = WaitWarning(call, self.rank)
+            self._link = self._rendezvous.connect(self.rank, call.seconds + ANSWER_SECONDS, waiting)
             self._link.flush()
-            left = self._meeting.left()
+            left = self._rendezvous.left()
         except (OSError, RuntimeError) as error:
             return Failure.of(call.stage, 0, error)
         finally:
-            self._meeting.forget()
+            self._rendezvous.forget()
         if left is not None and left[0] >= call.number:
             self._number = left[0]
             return left[1]
@@ -52,7 +52,7 @@ class Follower(Linked):
         link.send(mine.packed())
         patience = call.seconds + ANSWER_SECONDS
         until = monotonic() + patience
-        waiting = Patience(call, self.rank)
+        waiting = WaitWarning(call, self.rank)
         while True:
             while link.messages:
                 found = link.messages.popleft()

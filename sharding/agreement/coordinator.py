@@ -14,21 +14,21 @@ from time import monotonic
 from typing import IO
 
 from sharding.agreement.channel import ANSWER_SECONDS, ERROR_SECONDS, Call, Join
-from sharding.agreement.linked import Linked, ended, late
+from sharding.agreement.connected import ConnectedChannel, ended, late
 from sharding.agreement.links import MOST_SECONDS, Failure, Kind, Link, Message, flush
-from sharding.agreement.meeting import Meeting
-from sharding.agreement.patience import Patience
+from sharding.agreement.rendezvous import Rendezvous
+from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import TransferError
 
 FULL = (errno.EMFILE, errno.ENFILE)
 """Of a process that may open no more files, or a machine."""
 
 
-class Leader(Linked):
+class Coordinator(ConnectedChannel):
     """Rank 0's end."""
 
-    def __init__(self, meeting: Meeting, world_size: int) -> None:
-        super().__init__(meeting, 0, world_size)
+    def __init__(self, rendezvous: Rendezvous, world_size: int) -> None:
+        super().__init__(rendezvous, 0, world_size)
         self._links: dict[int, Link] = {}
         self._strangers: set[Link] = set()
         """That have connected and not said who they are."""
@@ -44,7 +44,7 @@ class Leader(Linked):
         """Nobody is reached any more, and nobody finds the address."""
         is_found = self._listener is not None and not self._is_complete and not self._is_closed
         if is_found and not sys.is_finalizing():
-            self._meeting.withdraw()
+            self._rendezvous.withdraw()
         self.forget()
 
     def forget(self) -> None:
@@ -68,7 +68,7 @@ class Leader(Linked):
         # An earlier call may have been interrupted between any two of these.
         try:
             if self._listener is None:
-                self._listener = self._meeting.listen(self.world_size)
+                self._listener = self._rendezvous.listen(self.world_size)
             if self._spare is None:
                 self._spare = open(os.devnull, "rb")  # noqa: SIM115 - until all have connected
         except (OSError, RuntimeError) as error:
@@ -84,7 +84,7 @@ class Leader(Linked):
         patience = call.seconds
         until = monotonic() + patience
         has_failed = False
-        waiting = Patience(call, self.rank)
+        waiting = WaitWarning(call, self.rank)
         news: Sequence[int] = tuple(missing)
         while True:
             for rank in news:
@@ -142,7 +142,7 @@ class Leader(Linked):
         if not self._is_complete and not self._is_closed:
             # Who connects from here on finds the word; who has is let in, to be told with the rest.
             with self._one_more_file():  # a store may need it
-                self._meeting.leave_word(self._number, failure)
+                self._rendezvous.leave_word(self._number, failure)
             while self._let_in():
                 pass
         word = Message(Kind.LEFT, self._number, failure=failure)
@@ -256,7 +256,7 @@ class Leader(Linked):
     def _introduced(self, link: Link) -> list[int]:
         """The rank of one that says who it is; none if it does not, or is here already."""
         said = link.messages[0]
-        is_known = (said.kind, said.name) == (Kind.HELLO, self._meeting.word)
+        is_known = (said.kind, said.name) == (Kind.HELLO, self._rendezvous.word)
         if not is_known or self._links.get(said.op, link) is not link:
             link.is_lost = True  # and not listened to
             return []
@@ -269,7 +269,7 @@ class Leader(Linked):
             self._selector.unregister(self._listener)
             self._listener.close()
             self._spare.close()
-            self._meeting.withdraw()
+            self._rendezvous.withdraw()
         return [said.op]
 
 

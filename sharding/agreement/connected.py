@@ -10,20 +10,20 @@ from weakref import WeakSet
 
 from sharding.agreement.channel import Call, Channel
 from sharding.agreement.links import Failure
-from sharding.agreement.meeting import Meeting
+from sharding.agreement.rendezvous import Rendezvous
 
 ENDED, LATE = "ProcessEnded", "TimeoutError"
 """Errors of ranks that could not say them themselves."""
 
 
-class Linked(Channel):
+class ConnectedChannel(Channel):
     """A channel with connections, which end with it and are not a forked child's."""
 
-    def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._is_closed = False
-        _linked.add(self)
+        _open_channels.add(self)
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # an interrupt came while it was made
@@ -63,12 +63,12 @@ def late(stage: str, missing: Sequence[int], seconds: float) -> Failure:
     return Failure(stage, missing[0], LATE, said)
 
 
-_linked: WeakSet[Linked] = WeakSet()
+_open_channels: WeakSet[ConnectedChannel] = WeakSet()
 
 
 def _forget_in_child() -> None:
     # A child that held a connection open would hide its parent's end from the others.
-    for channel in tuple(_linked):
+    for channel in tuple(_open_channels):
         channel.forget()
 
 
