@@ -1,7 +1,7 @@
 """Large models as names, shapes and layouts: no memory, no process group, any number of ranks.
 
 A state is the parameters in bfloat16, and float32 masters and Adam's moments, 14 bytes a parameter.
-Every description is what one rank would give of its own part: `Described`, whose layouts speak of
+Every description is what one rank would give of its own part: `StateSpec`, whose layouts speak of
 all ranks of the mesh, as DTensors do.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckpt.state.described import Described
+from ckpt.state.state_spec import StateSpec
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor
@@ -131,12 +131,12 @@ def fsdp_tp(parameter: Parameter, world_size: int) -> Layout:
 SPREADS: dict[str, Spread] = {"FSDP": fsdp, "HSDP": hsdp, "FSDP × TP": fsdp_tp}
 
 
-def whole(model: Model, spread: Spread, world_size: int) -> Described:
+def whole(model: Model, spread: Spread, world_size: int) -> StateSpec:
     """The state as every rank describes it."""
     return described((p, spread(p, world_size)) for p in model.parameters)
 
 
-def stages(model: Model, world_size: int, count: int = STAGES) -> list[Described]:
+def stages(model: Model, world_size: int, count: int = STAGES) -> list[StateSpec]:
     """The state of pipeline stages of unequal depth, each with FSDP over ranks of its own."""
     count = min(count, world_size)
     ranks = world_size // count
@@ -151,7 +151,7 @@ def stages(model: Model, world_size: int, count: int = STAGES) -> list[Described
     return found
 
 
-def described(parameters: Iterator[tuple[Parameter, Layout]]) -> Described:
+def described(parameters: Iterator[tuple[Parameter, Layout]]) -> StateSpec:
     """Parameters, masters, moments and step counts of these layouts as one state."""
     tensors: dict[str, StoredTensor] = {}
     tree: dict[str, dict[str, Tree]] = {"model": {}, "master": {}, "optimizer": {}}
@@ -167,4 +167,4 @@ def described(parameters: Iterator[tuple[Parameter, Layout]]) -> Described:
             tensors[stored] = StoredTensor(shape, BY_NAME["F32"], layout)
             entries[moment] = TensorRef(stored)
         tree["optimizer"][name] = entries
-    return Described(tensors, {}, dict(tree))
+    return StateSpec(tensors, {}, dict(tree))

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from ckpt.state.flatten import FlatState, Leaf, flatten
+from ckpt.state.merged_state import spec_of
 from ckpt.state.sections import marks
-from ckpt.state.together import described_by
 from ckpt.transfer.replica_hashes import ReplicaHashes, Replicas
 from formats.dtypes import BY_NAME
 from sharding.layout import Layout, Mesh, Shard
@@ -44,7 +44,7 @@ def sharded(count: int, elements: int) -> FlatState:
 
 def weighing(flat: FlatState, way: Replicas) -> Callable[[], object]:
     """What a save does of it before its first exchange."""
-    described = described_by(flat)
+    described = spec_of(flat)
     return lambda: ReplicaHashes(way, 0).weigh(flat, described.tensors)
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         "all replicas, 1 MiB each": (300, weighing(large, "sample")),
         "no replicas": (1000, weighing(sharded(1000, 16), "sample")),
         'all replicas, 16 KiB each, "check"': (1000, weighing(middle, "check")),
-        "the hashes of names and values": (1000, lambda: marks(described_by(middle))),
+        "the hashes of names and values": (1000, lambda: marks(spec_of(middle))),
     }
     spent: dict[str, list[float]] = {name: [] for name in rows}
     sweep = torch.zeros(16 << 20)

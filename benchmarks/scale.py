@@ -30,9 +30,9 @@ import xxhash
 from ckpt.garbage import collected_later
 from ckpt.plan.read_plan import Fits, Request, requests_for
 from ckpt.plan.save_plan import stored_layouts
-from ckpt.state.described import Described, merged
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.sections import marks, summary
+from ckpt.state.state_spec import StateSpec, merged
 from ckpt.transfer.write import OwnPart, own_parts
 from formats.catalog import Catalog, TensorRef
 from formats.native import reader
@@ -74,7 +74,7 @@ def _spaced(world_size: int, count: int) -> list[int]:
     return sorted({round(at * (world_size - 1) / (count - 1)) for at in range(count)})
 
 
-def flat(described: Described) -> FlatState:
+def flat(described: StateSpec) -> FlatState:
     """The state on one rank, its tensors without memory."""
     empty = torch.empty(0, device="meta")
     leaves = {
@@ -111,7 +111,7 @@ def _name(rank: int) -> str:
     return f"{0:016x}-{rank:05d}.safetensors"
 
 
-def plan_save(described: Described, state: FlatState, rank: int) -> Saved:
+def plan_save(described: StateSpec, state: FlatState, rank: int) -> Saved:
     """Everything that a rank computes between its description and the first byte it writes."""
     marks(described)
     tensors = stored_layouts(described.tensors)
@@ -128,7 +128,7 @@ def _own(tensors: Mapping[str, StoredTensor], state: FlatState, rank: int) -> Sa
     return Saved(tensors, parts, build(entries, metadata, align=ALIGN)[0], table_bytes)
 
 
-def manifest_of(described: Described, tensors: Mapping[str, StoredTensor], ranks: int) -> Manifest:
+def manifest_of(described: StateSpec, tensors: Mapping[str, StoredTensor], ranks: int) -> Manifest:
     """The manifest of a save by so many ranks; the digests of their files are made up."""
     files = [ShardFile(_name(r), r, 10**9, 10**5, 10**5, f"{r:032x}") for r in range(ranks)]
     return Manifest(tensors, {}, described.tree, files, {"ckpt": "0", "world_size": str(ranks)})
@@ -140,7 +140,7 @@ class Memory:
     url = "memory"
     read_bytes = LOCAL_READ_BYTES
 
-    def __init__(self, described: Described, world_size: int, needed: Sequence[int]) -> None:
+    def __init__(self, described: StateSpec, world_size: int, needed: Sequence[int]) -> None:
         state, tensors = flat(described), stored_layouts(described.tensors)
         self._files = {rank: _own(tensors, state, rank) for rank in needed}
         manifest = manifest_of(described, tensors, world_size)
@@ -184,7 +184,7 @@ class Memory:
             offset += len(target)
 
 
-def plan_load(catalog: Catalog, wanted: Described, rank: int) -> list[Request]:
+def plan_load(catalog: Catalog, wanted: StateSpec, rank: int) -> list[Request]:
     """What a rank reads of a checkpoint, and where: every element that it holds."""
     found: list[Request] = []
     fits, nowhere = Fits(), memoryview(b"")
@@ -195,7 +195,7 @@ def plan_load(catalog: Catalog, wanted: Described, rank: int) -> list[Request]:
     return found
 
 
-def needed(have: Described, wanted: Described, rank: int) -> list[int]:
+def needed(have: StateSpec, wanted: StateSpec, rank: int) -> list[int]:
     """The ranks whose files a rank of another world opens."""
     stored = stored_layouts(have.tensors)
     return sorted(
@@ -215,7 +215,7 @@ def _seconds(values: Mapping[int, float]) -> str:
     return f"{least:.3f} / {middle:.3f} / {values[slowest]:.3f} (rank {slowest})"
 
 
-def saving_row(label: Sequence[str], of_rank: Callable[[int], Described], ranks: int) -> list[str]:
+def saving_row(label: Sequence[str], of_rank: Callable[[int], StateSpec], ranks: int) -> list[str]:
     """One model under one way of spreading it, saved by so many ranks."""
     seconds, saved = {}, {}
     for rank in _spaced(ranks, SAMPLED):
@@ -256,7 +256,7 @@ def saving_table(models: Sequence[big_models.Model], worlds: Sequence[int]) -> r
 
 
 def resharding_row(
-    label: Sequence[str], have: Described, wanted: Described, ranks: int, to: int
+    label: Sequence[str], have: StateSpec, wanted: StateSpec, ranks: int, to: int
 ) -> list[str]:
     """A load by other ranks, as the first and the last of them plan it, once."""
     seconds, requests, files = {}, [], []
@@ -305,7 +305,7 @@ def merging_table(model: big_models.Model, worlds: Sequence[int]) -> report.Tabl
                 found = []
                 for stage, text in enumerate(texts):
                     manifest = load(text, "a summary", stored=False)
-                    described = Described(manifest.tensors, manifest.aliases, manifest.tree)
+                    described = StateSpec(manifest.tensors, manifest.aliases, manifest.tree)
                     found.append((range(stage * width, (stage + 1) * width), described))
                 return len(stored_layouts(merged(found, world).tensors))
 
@@ -326,7 +326,7 @@ def weights(ranks: int) -> dict[str, StoredTensor]:
 def rival_rows(ranks: int) -> list[list[str]]:
     """1,000 tensors over so many ranks, by ours and by torch DCP's planner."""
     tensors = weights(ranks)
-    described = Described(tensors, {}, {name: TensorRef(name) for name in tensors})
+    described = StateSpec(tensors, {}, {name: TensorRef(name) for name in tensors})
     targets = [weights(to) for to in (max(1, ranks // 32), ranks, 2 * ranks)]
     state = flat(described)
     planning = max(
@@ -337,7 +337,7 @@ def rival_rows(ranks: int) -> list[list[str]]:
     _, opening = timed(lambda: load(manifest))
     loading = []
     for target in targets:
-        wanted = Described(target, {}, described.tree)
+        wanted = StateSpec(target, {}, described.tree)
         store = Memory(described, ranks, needed(described, wanted, 0))
         seconds = []
         for _ in range(REPEATS):

@@ -11,7 +11,7 @@ from ckpt.garbage import collected_later
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.saving import check_free
 from ckpt.state.flatten import FlatState, flatten
-from ckpt.state.together import together
+from ckpt.state.merged_state import agree_on_state
 from ckpt.transfer.read import workers_for
 from ckpt.transfer.write import own_parts
 from sharding.agreement.channel import TIMEOUT_SECONDS
@@ -54,7 +54,7 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
             check_free("wait", turn, ranks.is_single_process)
             return flatten(state, ranks.mesh)
 
-        held = together(ranks, "describing the state", described)
+        held = agree_on_state(ranks, "describing the state", described)
         parts = own_parts(held.flat, stored_layouts(held.whole.tensors), ranks.global_rank)
         for_cuda = any(part.leaf.local.is_cuda for part in parts)
         nbytes = sum(part.nbytes for part in parts)

@@ -20,15 +20,15 @@ import torch
 
 from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
 from ckpt.plan.save_plan import stored_layouts
-from ckpt.state.described import Described, check_members
 from ckpt.state.flatten import FlatState, flatten
-from ckpt.state.together import (
-    Together,
-    described_by,
+from ckpt.state.merged_state import (
+    MergedState,
+    agree_on_state,
+    conflict_message,
     other_than_first,
-    overruled_message,
-    together,
+    spec_of,
 )
+from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.stores.store import Store
 from ckpt.transfer.bases import borrowed_from, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_other, commit, now
@@ -63,7 +63,7 @@ class Plan:
 
     parts: Sequence[OwnPart]
     """What this rank writes, in the state's order."""
-    described: Described
+    described: StateSpec
     """The whole state, in the layouts that it is stored in; the same on every rank."""
     mesh: Mesh
     """The ranks that save, by their rank in the default process group."""
@@ -97,19 +97,21 @@ def agreed_plan(
         check()
         _check_place(ranks, store, settings)
         flat = flatten(state, ranks.mesh)
-        check_members(described_by(flat).tensors, ranks.mesh)
+        check_members(spec_of(flat).tensors, ranks.mesh)
         return flat
 
     began = now()
     hashes = ReplicaHashes(settings.replicas, ranks.global_rank)
     arguments, number = repr(settings.replicas).encode(), secrets.randbits(HASH_BITS)
-    held = together(ranks, "describing the state", described, number, arguments, weigh=hashes.weigh)
+    held = agree_on_state(
+        ranks, "describing the state", described, number, arguments, weigh=hashes.weigh
+    )
     whole = held.whole
     _warn_of_values(ranks, held)
     tensors = stored_layouts(whole.tensors, _differing(ranks, held, hashes))
     return Plan(
         own_parts(held.flat, tensors, ranks.global_rank),
-        Described(tensors, whole.aliases, whole.tree),
+        StateSpec(tensors, whole.aliases, whole.tree),
         ranks.mesh,
         ranks.rank,
         held.number,
@@ -139,7 +141,7 @@ def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
             raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
 
 
-def _differing(ranks: Ranks, held: Together, hashes: ReplicaHashes) -> list[str]:
+def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[str]:
     """The names of tensors whose replicas differ, which rank 0 warns of.
 
     Raises StateError on all ranks where the save is to check them.
@@ -165,11 +167,11 @@ def _differing(ranks: Ranks, held: Together, hashes: ReplicaHashes) -> list[str]
     return [each.name for each in found]
 
 
-def _warn_of_values(ranks: Ranks, held: Together) -> None:
+def _warn_of_values(ranks: Ranks, held: MergedState) -> None:
     """Name this rank's plain values that are not stored."""
-    names = held.overruled if held.same_values else other_than_first(ranks, held)
+    names = held.conflicting_values if held.same_values else other_than_first(ranks, held)
     if names:
-        warn(overruled_message(ranks, names), stacklevel=4)
+        warn(conflict_message(ranks, names), stacklevel=4)
 
 
 def packed(summary: ShardSummary | None) -> bytes:

@@ -28,11 +28,11 @@ from ckpt.match.fitting import check_fits, check_numbers, differences, marks
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
-from ckpt.state.described import Described, check_members
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.local_states import with_names
+from ckpt.state.merged_state import MergedState, agree_on_state, conflict_message, spec_of
 from ckpt.state.saved import Rename, Saved
-from ckpt.state.together import Together, described_by, overruled_message, together
+from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.state.typed_values import opened
 from ckpt.transfer.from_peers import Filling, held_locally
 from ckpt.transfer.replica_hashes import ReplicaHashes, named
@@ -122,7 +122,7 @@ def convert(
         )
         _check_same_arguments(agreed.same[0])
         budget = agreed.number
-        held = _together(ranks, f"describing the state to be made {to}", state, model)
+        held = _merged_state(ranks, f"describing the state to be made {to}", state, model)
         kept = {}
         if kind is Kind.SHARDED and mesh is None:
             kept = _dtensors_as_they_are(held, ranks, offload_to_cpu)
@@ -186,7 +186,7 @@ def load(
         )
         _check_same_arguments(agreed.same[0])
         budget = agreed.number
-        held = _together(ranks, "describing the state to be loaded", state, model)
+        held = _merged_state(ranks, "describing the state to be loaded", state, model)
 
         def matching() -> tuple[Saved, Match]:
             saved = Saved(_catalog(held.whole), rename)
@@ -238,18 +238,18 @@ def _mark_of(read: tuple[object, bytes]) -> tuple[int]:
     return (xxhash.xxh3_64_intdigest(read[1]) >> (64 - HASH_BITS),)
 
 
-def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> Together:
+def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> MergedState:
     """The state of all ranks."""
 
     def flattened() -> FlatState:
         flat = flatten(with_names(state, model), ranks.mesh)
-        check_members(described_by(flat).tensors, ranks.mesh)
+        check_members(spec_of(flat).tensors, ranks.mesh)
         return flat
 
     hashes = ReplicaHashes("sample", ranks.global_rank)
-    held = together(ranks, stage, flattened, weigh=hashes.weigh)
-    if held.overruled:
-        warn(overruled_message(ranks, held.overruled), stacklevel=3)
+    held = agree_on_state(ranks, stage, flattened, weigh=hashes.weigh)
+    if held.conflicting_values:
+        warn(conflict_message(ranks, held.conflicting_values), stacklevel=3)
     differing = [] if held.balanced else hashes.differing(ranks, held.whole.tensors)
     if differing and ranks.rank == 0:
         warn(
@@ -261,7 +261,7 @@ def _together(ranks: Ranks, stage: str, state: object, model: nn.Module | None) 
     return held
 
 
-def _parts(held: Together) -> Iterator[tuple[str, TensorLike]]:
+def _parts(held: MergedState) -> Iterator[tuple[str, TensorLike]]:
     """All ranks' tensors by name, each as this rank has it."""
     for name, tensor in held.whole.tensors.items():
         leaf = held.flat.leaves.get(name)
@@ -271,7 +271,9 @@ def _parts(held: Together) -> Iterator[tuple[str, TensorLike]]:
             yield name, LocalPart(held_locally(held, name), tensor.layout)
 
 
-def _dtensors_as_they_are(held: Together, ranks: Ranks, to_cpu: bool) -> dict[str, DTensor | None]:
+def _dtensors_as_they_are(
+    held: MergedState, ranks: Ranks, to_cpu: bool
+) -> dict[str, DTensor | None]:
     """What is a DTensor wherever there is some of it; None where this rank has none of it."""
     names, leaves = list(held.whole.tensors), held.flat.leaves
     stays = bytes(name not in leaves or isinstance(leaves[name].given, DTensor) for name in names)
@@ -303,7 +305,7 @@ def _built(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
     return opened(tree)
 
 
-def _catalog(whole: Described) -> Catalog:
+def _catalog(whole: StateSpec) -> Catalog:
     """The state as a catalog without files: names, shapes, dtypes and the nest."""
     records = {
         name: TensorRecord(name, tensor.shape, tensor.dtype, PieceTable(()), tensor.layout)

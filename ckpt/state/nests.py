@@ -6,7 +6,8 @@ Rules:
    value: a number, and a list of numbers too.
 2. Dicts unite by key, lists and tuples by position if there is a node in one of them, parameter
    groups by their parameters.
-3. Where plain values differ, the lowest rank's is stored, and `overruled` names the others'.
+3. Where plain values differ, the value of the lowest rank is stored, and `conflicting_values` names
+   the others'.
 4. None gives way to a node: one rank alone may keep an average of the weights. Every other pair
    of a node with something else is an error.
 """
@@ -175,20 +176,20 @@ def _options(group: Mapping[Key, Tree]) -> dict[Key, Tree]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def overruled(mine: Tree, whole: Tree, path: str = "") -> Iterator[str]:
+def conflicting_values(mine: Tree, whole: Tree, path: str = "") -> Iterator[str]:
     """The names of a rank's plain values in whose place others are in the whole nest (rule 3).
 
     Also of its lists that have more entries there, unless tensors are among these.
     """
     if _are_groups(mine) and _are_groups(whole):
-        yield from _overruled_options(mine, whole, path)
+        yield from _conflicting_options(mine, whole, path)
     elif isinstance(mine, dict) and isinstance(whole, dict):
         for key, item in mine.items():
             if type(item) is not TensorRef:
-                yield from overruled(item, whole[key], join(path, key))
+                yield from conflicting_values(item, whole[key], join(path, key))
     elif isinstance(mine, list | tuple) and isinstance(whole, list | tuple) and is_node(whole):
         for index, (item, other) in enumerate(zip(mine, whole, strict=False)):
-            yield from overruled(item, other, join(path, index))
+            yield from conflicting_values(item, other, join(path, index))
         if len(mine) < len(whole) and not holds_tensor(whole):
             yield path
     elif is_node(whole):
@@ -198,12 +199,12 @@ def overruled(mine: Tree, whole: Tree, path: str = "") -> Iterator[str]:
         yield path
 
 
-def _overruled_options(mine: _Groups, whole: _Groups, path: str) -> Iterator[str]:
+def _conflicting_options(mine: _Groups, whole: _Groups, path: str) -> Iterator[str]:
     place = {name: at for at, group in enumerate(whole) for name in _members(group)}
     for index, group in enumerate(mine):
         options = _options(group)
         for at in dict.fromkeys(place[name] for name in _members(group)):
-            yield from overruled(options, _options(whole[at]), join(path, index))
+            yield from conflicting_values(options, _options(whole[at]), join(path, index))
 
 
 def _is_same(one: Tree, other: Tree) -> bool:

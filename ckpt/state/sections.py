@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import xxhash
 
-from ckpt.state.described import Described, merged
 from ckpt.state.nests import is_node, outline
 from ckpt.state.saved import leaves
+from ckpt.state.state_spec import StateSpec, merged
 from formats.catalog import Key, TensorRef, Tree
 from formats.native.manifest import Manifest, dump
 from formats.native.manifest_loader import load
@@ -32,7 +32,7 @@ _SIZE = Struct("!I")
 _HASH = Struct("!q")
 
 
-def marks(described: Described) -> tuple[int, int]:
+def marks(described: StateSpec) -> tuple[int, int]:
     """A hash of names, types, layouts, ties and keys; and one of these and the plain values."""
     values: list[object] = []
     keys = outline(described.tree, values)
@@ -64,18 +64,18 @@ def short_hash(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data) >> (64 - HASH_BITS)
 
 
-def summary(described: Described) -> bytes:
+def summary(described: StateSpec) -> bytes:
     """A description as bytes that another rank can read back."""
     return dump(Manifest(described.tensors, described.aliases, described.tree, ()))
 
 
-def unpacked_summary(text: bytes) -> Described:
+def unpacked_summary(text: bytes) -> StateSpec:
     """A description that another rank has given."""
     manifest = load(text, "another rank's summary", stored=False)
-    return Described(manifest.tensors, manifest.aliases, manifest.tree)
+    return StateSpec(manifest.tensors, manifest.aliases, manifest.tree)
 
 
-def merge(ranks: Ranks, mine: Described) -> Callable[[], Described]:
+def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
     """The states of all ranks in one: as a function, the same on all, that may raise StateError.
 
     Called by all ranks.
@@ -89,8 +89,8 @@ def merge(ranks: Ranks, mine: Described) -> Callable[[], Described]:
     members: dict[tuple[int, ...], list[int]] = {}
     """Many sections are of the same ranks: one list for all."""
 
-    def uniting() -> Described:
-        found: list[tuple[Sequence[int], Described]] = []
+    def uniting() -> StateSpec:
+        found: list[tuple[Sequence[int], StateSpec]] = []
         texts = (text for packed in _parts(answer) for text in _parts(zlib.decompress(packed)))
         for (mark, holders), text in zip(table, texts, strict=True):
             if holders not in members:
@@ -102,7 +102,7 @@ def merge(ranks: Ranks, mine: Described) -> Callable[[], Described]:
     return uniting
 
 
-def sections(described: Described) -> Iterator[Described]:
+def sections(described: StateSpec) -> Iterator[StateSpec]:
     """The description in parts, which together are the whole of it.
 
     Equal top entries are in equal sections on nearly all ranks, whatever stands between them. The
@@ -112,7 +112,7 @@ def sections(described: Described) -> Iterator[Described]:
     if not isinstance(tree, dict):
         yield described
         return
-    yield Described({}, {}, {})
+    yield StateSpec({}, {}, {})
     run: dict[Key, Tree] = {}
     for key, item in tree.items():
         is_nest = is_node(item) and not isinstance(item, TensorRef)
@@ -129,11 +129,11 @@ def sections(described: Described) -> Iterator[Described]:
         yield _section(described, run)
 
 
-def _section(described: Described, tree: dict[Key, Tree]) -> Described:
+def _section(described: StateSpec, tree: dict[Key, Tree]) -> StateSpec:
     places = [(name, leaf.name) for name, leaf in leaves(tree) if isinstance(leaf, TensorRef)]
     tensors = {name: described.tensors[name] for name, stored in places if name == stored}
     aliases = {name: stored for name, stored in places if name != stored}
-    return Described(tensors, aliases, tree)
+    return StateSpec(tensors, aliases, tree)
 
 
 _Table: TypeAlias = list[tuple[int, tuple[int, ...]]]

@@ -10,11 +10,11 @@ import torch
 
 from ckpt.match.match_builder import Want
 from ckpt.match.overlaps import Placed
-from ckpt.state.described import Described
 from ckpt.state.memory import is_lazy, torch_dtype, will_change
+from ckpt.state.merged_state import MergedState
 from ckpt.state.saved import Saved
 from ckpt.state.sections import marks, merge
-from ckpt.state.together import Together
+from ckpt.state.state_spec import StateSpec
 from formats.catalog import TensorRef
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Filling:
     """Wants, filled from a state in memory."""
 
-    held: Together
+    held: MergedState
     saved: Saved
     ranks: Ranks
     group: ProcessGroup | None
@@ -87,7 +87,7 @@ class Filling:
         ref = self.saved.leaves[name]
         return ref.name if isinstance(ref, TensorRef) else name
 
-    def _batches(self, wanted: Described) -> Iterator[list[str]]:
+    def _batches(self, wanted: StateSpec) -> Iterator[list[str]]:
         """Names whose tensors may be staged together; what nobody holds is found here."""
         batch: list[str] = []
         nbytes = 0
@@ -118,7 +118,7 @@ class Filling:
     def _move(
         self,
         name: str,
-        wanted: Described,
+        wanted: StateSpec,
         fill: _Fill | None,
         apart: Mapping[str, torch.Tensor],
     ) -> Move:
@@ -156,12 +156,12 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _described(fills: Mapping[str, _Fill]) -> Described:
+def _described(fills: Mapping[str, _Fill]) -> StateSpec:
     tensors = {name: fill.wanted for name, fill in fills.items()}
-    return Described(tensors, {}, {name: TensorRef(name) for name in fills})
+    return StateSpec(tensors, {}, {name: TensorRef(name) for name in fills})
 
 
-def held_locally(held: Together, name: str) -> torch.Tensor:
+def held_locally(held: MergedState, name: str) -> torch.Tensor:
     """What this rank has of a tensor: perhaps nothing."""
     leaf = held.flat.leaves.get(name)
     if leaf is not None:

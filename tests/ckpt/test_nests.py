@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.state.nests import merged_trees, outline, overruled
+from ckpt.state.nests import conflicting_values, merged_trees, outline
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 
@@ -24,8 +24,8 @@ def test_nests_are_united_and_the_lowest_rank_counts() -> None:
         "l": [{"a": 1, "b": 2}, 3],
         "b": [4],
     }
-    assert list(overruled(first, whole)) == ["l"]
-    assert list(overruled(second, whole)) == ["a.x", "t"]
+    assert list(conflicting_values(first, whole)) == ["l"]
+    assert list(conflicting_values(second, whole)) == ["a.x", "t"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_nests_are_united_and_the_lowest_rank_counts() -> None:
 def test_a_value_is_overruled_by_any_other_but_not_by_the_same(
     one: Tree, other: Tree, same: bool
 ) -> None:
-    assert list(overruled({"v": one}, {"v": other})) == ([] if same else ["v"])
+    assert list(conflicting_values({"v": one}, {"v": other})) == ([] if same else ["v"])
 
 
 NESTS = st.recursive(
@@ -80,7 +80,7 @@ def test_every_key_and_tensor_of_either_nest_is_in_the_merged_one_or_it_is_an_er
     except StateError:
         return
     assert set(keys_in(whole)) == {*keys_in(first), *keys_in(second)}
-    assert list(overruled(first, first)) == []
+    assert list(conflicting_values(first, first)) == []
     found: list[list[object]] = [[], []]
     assert (outline(first, found[0]) == outline(second, found[1])) or first != second
 
@@ -92,7 +92,7 @@ def test_a_tensor_is_merged_with_none_and_never_left_out_for_anything_else(
     one: Tree = inner(TensorRef("w"))
     assert merged_trees({"w": None}, {"w": one}, (0, 1)) == {"w": one}
     assert merged_trees({"w": one}, {"w": None}, (0, 1)) == {"w": one}
-    assert list(overruled({"w": None}, {"w": one})) == []
+    assert list(conflicting_values({"w": None}, {"w": one})) == []
     for other in (0, "text", (), (TensorRef("w"),)):
         for first, second in ((one, other), (other, one)):
             with pytest.raises(StateError, match=r"w: .* on rank 0, .* on rank 3; give what"):
@@ -107,8 +107,8 @@ def test_parameter_groups_of_ranks_unite_by_their_parameters() -> None:
     second = groups((0.2, ["d"]), (0.3, ["e", "a"]), (0.1, ["f"]), (0.4, ["c"]))
     whole = merged_trees(first, second, (0, 1))
     assert whole == groups((0.1, ["a", "b", "f"]), (0.2, ["c", "d"]), (0.3, ["e"]))
-    assert list(overruled(first, whole)) == []
-    assert list(overruled(second, whole)) == ["param_groups.1.lr", "param_groups.3.lr"]
+    assert list(conflicting_values(first, whole)) == []
+    assert list(conflicting_values(second, whole)) == ["param_groups.1.lr", "param_groups.3.lr"]
 
 
 def test_a_parameter_group_has_the_options_that_any_rank_has_for_its_parameters() -> None:
@@ -117,7 +117,7 @@ def test_a_parameter_group_has_the_options_that_any_rank_has_for_its_parameters(
 
     whole = merged_trees(groups(seed_0=1), groups(seed_1=2, lr=0.3), (0, 1))
     assert whole == groups(seed_0=1, seed_1=2)
-    assert list(overruled(groups(seed_1=2, lr=0.3), whole, "optim")) == ["optim.0.lr"]
+    assert list(conflicting_values(groups(seed_1=2, lr=0.3), whole, "optim")) == ["optim.0.lr"]
     both: Tree = [{"k": 1, "params": ["b"]}, {"j": 2, "params": ["a", "new"]}]
     assert merged_trees(groups(), both, (0, 1)) == [
         {"lr": 0.1, "k": 1, "j": 2, "params": ["a", "b"]},

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import StateError
 from ckpt.plan.save_plan import SPLIT_BYTES, stored_layouts
-from ckpt.state.described import Described, check_members, merged
+from ckpt.state.state_spec import StateSpec, check_members, merged
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import Manifest, StoredTensor, dump
@@ -44,9 +44,9 @@ def placed(shape: Sequence[int], mesh: Mesh, *placements: Placement) -> StoredTe
     return StoredTensor(tuple(shape), F32, Layout(tuple(shape), mesh, placements))
 
 
-def described(tensors: Mapping[str, StoredTensor], **values: Any) -> Described:
+def described(tensors: Mapping[str, StoredTensor], **values: Any) -> StateSpec:
     tree: Any = {**{name: TensorRef(name) for name in tensors}, **values}
-    return Described(tensors, {}, tree)
+    return StateSpec(tensors, {}, tree)
 
 
 def times_stored(tensor: StoredTensor) -> np.ndarray:
@@ -447,11 +447,11 @@ def test_meshes_that_overlap_are_an_error_that_names_both() -> None:
 
 def test_ties_that_differ_between_ranks_are_named() -> None:
     tensors = {"a": plain((2,), 4), "b": plain((2,), 4)}
-    tied_to_a = Described(tensors, {"c": "a"}, None)
-    tied_to_b = Described(tensors, {"c": "b"}, None)
+    tied_to_a = StateSpec(tensors, {"c": "a"}, None)
+    tied_to_b = StateSpec(tensors, {"c": "b"}, None)
     with pytest.raises(StateError, match="c: tied to a on one rank, to b on rank 2"):
         merged([([0, 1], tied_to_a), ([2, 3], tied_to_b)], WORLD)
-    loose = Described({**tensors, "c": plain((2,), 4)}, {}, None)
+    loose = StateSpec({**tensors, "c": plain((2,), 4)}, {}, None)
     with pytest.raises(StateError, match="c: tied to a on some ranks only"):
         merged([([0, 1], tied_to_a), ([2, 3], loose)], WORLD)
     assert merged([([0], tied_to_a), ([1, 2, 3], tied_to_a)], WORLD).aliases == {"c": "a"}
@@ -459,12 +459,12 @@ def test_ties_that_differ_between_ranks_are_named() -> None:
 
 def test_a_contradiction_names_the_first_two_ranks_that_are_in_it() -> None:
     trees: list[Tree] = [{"a": 1}, {"b": None}, {"b": {"x": 1}}, {"b": 2}]
-    described = [([2 * rank, 2 * rank + 1], Described({}, {}, t)) for rank, t in enumerate(trees)]
+    described = [([2 * rank, 2 * rank + 1], StateSpec({}, {}, t)) for rank, t in enumerate(trees)]
     with pytest.raises(StateError, match=r"b: a dict of 1 on rank 4, 2 on rank 6; give what"):
         merged(described, WORLD)
     keys: list[Tree] = [{"d": {1: 0}}, {"d": {"1": 0}}]
     with pytest.raises(StateError, match=r"two entries of the ranks' states.* the name 'd\.1'"):
-        merged([([rank], Described({}, {}, tree)) for rank, tree in enumerate(keys)], WORLD)
+        merged([([rank], StateSpec({}, {}, tree)) for rank, tree in enumerate(keys)], WORLD)
 
 
 def test_ranks_outside_the_group_that_saves_are_named() -> None:

@@ -20,7 +20,7 @@ from sharding.layout import Layout, Mesh, Replicate
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class StateSpec:
     """A state without its bytes: what one rank, or all ranks together, hold."""
 
     tensors: Mapping[str, StoredTensor]
@@ -33,7 +33,7 @@ def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
     return StoredTensor(tensor.shape, tensor.dtype, layout)
 
 
-def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) -> Described:
+def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) -> StateSpec:
     """The whole state of ranks that hold different parts of it, as pipeline stages do.
 
     `summaries` has, for each different description, the ranks that gave it, in the order of the
@@ -59,7 +59,7 @@ def merged(summaries: Sequence[tuple[Sequence[int], Described]], world: Mesh) ->
     tree = _merged_tree([(min(ranks, default=0), described.tree) for ranks, described in summaries])
     uniting = _Uniting(world)
     tensors = {name: uniting.united(name, entries) for name, entries in held.items()}
-    return Described(tensors, aliases, tree)
+    return StateSpec(tensors, aliases, tree)
 
 
 def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:

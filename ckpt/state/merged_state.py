@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.errors import StateError
-from ckpt.state.described import Described
 from ckpt.state.flatten import FlatState
-from ckpt.state.nests import overruled, without_tensors
+from ckpt.state.nests import conflicting_values, without_tensors
 from ckpt.state.sections import marks, merge, short_hash, summary, unpacked_summary
+from ckpt.state.state_spec import StateSpec
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
 
@@ -28,16 +28,16 @@ Where all replicas are equal, the ranks' numbers add up to zero, modulo 2**64.
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class MergedState:
     """A state on one rank, and what it is part of."""
 
     flat: FlatState
     """As this rank has it."""
-    whole: Described
+    whole: StateSpec
     """As all ranks have it together; the same on every rank, but for plain values."""
     same_values: bool
     """Whether the plain values are the same on all ranks too; True where the structures differ."""
-    overruled: tuple[str, ...]
+    conflicting_values: tuple[str, ...]
     """There, the names of this rank's plain values in whose place `whole` has another rank's."""
     balanced: bool
     """Whether the numbers for the replicas' bytes add up to zero."""
@@ -45,26 +45,26 @@ class Together:
     """Rank 0's."""
 
 
-def together(
+def agree_on_state(
     ranks: Ranks,
     stage: str,
     flatten: Callable[[], FlatState],
     number: int = 0,
     arguments: bytes = b"",
     weigh: Weigh | None = None,
-) -> Together:
+) -> MergedState:
     """What `flatten` describes on every rank, as one state.
 
     Called by all ranks. An error of any of them is raised on all, with `stage` in it. Raises
     StateError where descriptions contradict each other, or `arguments` differ.
     """
 
-    def balance(flat: FlatState, whole: Described) -> int:
+    def balance(flat: FlatState, whole: StateSpec) -> int:
         return 0 if weigh is None or ranks.is_single_process else weigh(flat, whole.tensors)
 
     def describing() -> _Marked:
         flat = flatten()
-        described = described_by(flat)
+        described = spec_of(flat)
         if ranks.is_single_process:
             return _Marked(flat, described, 0, 0, 0)
         return _Marked(flat, described, *marks(described), balance(flat, described))
@@ -83,9 +83,9 @@ def together(
         raise StateError("the ranks were called with different arguments; call all of them alike")
     if same_structure:
         whole = found.described
-        return Together(found.flat, whole, same_values, (), agreed.balanced, agreed.number)
+        return MergedState(found.flat, whole, same_values, (), agreed.balanced, agreed.number)
 
-    def merging() -> tuple[Described, int]:
+    def merging() -> tuple[StateSpec, int]:
         whole = united()
         return whole, balance(found.flat, whole)
 
@@ -93,11 +93,11 @@ def together(
     (whole, _), weighed = ranks.run_and_compare(
         "merging the ranks' states", merging, lambda _: (), 0, 0, lambda made: made[1]
     )
-    lost = tuple(dict.fromkeys(overruled(found.described.tree, whole.tree)))
-    return Together(found.flat, whole, True, lost, weighed.balanced, agreed.number)
+    lost = tuple(dict.fromkeys(conflicting_values(found.described.tree, whole.tree)))
+    return MergedState(found.flat, whole, True, lost, weighed.balanced, agreed.number)
 
 
-def described_by(flat: FlatState) -> Described:
+def spec_of(flat: FlatState) -> StateSpec:
     """A rank's state without its bytes. What is described alike is the same object."""
     alike: dict[tuple[int, str], StoredTensor] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -107,21 +107,21 @@ def described_by(flat: FlatState) -> Described:
         if stored is None:
             stored = alike[key] = StoredTensor(leaf.layout.shape, leaf.dtype, leaf.layout)
         tensors[name] = stored
-    return Described(tensors, flat.aliases, flat.tree)
+    return StateSpec(tensors, flat.aliases, flat.tree)
 
 
-def other_than_first(ranks: Ranks, held: Together) -> tuple[str, ...]:
+def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:
     """The names of this rank's plain values that are not rank 0's.
 
     Called by all ranks, where structures are the same and values are not.
     """
-    mine = summary(Described({}, {}, without_tensors(held.whole.tree)))
+    mine = summary(StateSpec({}, {}, without_tensors(held.whole.tree)))
     first = ranks.broadcast(mine)
-    found = overruled(unpacked_summary(mine).tree, unpacked_summary(first).tree)
+    found = conflicting_values(unpacked_summary(mine).tree, unpacked_summary(first).tree)
     return tuple(dict.fromkeys(found))
 
 
-def overruled_message(ranks: Ranks, names: Sequence[str]) -> str:
+def conflict_message(ranks: Ranks, names: Sequence[str]) -> str:
     """A warning's text on a rank whose values of these names are not those of the whole state."""
     shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
     return (
@@ -136,7 +136,7 @@ class _Marked:
     """A state on one rank, with hashes that say whether the other ranks' is the same."""
 
     flat: FlatState
-    described: Described
+    described: StateSpec
     structure: int
     values: int
     """Of the structure and the plain values."""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt.plan.save_plan import stored_layouts
-from ckpt.state.described import Described
 from ckpt.state.flatten import FlatState, flatten
+from ckpt.state.merged_state import spec_of
 from ckpt.state.sections import marks
-from ckpt.state.together import described_by
+from ckpt.state.state_spec import StateSpec
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import BY_NAME
 from formats.native.manifest import StoredTensor
@@ -32,8 +32,8 @@ NAMED = st.dictionaries(st.sampled_from(["a", "b", "a.b", "c"]), DESCRIPTIONS, m
 TIES = st.dictionaries(st.sampled_from(["x", "y"]), st.sampled_from(["a", "b"]), max_size=2)
 
 
-def described(tensors: dict[str, StoredTensor], aliases: dict[str, str]) -> Described:
-    return Described(tensors, aliases, {})
+def described(tensors: dict[str, StoredTensor], aliases: dict[str, str]) -> StateSpec:
+    return StateSpec(tensors, aliases, {})
 
 
 @given(first=NAMED, second=NAMED, ties=TIES, other_ties=TIES)
@@ -59,7 +59,7 @@ def test_descriptions_that_are_one_object_or_many_make_the_same_plan(
 
 
 def values_mark(tree: Tree) -> int:
-    return marks(Described({}, {}, tree))[1]
+    return marks(StateSpec({}, {}, tree))[1]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def flat(state: object) -> FlatState:
 def test_a_parameter_whose_data_is_replaced_is_described_as_it_is_now() -> None:
     parameter = nn.Parameter(torch.zeros(2, 3))
     state = {"w": parameter, "v": torch.zeros(4)}
-    before = described_by(flat(state))
+    before = spec_of(flat(state))
     assert before.tensors["w"].shape == (2, 3)
     parameter.data = torch.ones(5, dtype=torch.bfloat16)
-    after = described_by(flat(state))
+    after = spec_of(flat(state))
     assert (after.tensors["w"].shape, after.tensors["w"].dtype.name) == ((5,), "BF16")
     assert torch.equal(flat(state).leaves["w"].local.float(), torch.ones(5))
     assert marks(before)[0] != marks(after)[0]
