@@ -36,7 +36,7 @@ from ckpt.stores.store import Options
 from ckpt.structure import names_of
 from ckpt.transfer.read import transfer
 from ckpt.transfer.record_sums import Verify, checked_verify
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
 from sharding.layout import Box, Layout, Piece
 from sharding.url_secrets import without_secrets
 
@@ -264,7 +264,9 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
                     tensors[name] = tensor.to(dtype)
-        return _put(nest, tensors)
+        return map_tree(
+            nest, lambda node: tensors[node.name] if isinstance(node, TensorRef) else node
+        )
 
     def _read(self, requests: Sequence[Request], stacklevel: int) -> None:
         """Do the requests; says once that not all could be verified."""
@@ -293,18 +295,6 @@ _COLUMNS = ("name", "type", "shape", "size")
 
 def _row(name: str, record: TensorRecord) -> tuple[str, str, str, str]:
     return name, str(record.dtype), str(list(record.shape)), size(record.nbytes)
-
-
-def _put(nest: object, tensors: Mapping[str, torch.Tensor]) -> object:
-    if isinstance(nest, TensorRef):
-        return tensors[nest.name]
-    if isinstance(nest, dict):
-        return {key: _put(item, tensors) for key, item in nest.items()}
-    if isinstance(nest, list):
-        return [_put(item, tensors) for item in nest]
-    if isinstance(nest, tuple):
-        return tuple(_put(item, tensors) for item in nest)
-    return nest
 
 
 def _resolve(

@@ -16,9 +16,9 @@ Rules:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from formats.dtypes import DType
 from formats.errors import CorruptError
@@ -168,6 +168,21 @@ class TypedValue:
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(map(str_of, self.parts))})"
+
+
+def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
+    """The same nest of dicts, lists and tuples, with `leaf` of each other node in its place.
+
+    >>> map_tree({"w": TensorRef("w"), "lr": [1, (2,)]}, str_of)
+    {'w': "TensorRef(name='w')", 'lr': ['1', ('2',)]}
+    """
+    if isinstance(tree, dict):
+        return {key: map_tree(item, leaf) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [map_tree(item, leaf) for item in tree]
+    if isinstance(tree, tuple):
+        return tuple(map_tree(item, leaf) for item in tree)
+    return leaf(tree)
 
 
 def typed_values(tree: Tree, path: str = "") -> Iterator[tuple[str, TypedValue]]:

@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeGuard
 
 from ckpt.errors import StateError
 from ckpt.state.saved import holds_tensor, join, kind_of
-from formats.catalog import Key, TensorRef, Tree, TypedValue
+from formats.catalog import Key, TensorRef, Tree, TypedValue, map_tree
 from formats.dtypes import DType
 
 
@@ -66,13 +66,8 @@ def _marshalled(value: Tree) -> object:
 
 def without_tensors(tree: Tree) -> Tree:
     """The tree with None in the place of every tensor."""
-    if isinstance(tree, dict):
-        return {key: without_tensors(item) for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [without_tensors(item) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(without_tensors(item) for item in tree)
-    return None if isinstance(tree, TensorRef) else tree
+    without: Tree = map_tree(tree, lambda leaf: None if isinstance(leaf, TensorRef) else leaf)
+    return without
 
 
 def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = "") -> Tree:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ckpt.state.memory import torch_dtype
-from formats.catalog import Tree, TypedValue
+from formats.catalog import Tree, TypedValue, map_tree
 from formats.dtypes import BY_TORCH_NAME, DType
 from formats.errors import FormatError
 from formats.keys import KeysApart
@@ -163,20 +163,14 @@ def opened(tree: Tree) -> object:
 
     Raises FormatError where there is no such value.
     """
-    if isinstance(tree, TypedValue):
-        return _opened(tree)
-    if isinstance(tree, DType):
-        return torch_dtype(tree.torch_name)
-    if isinstance(tree, dict):
-        return {key: opened(item) for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [opened(item) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(opened(item) for item in tree)
-    return tree
+    return map_tree(tree, _opened)
 
 
-def _opened(value: TypedValue) -> object:
+def _opened(value: Tree) -> object:
+    if isinstance(value, DType):
+        return torch_dtype(value.torch_name)
+    if not isinstance(value, TypedValue):
+        return value
     kind = _NAMED[value.kind]
     try:
         found = kind.made(*map(opened, value.parts))
