@@ -466,8 +466,8 @@ MUTATIONS = (
     # Stores.
     Mutation(
         "stores: what passes is tried again",
-        "if trouble_of(error) is not Trouble.PASSING or is_over():",
-        "if trouble_of(error) is not Trouble.LASTING or is_over():",
+        "if class_of(error) is not ErrorClass.PASSING or is_over():",
+        "if class_of(error) is not ErrorClass.LASTING or is_over():",
         "ckpt/object_store stores/contract",
     ),
     Mutation(
