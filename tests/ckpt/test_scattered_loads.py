@@ -288,7 +288,11 @@ def damage(url: str, options: Options, thousandth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "examples", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "examples",
+    [
+        pytest.param(3, marks=pytest.mark.thorough),
+        pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
 )
 def test_what_few_ranks_saved_more_ranks_load_bit_for_bit_or_all_fail(
     clusters: Callable, moto: Server, tmp_path: Path, examples: int
