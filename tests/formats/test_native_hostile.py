@@ -117,6 +117,10 @@ CHANGES: dict[str, tuple[Callable[[Json], object], type[FormatError]]] = {
         for field, value in enumerate((-1, 2**63, 1.5, True), 1)
     },
     "header larger than the file": (put(2**62, "files", 0, 3), FormatError),
+    "header and table together larger than the file": (
+        lambda c: c["files"][0].__setitem__(4, c["files"][0][2]),
+        FormatError,
+    ),
     "a file of five fields": (put(["a", 0, 1, 1, 0], "files", 0), FormatError),
     "a digest that is a number": (put(7, "files", 0, 5), FormatError),
     "a file twice": (lambda c: c["files"].append(c["files"][0]), HostileError),
