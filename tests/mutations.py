@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: gradients that were held are added",
-        "return kept + gradient",
+        "return before + gradient",
         "return gradient",
         f"sharding/wrapper_mixed_precision {GRADIENTS}",
     ),
