@@ -28,12 +28,12 @@ import torch
 import xxhash
 
 from ckpt.garbage import collected_later
-from ckpt.plan.read_plan import Fits, Request, requests_for
+from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.sections import marks, summary
 from ckpt.state.state_spec import StateSpec, merged
-from ckpt.transfer.write import OwnPart, own_parts
+from ckpt.transfer.write import WriteItem, write_items
 from formats.catalog import Catalog, TensorRef
 from formats.native import reader
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, StoredTensor, dump
@@ -89,7 +89,7 @@ class Saved:
     """What one rank's planning of a save gives."""
 
     tensors: Mapping[str, StoredTensor]
-    parts: Sequence[OwnPart]
+    parts: Sequence[WriteItem]
     header: bytes
     table_bytes: int
 
@@ -119,7 +119,7 @@ def plan_save(described: StateSpec, state: FlatState, rank: int) -> Saved:
 
 
 def _own(tensors: Mapping[str, StoredTensor], state: FlatState, rank: int) -> Saved:
-    parts = own_parts(state, tensors, rank)
+    parts = write_items(state, tensors, rank)
     ordered = sorted(parts, key=lambda part: -part.dtype.itemsize)
     entries = [(p.name, p.dtype.carrier, p.dtype.carrier_shape(p.shape), p.nbytes) for p in ordered]
     table_bytes = sum(-(-p.nbytes // CHUNK_BYTES) for p in ordered) * RECORD.size
@@ -184,14 +184,14 @@ class Memory:
             offset += len(target)
 
 
-def plan_load(catalog: Catalog, wanted: StateSpec, rank: int) -> list[Request]:
+def plan_load(catalog: Catalog, wanted: StateSpec, rank: int) -> list[ReadRequest]:
     """What a rank reads of a checkpoint, and where: every element that it holds."""
-    found: list[Request] = []
-    fits, nowhere = Fits(), memoryview(b"")
+    found: list[ReadRequest] = []
+    copies = BoxCopies()
     with collected_later():  # as a load does
         for name, tensor in wanted.tensors.items():
-            pieces = fits.pieces(tensor.layout, rank)
-            found += requests_for(catalog.tensors[name], pieces, nowhere, fits)
+            pieces = copies.pieces(tensor.layout, rank)
+            found += requests_for(catalog.tensors[name], pieces, 0, copies)
     return found
 
 
@@ -224,7 +224,9 @@ def saving_row(label: Sequence[str], of_rank: Callable[[int], StateSpec], ranks:
     first = of_rank(0)
     tensors = stored_layouts(first.tensors)
     state = flat(first)
-    nbytes = [sum(p.nbytes for p in own_parts(state, tensors, r)) for r in _spaced(ranks, COUNTED)]
+    nbytes = [
+        sum(p.nbytes for p in write_items(state, tensors, r)) for r in _spaced(ranks, COUNTED)
+    ]
     total = sum(t.dtype.nbytes(t.shape) for t in tensors.values())
     manifest, dumping = timed(lambda: dump(manifest_of(first, tensors, ranks)))
     _, opening = timed(lambda: load(manifest))

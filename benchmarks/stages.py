@@ -39,7 +39,7 @@ SAVE: Where = {
     "planning who writes what": (
         "ckpt.save_protocol:check_members",
         "ckpt.save_protocol:stored_layouts",
-        "ckpt.save_protocol:own_parts",
+        "ckpt.save_protocol:write_items",
     ),
     "the file's header": ("formats.native.shard_writer:build",),
     "hashing the data": ("formats.native.shard_writer:_records",),
@@ -56,8 +56,8 @@ LOAD: Where = {
     "matching names": ("ckpt.loading:match", "ckpt.loading:Saved"),
     "waiting for and telling other ranks": RANKS,
     "planning requests": (
-        "ckpt.transfer.tensor_reads:Planning.fills",
-        "ckpt.transfer.read:bites_of",
+        "ckpt.loading:plan_load",
+        "ckpt.transfer.read:byte_ranges_of",
     ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),
     "verifying": ("formats.native.chunk_table:ChunkTable.wrong",),

@@ -29,7 +29,7 @@ from ckpt.sources import Source, open_source
 from ckpt.state.saved import by_name, join
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
-from ckpt.transfer.read import Transfer
+from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import TensorRecord, TensorRef, Tree, str_of
 from sharding.errors import ArgumentError
@@ -169,7 +169,7 @@ class _Side:
     """What of one checkpoint is compared, by the names of the comparison."""
 
     source: Source
-    engine: Transfer
+    engine: RangeReader
     """What reads its tensors; one for all, as tensors may share a record and its checksum."""
     tensors: Mapping[str, TensorRecord]
     """Under all names, tied ones too."""
@@ -185,7 +185,7 @@ class _Side:
         records |= {alias: catalog.tensors[name] for alias, name in catalog.aliases.items()}
         values = by_name(plain_values(catalog.tree), source.url)
         by_name([*records.items(), *values.items()], source.url)  # of a tensor and a value
-        engine = Transfer(source.store, RecordSums("all"))
+        engine = RangeReader(source.store, RecordSums("all"))
         prefix = f"{select}."
         if select is not None and any(name.startswith(prefix) for name in (*records, *values)):
             records, values = _below(records, prefix), _below(values, prefix)
@@ -313,9 +313,9 @@ def _unravel(flat: int, shape: tuple[int, ...]) -> Iterator[int]:
 
 
 def _compare_elements(
-    a: Transfer,
+    a: RangeReader,
     left: TensorRecord,
-    b: Transfer,
+    b: RangeReader,
     right: TensorRecord,
     tolerance: Tolerance,
     progress: Callable[[int], None] | None,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckpt.plan.read_plan import Array, requests_for
-from ckpt.transfer.read import Transfer
+from ckpt.plan.read_plan import requests_for
+from ckpt.transfer.read import Array, RangeReader, bytes_of
 from formats.catalog import TensorRecord, Tree, TypedValue
 from formats.dtypes import DType
 from sharding.errors import ArgumentError
@@ -91,7 +91,7 @@ class Numbers:
         )
 
 
-def read_elements(engine: Transfer, record: TensorRecord, lo: int, hi: int) -> Array:
+def read_elements(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -> Array:
     """Elements `[lo, hi)` of a tensor in row-major order, read and verified as `engine` does.
 
     Raises CorruptError for a wrong checksum, HoleError where some are stored nowhere.
@@ -101,7 +101,7 @@ def read_elements(engine: Transfer, record: TensorRecord, lo: int, hi: int) -> A
     for box in span_boxes(record.shape, lo, hi):
         pieces.append(Piece.packed(box, at))
         at += box.numel
-    engine.run(requests_for(record, pieces, array))
+    engine.run(requests_for(record, pieces), [bytes_of(array)])
     return array
 
 

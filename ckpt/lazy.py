@@ -26,7 +26,7 @@ from ckpt.errors import (
 )
 from ckpt.match.selection import Selection
 from ckpt.outgoing import selected
-from ckpt.plan.read_plan import Fits, Request, requests_for
+from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import empty_for, memory_of, torch_dtype
 from ckpt.state.saved import join
@@ -34,7 +34,7 @@ from ckpt.state.typed_values import opened
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
 from ckpt.structure import names_of
-from ckpt.transfer.read import transfer
+from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
 from sharding.layout import Box, Layout, Piece
@@ -223,8 +223,8 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def box(self, record: TensorRecord, box: Box) -> torch.Tensor:
         """A region of a tensor, read into memory of its own."""
         tensor = empty_for(record, box.shape)
-        requests = requests_for(record, [Piece.packed(box)], memory_of(tensor))
-        self._read(requests, stacklevel=4)
+        requests = requests_for(record, [Piece.packed(box)])
+        self._read(requests, [memory_of(tensor)], stacklevel=4)
         return tensor
 
     def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
@@ -232,16 +232,18 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         if not selection.is_all:
             selection.check_chooses(set(names_of(self.catalog.tree)), without_secrets(self.url))
         tensors: dict[str, torch.Tensor] = {}
-        requests: list[Request] = []
-        fits = Fits()
+        requests: list[ReadRequest] = []
+        memory: list[memoryview] = []
+        box_copies = BoxCopies()
 
         def fill(tree: Tree, path: str) -> object:
             if isinstance(tree, TensorRef):
                 if tree.name not in tensors:
                     record = self.catalog.tensors[tree.name]
                     tensor = empty_for(record, record.shape)
-                    pieces = fits.whole(record.shape)
-                    requests.extend(requests_for(record, pieces, memory_of(tensor), fits))
+                    pieces = box_copies.whole(record.shape)
+                    requests.extend(requests_for(record, pieces, len(memory), box_copies))
+                    memory.append(memory_of(tensor))
                     tensors[tree.name] = tensor
                 return tree
             if isinstance(tree, dict):
@@ -259,7 +261,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             return opened(tree)
 
         nest = fill(self.catalog.tree, "")
-        self._read(requests, stacklevel=6)
+        self._read(requests, memory, stacklevel=6)
         if dtype is not None:
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
@@ -268,10 +270,12 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             nest, lambda node: tensors[node.name] if isinstance(node, TensorRef) else node
         )
 
-    def _read(self, requests: Sequence[Request], stacklevel: int) -> None:
+    def _read(
+        self, requests: Sequence[ReadRequest], memory: Sequence[memoryview], stacklevel: int
+    ) -> None:
         """Do the requests; says once that not all could be verified."""
         source = self._opened()
-        unverified = transfer(source.store, requests, self._verify)
+        unverified = read_requests(source.store, requests, memory, self._verify)
         if unverified and not self._has_told:
             self._has_told = True
             warn(UnverifiedWarning(source.url, unverified), stacklevel=stacklevel)

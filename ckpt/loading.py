@@ -1,14 +1,14 @@
-"""Loading: match, plan, agree, read, install.
+"""Loading: open, match, plan, agree, run, install.
 
-Nothing in the target changes before every rank has matched all names, opened the files it needs and
-agreed with the others. Then tensors are read into the memory they have; optimizers and other
-objects get their state last, by their own `load_state_dict`.
+Nothing in the target changes before every rank has matched all names, has opened the files that it
+needs, and has agreed with the others. Then tensors are read into the memory they have. Optimizers
+and other objects get their state last, by their own `load_state_dict`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,42 +17,33 @@ from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, check_order, check_word
 from ckpt.budget import memory_budget
-from ckpt.errors import (
-    DamagedLoadError,
-    PartialLoadError,
-    RankError,
-    ReplacedLoadError,
-    StoreError,
-    UnverifiedWarning,
-)
+from ckpt.errors import StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
 from ckpt.match.casting import Casting, casting_of
-from ckpt.match.fitting import check_fits, check_numbers, differences, marks
+from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, marks
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
-from ckpt.plan.read_plan import Fits
+from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
+from ckpt.plan.read_plan import BoxCopies
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import will_change
 from ckpt.state.saved import Rename, Saved
 from ckpt.stores.store import Options
-from ckpt.transfer.read import Reading
+from ckpt.transfer.read import ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
-from ckpt.transfer.scatter_reads import Read, Wanted
-from ckpt.transfer.shared_targets import Comparing
-from ckpt.transfer.shares import Shares, bytes_of_lots, exchanged
-from ckpt.transfer.tensor_reads import Fill, Planning, read_fills
+from ckpt.transfer.run import FileSource, LoadRun, failed_elsewhere, half_loaded
+from ckpt.transfer.shared_targets import SharedTargets
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES
+from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.ranks import Ranks, result_or_error
-from sharding.errors import said
+from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from sharding.agreement.ranks import Group
+    from sharding.agreement.ranks import Agreement, Group
 
 __all__ = ["load"]
 
@@ -60,9 +51,11 @@ S = TypeVar("S")
 
 Patterns = str | Sequence[str]
 TO_USER = 9
-"""Calls from where a target is found not to fit all to the program that called `ckpt.load`."""
+"""The stack level, in `check_fits`, of the program that called `ckpt.load`."""
 CALL = "ckpt.load"
-"""What other ranks are told that this one is in."""
+"""The name of this call for the other ranks."""
+MATCHING = "matching the checkpoint with the target"
+PLANNING = "planning to load"
 
 
 def load(
@@ -143,36 +136,32 @@ def load(
     {'w': tensor([1., 1.]), 'step': 1}
     """
     ranks = Ranks(group, timeout)
-
-    def asking() -> _Asked:
-        check_order(CALL, url, state)
-        allowed = casting_of(dtype, casting)
-        check_word("replicas", replicas, get_args(ReplicaReads))
-        return _Asked(
-            strict,
-            rename,
-            Selection.of(include, exclude),
-            allowed,
-            checked_verify(verify),
-            None if isinstance(group, str) else group,  # alone, no tensor travels
-            progress,
-            replicas,
-            storage_options,
-        )
-
-    found, wrong = result_or_error(asking)
+    own_group = None if isinstance(group, str) else group  # of one process: no tensor travels
+    asked = partial(
+        _LoadOptions.checked,
+        url,
+        state,
+        strict,
+        rename,
+        include,
+        exclude,
+        dtype,
+        casting,
+        verify,
+        own_group,
+    )
+    options, wrong = result_or_error(partial(asked, progress, replicas, storage_options))
     if wrong is not None:
-        with ranks.call(CALL):  # the others wait for this rank there
+        with ranks.call(CALL):  # the other ranks wait for this rank there
             raise wrong
-    (asked,) = found
     others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
-    once = partial(_load, ranks, state=state, asked=asked)
+    once = partial(_load, ranks, state=state, options=options[0])
     return load_or_older(ranks, url, others, once, storage_options)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What a user asked of a load."""
+class _LoadOptions:
+    """The arguments of a load, checked."""
 
     strict: bool
     rename: Rename | None
@@ -182,163 +171,203 @@ class _Asked:
     group: ProcessGroup | None
     progress: Progress | None
     replicas: str
-    options: Options
+    storage: Options
+
+    @classmethod
+    def checked(
+        cls,
+        url: Url,
+        state: object,
+        strict: bool,
+        rename: Rename | None,
+        include: Patterns | None,
+        exclude: Patterns | None,
+        dtype: str | None,
+        casting: str,
+        verify: Verify,
+        group: ProcessGroup | None,
+        progress: Progress | None,
+        replicas: str,
+        storage: Options,
+    ) -> _LoadOptions:
+        """The options. Raises ValueError for an argument that makes no sense."""
+        check_order(CALL, url, state)
+        allowed = casting_of(dtype, casting)
+        check_word("replicas", replicas, get_args(ReplicaReads))
+        selection, checked = Selection.of(include, exclude), checked_verify(verify)
+        return cls(strict, rename, selection, allowed, checked, group, progress, replicas, storage)
 
 
-def _load(ranks: Ranks, url: Url, state: object, asked: _Asked) -> Loaded:
-    """What a target becomes by one checkpoint. Called by all ranks."""
+def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loaded:
+    """The target, filled from one checkpoint. Called by all ranks; communicates."""
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
-
-        def matching() -> _Matched:
-            budget = memory_budget()
-            source = stack.enter_context(open_source(url, asked.options))
-            saved = Saved(source.catalog, asked.rename)
-            found = match(saved, state, asked.selection, asked.casting)
-            comparing = Comparing(
-                source.store, ranks.mesh, ranks.global_rank, budget // 2, asked.verify
-            )
-            found.differences.extend(comparing.differences(found.shared))
-            exchanges = exchanged(asked.replicas, source.store) and not ranks.is_single_process
-            planned: list[_Planned] = []
-            if not (exchanges or found.differences or found.unexpected or found.idle):
-                # An error shows again when all ranks plan, and is told then.
-                planned, _ = result_or_error(lambda: planning(found, budget, None))
-            return _Matched(source, found, budget, exchanges, planned)
-
-        def planning(matched: Match, budget: int, shares: Shares | None) -> _Planned:
-            alone = Planning(ranks.mesh, ranks.global_rank, budget // 2, Fits())
-            together = replace(alone, shares=shares)
-            numbers = [fill for want in matched.numbers for fill in alone.fills(want)]
-            fills = [fill for want in matched.wants for fill in together.fills(want)]
-            if shares is not None:
-                shares.lots.plan(alone.fits)
-            return _Planned(numbers, fills, shares)
-
-        here, agreed = ranks.run_and_compare(
-            "matching the checkpoint with the target",
-            matching,
-            lambda found: (*marks(found.match), len(found.planned), found.source.mark),
-            4,
-        )
-        source, matched, budget, exchanges, plans = here
-        same_unexpected, same_idle, all_planned, same_source = agreed.same
-        if not same_source:
-            raise StoreError(
-                f"{source.url}: the ranks opened different checkpoints: it was replaced meanwhile, "
-                "or they were given different ones; nothing was touched: load again"
-            )
-        if plans and all_planned:  # every rank has planned, and nothing differs anywhere
-            planned = plans[0]
-        else:
-            found = differences(ranks, matched, same_unexpected, same_idle)
-            warns = ranks.rank == 0
-            check = partial(check_fits, source.url, found, asked.strict, warns, stacklevel=TO_USER)
-
-            def checked(shares: Shares | None) -> _Planned:
-                check()
-                return planning(matched, budget, shares)
-
-            def shared_reading() -> Shares:
-                is_far = source.store.read_bytes > LOCAL_READ_BYTES
-                return Shares(ranks.mesh, ranks.global_rank, bytes_of_lots(budget) if is_far else 0)
-
-            planned, agreed = ranks.run_and_compare(
-                "planning to load",
-                lambda: checked(shared_reading() if exchanges else None),
-                lambda planned: (planned.mark,),
-                1,
-                budget,
-            )
-            if not agreed.same[0]:
-                planned = ranks.run_on_all("planning to load", lambda: checked(None))
-
-        sums = RecordSums(asked.verify)
-
-        def reading() -> int:
-            how = Reading.within(budget // 2, source.store, ranks.world_size)
-            read = partial(read_fills, source.store, sums=sums, progress=asked.progress, how=how)
-            every = (*planned.numbers, *planned.fills)
-            sums.expect(request for fill in every for request in fill.requests)
-            read(planned.numbers, stage_bytes=budget // 2)
-            check_numbers(source.url, matched)
-            for want in matched.wants:
-                will_change(want.tensor)
-            read(planned.fills, stage_bytes=budget // 2)
-            return len(sums.unverified)
-
-        filled = list(dict.fromkeys(fill.name for fill in planned.fills))
-        if planned.shares is not None:
-            filled += planned.shares.lots.names
-
-        def reading_lot(wanted: Sequence[Wanted]) -> None:
-            """Read what a lot has for this rank to read."""
-            fills = [Fill(*one, staged_as=None) for one in wanted]
-            how = Reading.within(budget // 2, source.store, ranks.world_size)
-            read_fills(source.store, fills, sums, asked.progress, how, budget // 2)
-
-        def telling() -> None:
-            if ranks.rank == 0:
-                warn(UnverifiedWarning(source.url, sums.unverified), stacklevel=TO_USER - 1)
-
-        def installing() -> object:
-            try:
-                return matched.install()
-            except Exception as error:
-                raise PartialLoadError(f"{type(error).__name__}: {said(error)}", filled) from error
-
-        try:
-            unverified, read = ranks.run_and_compare("loading", reading, lambda count: (count,), 1)
-            if planned.shares is not None:
-                shares = planned.shares
-                exchange = partial(
-                    _exchange, shares, asked.group, agreed.number, reading_lot, filled
-                )
-                ranks.run_on_all("exchanging what was read", exchange)
-            loaded = ranks.run_on_all("installing the loaded state", installing)
-            if unverified or not read.same[0]:  # all ranks know that one has some
-                ranks.run_on_all("telling what was not verified", telling)
-        except RankError as error:  # this one has read all
-            error.touched = tuple(filled)
-            raise
-        return Loaded(loaded, frozenset(filled))
+        opening = partial(_matched, ranks, url, state, options, stack)
+        matched, agreed = ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
+        plans, budget = _agreed_plans(ranks, matched, agreed, options)
+        run = _Run(ranks, matched, plans, options, budget)
+        with failed_elsewhere(run.names):
+            unverified, told = ranks.run_and_compare("loading", run.read, lambda count: (count,), 1)
+            if plans.exchanged:
+                ranks.run_on_all("exchanging what was read", run.exchange)
+            loaded = ranks.run_on_all("installing the loaded state", run.install)
+            if unverified or not told.same[0]:  # all ranks know that one rank has some
+                ranks.run_on_all("telling what was not verified", run.warn_of_unverified)
+        return Loaded(loaded, frozenset(run.names))
 
 
-def _exchange(
-    shares: Shares, group: ProcessGroup | None, budget: int, read: Read, filled: list[str]
-) -> None:
-    """All targets are whole, or the error names all of them: others' parts were dealt out too."""
-    try:
-        shares.exchange(group, budget, read)
-    except PartialLoadError as error:
-        cause = error.__cause__
-        what = (
-            str(cause)
-            if isinstance(error, DamagedLoadError | ReplacedLoadError)
-            else f"{type(cause).__name__}: {cause}"
-        )
-        raise type(error)(what, filled) from cause
+class _Plans(NamedTuple):
+    """The plans of one load on this rank."""
+
+    preflight: LoadPlan
+    """Of scalars that are read, and checked, before the target is touched."""
+    tensors: LoadPlan
+    exchanged: bool
+    """Whether the ranks exchange what they read; the same on all ranks."""
+
+    def fingerprints(self) -> tuple[int]:
+        """Of what is exchanged, for `Ranks.compare`."""
+        return (self.tensors.fingerprint >> (64 - HASH_BITS),)
 
 
-class _Matched(NamedTuple):
-    """What a rank found, and what it would do if all found the same."""
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """An opened checkpoint and its match with the target, on one rank."""
 
     source: Source
     match: Match
     budget: int
+    """Bytes of memory that this rank's load may take beside the target."""
     exchanges: bool
-    planned: list[_Planned]
-    """Alone in a list where nothing differs here and nothing is exchanged; else none."""
+    """Whether replicas exchange what they read."""
+    plans: _Plans | None
+    """Made at once where nothing differs here and nothing is exchanged."""
+
+    def fingerprints(self) -> tuple[int, int, int, int]:
+        """Of names, of the selection, of whether there is a plan, and of the checkpoint."""
+        return (*marks(self.match), int(self.plans is not None), self.source.fingerprint)
+
+    def plan(self, ranks: Ranks, exchanges: bool) -> _Plans:
+        """This rank's plans. Raises HoleError, and CorruptError for files that it opens."""
+        catalog, copies, store = self.source.catalog, BoxCopies(), self.source.store
+        alone = LoadPolicy(self.budget // 2)
+        is_far = store.read_bytes > LOCAL_READ_BYTES
+        most = min(REMOTE_READ_BYTES, self.budget // 3)  # held three times
+        policy = LoadPolicy(self.budget // 2, True, most if is_far else 0) if exchanges else alone
+        planned = partial(plan_load, catalog=catalog, world=ranks.mesh, rank=ranks.global_rank)
+        return _Plans(
+            planned(self.match.preflight_scalars, policy=alone, copies=copies),
+            planned(self.match.items, policy=policy, copies=copies),
+            exchanges,
+        )
 
 
-class _Planned(NamedTuple):
-    """What a rank is going to do."""
+def _matched(
+    ranks: Ranks, url: Url, state: object, options: _LoadOptions, stack: ExitStack
+) -> _Matched:
+    """Opens the checkpoint until `stack` ends and matches it with the target; touches nothing."""
+    budget = memory_budget()
+    source = stack.enter_context(open_source(url, options.storage))
+    saved = Saved(source.catalog, options.rename)
+    found = match(saved, state, options.selection, ranks.mesh, options.casting)
+    shared = SharedTargets(
+        source.store, source.catalog, found.targets, ranks.global_rank, budget // 2, options.verify
+    )
+    found.differences.extend(shared.differences(found.shared))
+    exchanges = _are_exchanged(options.replicas, source) and not ranks.is_single_process
+    matched = _Matched(source, found, budget, exchanges, None)
+    if exchanges or found.differences or found.unexpected or found.idle:
+        return matched
+    # An error shows again when all ranks plan, and is told to all ranks then.
+    plans, _ = result_or_error(partial(matched.plan, ranks, False))
+    return replace(matched, plans=plans[0]) if plans else matched
 
-    numbers: list[Fill]
-    """To be read before anything of the target is touched."""
-    fills: list[Fill]
-    shares: Shares | None
 
-    @property
-    def mark(self) -> int:
-        """The same on ranks that exchange the same."""
-        return 0 if self.shares is None else self.shares.mark()
+def _are_exchanged(replicas: str, source: Source) -> bool:
+    """Whether replicas exchange what they read.
+
+    "auto" reads from local disks: the page cache has a file once for all ranks of a machine, and
+    copying from it is several times as fast as a message. A server sends, and often charges for,
+    every byte again.
+    """
+    if replicas == "auto":
+        return source.store.read_bytes > LOCAL_READ_BYTES
+    return replicas == "exchange"
+
+
+def _agreed_plans(
+    ranks: Ranks, matched: _Matched, agreed: Agreement, options: _LoadOptions
+) -> tuple[_Plans, int]:
+    """This rank's plans, once all ranks have one, and the bytes that an exchange may take.
+
+    Called by all ranks; communicates unless all have planned already.
+    """
+    same_unexpected, same_idle, all_planned, same_source = agreed.same
+    url = matched.source.url
+    if not same_source:
+        raise StoreError(
+            f"{url}: the ranks opened different checkpoints: it was replaced meanwhile, "
+            "or they were given different ones; nothing was touched: load again"
+        )
+    if matched.plans is not None and all_planned:  # and nothing differs on any rank
+        return matched.plans, matched.budget
+    found = differences(ranks, matched.match, same_unexpected, same_idle)
+    check = partial(check_fits, url, found, options.strict, ranks.rank == 0, stacklevel=TO_USER)
+    checking = partial(_checked_plans, matched, ranks, check)
+    plans, told = ranks.run_and_compare(
+        PLANNING, partial(checking, matched.exchanges), _Plans.fingerprints, 1, matched.budget
+    )
+    if not told.same[0]:
+        plans = ranks.run_on_all(PLANNING, partial(checking, False))
+    return plans, told.number
+
+
+def _checked_plans(
+    matched: _Matched, ranks: Ranks, check: Callable[[], None], exchanges: bool
+) -> _Plans:
+    """The plans, if `check` finds that the target fits."""
+    check()
+    return matched.plan(ranks, exchanges)
+
+
+class _Run:
+    """The part of a load that touches the target."""
+
+    def __init__(
+        self, ranks: Ranks, matched: _Matched, plans: _Plans, options: _LoadOptions, budget: int
+    ) -> None:
+        """`budget` is in bytes, for exchanges, and the same on all ranks."""
+        self._ranks, self._match, self._plans = ranks, matched.match, plans
+        self._url, self._budget, self._stage_bytes = matched.source.url, budget, matched.budget // 2
+        self._sums = RecordSums(options.verify)
+        policy = ReadPolicy.within(self._stage_bytes, matched.source.store, ranks.world_size)
+        store = matched.source.store
+        self._source = FileSource(store, self._sums, policy, options.progress)
+        self._run = LoadRun(matched.match.targets, options.group)
+        self.names = plans.tensors.names
+        """The tensors that this load fills on this rank."""
+
+    def read(self) -> int:
+        """Reads from files; the number of tensors that could not be verified fully."""
+        preflight, tensors = self._plans.preflight, self._plans.tensors
+        self._sums.expect([*preflight.requests, *tensors.requests])
+        self._run.read(preflight, self._source, self._stage_bytes)
+        check_preflight_scalars(self._url, self._match)
+        self._run.touched.clear()
+        for item in self._match.items:
+            will_change(self._match.targets[item.target].given)
+        self._run.read(tensors, self._source, self._stage_bytes)
+        return len(self._sums.unverified)
+
+    def exchange(self) -> None:
+        """Exchanges what was read. Called by all ranks; communicates."""
+        self._run.exchange(self._plans.tensors, self._source, self._budget)
+
+    def install(self) -> object:
+        """The target, with values set and `load_state_dict`s called."""
+        with half_loaded(self.names, reads=False):
+            return self._match.install()
+
+    def warn_of_unverified(self) -> None:
+        """Rank 0 warns of tensors that could not be verified fully."""
+        if self._ranks.rank == 0:
+            warn(UnverifiedWarning(self._url, self._sums.unverified), stacklevel=TO_USER - 1)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from warnings import warn
 
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.stores.replacement_guard import MARK_BYTES, mark_now, replaced, unless_replaced
+from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
 from ckpt.verifying import verify as verify_all
 from formats.errors import CorruptError, FormatError, UnsupportedError
@@ -220,8 +220,8 @@ def _check_whole(url: str, options: Options) -> None:
         try:
             _check_all_sizes(url, store, manifest, options)
         except CorruptError as error:
-            now = mark_now(absolute(url), store)
-            if now != data[:MARK_BYTES]:
+            now = head_now(absolute(url), store)
+            if now != data[:MANIFEST_HEAD_BYTES]:
                 raise replaced(url, "a file of it", now) from error
             raise
 

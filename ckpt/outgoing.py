@@ -27,10 +27,10 @@ import numpy as np
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.match.selection import Selection
-from ckpt.plan.read_plan import Array, Request, requests_for
+from ckpt.plan.read_plan import ReadRequest, requests_for
 from ckpt.state.saved import Missing, Saved, join
 from ckpt.structure import names_of
-from ckpt.transfer.read import Transfer
+from ckpt.transfer.read import Array, RangeReader, bytes_of
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
@@ -234,7 +234,7 @@ class _Reading:
         ahead: ThreadPoolExecutor,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self._transfer = Transfer(reader, RecordSums("all"))
+        self._ranges = RangeReader(reader, RecordSums("all"))
         self._ahead = ahead
         self._progress = progress
         self._untaken_bytes = 0
@@ -271,7 +271,7 @@ class _Reading:
                 continue
             self._untaken_bytes -= part[0].nbytes
             if self._untaken_bytes == 0:
-                self._transfer.finish()
+                self._ranges.finish()
             yield part[1]
             lo = part[0].hi
 
@@ -311,7 +311,7 @@ class _Reading:
     def _read(self, parts: Sequence[_Part], memory: Array) -> _Block:
         """The parts side by side in one block of memory."""
         block: _Block = deque()
-        requests: list[Request] = []
+        requests: list[ReadRequest] = []
         start = 0
         for part in parts:
             record = part.record
@@ -322,10 +322,10 @@ class _Reading:
             for box in span_boxes(record.shape, part.lo, part.hi):
                 pieces.append(Piece.packed(box, at))
                 at += box.numel
-            requests += requests_for(record, pieces, array)
-            block.append((part, memoryview(array.view(np.uint8).data)))
+            requests += requests_for(record, pieces, len(block))
+            block.append((part, bytes_of(array)))
             start += -(-part.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self._transfer.run(requests, self._progress)
+        self._ranges.run(requests, [data for _, data in block], self._progress)
         return block
 
     def _buffer(self, which: int) -> Array:

@@ -13,7 +13,7 @@ from ckpt.saving import check_free
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.merged_state import agree_on_state
 from ckpt.transfer.read import workers_for
-from ckpt.transfer.write import own_parts
+from ckpt.transfer.write import write_items
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks
 
@@ -55,7 +55,7 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
             return flatten(state, ranks.mesh)
 
         held = agree_on_state(ranks, "describing the state", described)
-        parts = own_parts(held.flat, stored_layouts(held.whole.tensors), ranks.global_rank)
+        parts = write_items(held.flat, stored_layouts(held.whole.tensors), ranks.global_rank)
         for_cuda = any(part.leaf.local.is_cuda for part in parts)
         nbytes = sum(part.nbytes for part in parts)
         workplace().prepare(nbytes, workers_for(ranks.world_size), for_cuda)

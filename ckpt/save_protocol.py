@@ -33,7 +33,7 @@ from ckpt.stores.store import Store
 from ckpt.transfer.bases import borrowed_from, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
-from ckpt.transfer.write import OwnPart, own_parts
+from ckpt.transfer.write import WriteItem, write_items
 from ckpt.version import __version__
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
@@ -47,7 +47,7 @@ Compress = bool | Literal["delta"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SaveOptions:
     """What a user decided about one save."""
 
     overwrite: bool
@@ -58,10 +58,10 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SavePlan:
     """One save that all ranks agreed on, as one of them sees it."""
 
-    parts: Sequence[OwnPart]
+    parts: Sequence[WriteItem]
     """What this rank writes, in the state's order."""
     described: StateSpec
     """The whole state, in the layouts that it is stored in; the same on every rank."""
@@ -71,7 +71,7 @@ class Plan:
     """This one among them."""
     number: int
     """The attempt's, the same on every rank."""
-    settings: Settings
+    options: SaveOptions
     began: float
     """When nothing of it had been written yet, by `ckpt.transfer.commit.now`."""
 
@@ -86,8 +86,8 @@ class Plan:
 
 
 def agreed_plan(
-    ranks: Ranks, store: Store, state: object, settings: Settings, check: Callable[[], None]
-) -> Plan:
+    ranks: Ranks, store: Store, state: object, options: SaveOptions, check: Callable[[], None]
+) -> SavePlan:
     """The plan for saving `state`, the same on all ranks; or the error of one of them on all.
 
     Called by all ranks. `check` may raise what stands against this save on this rank.
@@ -95,48 +95,48 @@ def agreed_plan(
 
     def described() -> FlatState:
         check()
-        _check_place(ranks, store, settings)
+        _check_place(ranks, store, options)
         flat = flatten(state, ranks.mesh)
         check_members(spec_of(flat).tensors, ranks.mesh)
         return flat
 
     began = now()
-    hashes = ReplicaHashes(settings.replicas, ranks.global_rank)
-    arguments, number = repr(settings.replicas).encode(), secrets.randbits(HASH_BITS)
+    hashes = ReplicaHashes(options.replicas, ranks.global_rank)
+    arguments, number = repr(options.replicas).encode(), secrets.randbits(HASH_BITS)
     held = agree_on_state(
         ranks, "describing the state", described, number, arguments, weigh=hashes.weigh
     )
     whole = held.whole
     _warn_of_values(ranks, held)
     tensors = stored_layouts(whole.tensors, _differing(ranks, held, hashes))
-    return Plan(
-        own_parts(held.flat, tensors, ranks.global_rank),
+    return SavePlan(
+        write_items(held.flat, tensors, ranks.global_rank),
         StateSpec(tensors, whole.aliases, whole.tree),
         ranks.mesh,
         ranks.rank,
         held.number,
-        settings,
+        options,
         began,
     )
 
 
-def _check_place(ranks: Ranks, store: Store, settings: Settings) -> None:
-    if ranks.rank == 0 and not settings.overwrite:
+def _check_place(ranks: Ranks, store: Store, options: SaveOptions) -> None:
+    if ranks.rank == 0 and not options.overwrite:
         names = store.names()
         if MANIFEST in names and store.exists(MANIFEST):  # a listing may be out of date
             raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
         check_no_other(store.url, names)
-    if ranks.rank == 0 and settings.overwrite and store.exists(MANIFEST):
+    if ranks.rank == 0 and options.overwrite and store.exists(MANIFEST):
         check_unused(store.url, store.options)
-    if settings.compress not in (False, True, "delta"):
-        raise ArgumentError(f"compress is {settings.compress!r:.80}; it can be a bool or 'delta'")
-    if settings.compress == "delta" and settings.base is None:
+    if options.compress not in (False, True, "delta"):
+        raise ArgumentError(f"compress is {options.compress!r:.80}; it can be a bool or 'delta'")
+    if options.compress == "delta" and options.base is None:
         raise ArgumentError("compress='delta' needs a base= to take the deltas from")
-    if settings.replicas not in WAYS:
-        raise ArgumentError(f"replicas is {settings.replicas!r:.80}; it can be {' or '.join(WAYS)}")
-    if settings.base is not None:
-        folder_beside(store.url, settings.base)
-    for key, text in settings.metadata.items():
+    if options.replicas not in WAYS:
+        raise ArgumentError(f"replicas is {options.replicas!r:.80}; it can be {' or '.join(WAYS)}")
+    if options.base is not None:
+        folder_beside(store.url, options.base)
+    for key, text in options.metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
 
@@ -191,7 +191,11 @@ def unpacked(record: bytes) -> ShardSummary:
 
 
 def finish(
-    store: Store, ranks: Ranks, plan: Plan, written: ShardSummary | None, error: Exception | None
+    store: Store,
+    ranks: Ranks,
+    plan: SavePlan,
+    written: ShardSummary | None,
+    error: Exception | None,
 ) -> None:
     """All ranks' files become a checkpoint, or none does and all ranks raise.
 
@@ -224,12 +228,12 @@ def _is_without_word(error: Exception) -> bool:
     return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
 
 
-def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
+def write_manifest(store: Store, plan: SavePlan, records: Sequence[bytes]) -> None:
     """The checkpoint exists when this returns. `records` has what each rank packed, by rank.
 
     To be called by rank 0 alone, when all ranks have written.
     """
-    settings = plan.settings
+    options = plan.options
     files = []
     used: dict[str, int] = {}
     for rank, record in enumerate(records):
@@ -243,11 +247,11 @@ def write_manifest(store: Store, plan: Plan, records: Sequence[bytes]) -> None:
         "torch": torch.__version__,
         "world_size": str(plan.mesh.size),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **settings.metadata,
+        **options.metadata,
     }
-    base, options = settings.base, store.options
-    bases = borrowed_from(store.url, base, used, options) if base is not None else ()
+    base = options.base
+    bases = borrowed_from(store.url, base, used, store.options) if base is not None else ()
     d = plan.described
     manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
     lender = None if base is None or not used else (base, next(iter(used)))
-    commit(store, manifest, plan.began, settings.overwrite, lender)
+    commit(store, manifest, plan.began, options.overwrite, lender)

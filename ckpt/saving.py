@@ -21,7 +21,7 @@ from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
-from ckpt.save_protocol import Compress, Plan, Settings, agreed_plan, finish
+from ckpt.save_protocol import Compress, SaveOptions, SavePlan, agreed_plan, finish
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, open_store
 from ckpt.transfer.bases import lender
@@ -161,7 +161,7 @@ def save(
     name = "ckpt.save" if blocking else "ckpt.save(blocking=False)"
     with in_flight.told_by_this_call() as begun, ranks.call(name, later):
         check_order("ckpt.save", url, state)
-        settings = Settings(
+        options = SaveOptions(
             overwrite,
             compress,
             metadata or {},
@@ -180,7 +180,7 @@ def save(
                 check_free(when_busy, turn, ranks.is_single_process)
 
             try:
-                plan = agreed_plan(ranks, store, state, settings, check)
+                plan = agreed_plan(ranks, store, state, options, check)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
@@ -217,11 +217,11 @@ def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
     in_flight.raise_untold()
 
 
-def _write(store: Store, plan: Plan, progress: Progress | None) -> ShardSummary | None:
+def _write(store: Store, plan: SavePlan, progress: Progress | None) -> ShardSummary | None:
     """This rank's shard file; None when there is nothing for it to write."""
     if not plan.parts:
         return None
-    compress, base = plan.settings.compress, plan.settings.base
+    compress, base = plan.options.compress, plan.options.base
     lent = None
     if base is not None:
         with lender(store.url, base, store.options) as found:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
-from ckpt.stores.replacement_guard import watched
+from ckpt.stores.replacement_guard import guarded
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
 from formats.limits import check, current
@@ -32,7 +32,7 @@ class Source:
     catalog: Catalog
 
     @property
-    def mark(self) -> int:
+    def fingerprint(self) -> int:
         """Of a native checkpoint, a number that no other one has, nor one that replaced it."""
         described = self.catalog.files[0] if self.catalog.format == "ckpt" else None
         return int(described.digest[:15], 16) if described is not None else 0
@@ -50,7 +50,7 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
     current()  # limits that make no sense are not the checkpoint's fault
     in_flight.before_loading(text)
     with open_store(text, options) as opened:
-        store = watched(opened)
+        store = guarded(opened)
         # First what is most likely: to a server every look is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
@@ -59,7 +59,7 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
             return
     folder, name = split_url(text)
     with open_store(folder, options) as opened:
-        store = watched(opened)
+        store = guarded(opened)
         yield Source(text, store, _credible(text, _read_file(store, name)))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 from warnings import warn
 
@@ -24,7 +25,7 @@ from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
 from ckpt.match.casting import Casting, casting_of
-from ckpt.match.fitting import check_fits, check_numbers, differences, marks
+from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, marks
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
@@ -32,11 +33,12 @@ from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.local_states import with_names
 from ckpt.state.merged_state import MergedState, agree_on_state, conflict_message, spec_of
 from ckpt.state.saved import Rename, Saved
-from ckpt.state.state_spec import StateSpec, check_members
+from ckpt.state.state_spec import check_members
 from ckpt.state.typed_values import opened
-from ckpt.transfer.from_peers import Filling, held_locally
+from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, held_locally
 from ckpt.transfer.replica_hashes import ReplicaHashes, named
-from formats.catalog import Catalog, PieceTable, TensorRecord, TensorRef, Tree
+from ckpt.transfer.run import LoadRun
+from formats.catalog import TensorRef, Tree
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.describe.describing import TensorLike
@@ -189,8 +191,8 @@ def load(
         held = _merged_state(ranks, "describing the state to be loaded", state, model)
 
         def matching() -> tuple[Saved, Match]:
-            saved = Saved(_catalog(held.whole), rename)
-            return saved, match(saved, target, selection, allowed)
+            saved = Saved(catalog_of(held.whole), rename)
+            return saved, match(saved, target, selection, ranks.mesh, allowed)
 
         (saved, matched), agreed = ranks.run_and_compare(
             "matching the state with the target", matching, lambda found: marks(found[1]), 2
@@ -200,15 +202,17 @@ def load(
             "comparing the state with the target",
             lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
         )
-        filling = Filling(held, saved, ranks, group, budget)
-        beside = filling.beside(matched.shared)
-        apart = [want for group in beside for want, _ in group]
-        filling.fill([*matched.numbers, *apart])
-        placed = [[one for _, one in group] for group in beside]
+        run = LoadRun(matched.targets, group)
+        shared = beside(matched.shared, matched.targets)
+        apart = [item for group in shared for item, _ in group]
+        fill = partial(fill_from_peers, run=run, held=held, saved=saved, ranks=ranks, budget=budget)
+        fill([*matched.preflight_scalars, *apart])
+        placed = [[one for _, one in group] for group in shared]
         ranks.run_on_all(
-            "comparing the numbers of the state", lambda: check_numbers(SOURCE, matched, placed)
+            "comparing the numbers of the state",
+            partial(check_preflight_scalars, SOURCE, matched, placed),
         )
-        filling.fill(matched.wants)
+        fill(matched.items)
         return ranks.run_on_all("installing the loaded state", matched.install)  # type: ignore[return-value]
 
 
@@ -303,12 +307,3 @@ def _built(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
     if isinstance(tree, tuple):
         return tuple(_built(item, tensors) for item in tree)
     return opened(tree)
-
-
-def _catalog(whole: StateSpec) -> Catalog:
-    """The state as a catalog without files: names, shapes, dtypes and the nest."""
-    records = {
-        name: TensorRecord(name, tensor.shape, tensor.dtype, PieceTable(()), tensor.layout)
-        for name, tensor in whole.tensors.items()
-    }
-    return Catalog("memory", records, whole.tree, (), whole.aliases)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ckpt.report import Findings, Problem
-from ckpt.transfer.read import Transfer
+from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, Extent
 from formats.dcp_nest import METADATA
@@ -87,7 +87,7 @@ class _Check:
         self._checked_bytes = 0
         self._unchecked_records = 0
         self._sums = RecordSums("all")
-        self._engine = Transfer(reader, self._sums)
+        self._engine = RangeReader(reader, self._sums)
 
     def archive(
         self, file: str, offset: int, length: int, owner: Callable[[Extent], str | None]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt.transfer.write import OwnPart
+from ckpt.transfer.write import WriteItem
 
 
 class DeviceCopies:
@@ -24,7 +24,7 @@ class DeviceCopies:
         self._kept: list[torch.Tensor] = []
         """What the streams still read from: its memory must not be given to others."""
 
-    def start(self, part: OwnPart, lo: int) -> None:
+    def start(self, part: WriteItem, lo: int) -> None:
         """Copy a part to `lo` of the data, after what its device has been given to do so far."""
         local = part.leaf.local
         stream = self._streams.get(local.device)

@@ -20,7 +20,7 @@ from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.background.writers import write_here
 from ckpt.errors import CkptError
-from ckpt.save_protocol import Plan, finish
+from ckpt.save_protocol import SavePlan, finish
 from ckpt.state.sections import summary
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
@@ -37,7 +37,7 @@ CALL = "a save in the background"
 def begin(
     handle: SaveHandle,
     state: object,
-    plan: Plan,
+    plan: SavePlan,
     ranks: Ranks,
     progress: Progress | None,
     options: Mapping[str, Any],
@@ -79,12 +79,12 @@ def begin(
         raise
 
 
-def _lasting(plan: Plan) -> Plan:
+def _lasting(plan: SavePlan) -> SavePlan:
     """What is left of a plan for later, whatever the caller does with its arguments and folder."""
-    settings, base = plan.settings, plan.settings.base
+    options, base = plan.options, plan.options.base
     base = None if base is None else absolute(base)
-    kept = replace(settings, metadata=dict(settings.metadata), base=base)
-    return replace(plan, parts=(), settings=kept)
+    kept = replace(options, metadata=dict(options.metadata), base=base)
+    return replace(plan, parts=(), options=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class _Staged:
     tensors: list[tuple[str, tuple[int, ...], str]]
 
 
-def _stage(plan: Plan, state: object, when: When) -> _Staged:
+def _stage(plan: SavePlan, state: object, when: When) -> _Staged:
     place, found = workplace(), slots(plan.parts)
     data = place.reserve(found[-1].hi if found else 0)
     tensors = [(slot.part.name, slot.part.shape, slot.part.dtype.name) for slot in found]
@@ -112,7 +112,7 @@ class _Save:
     """The part of a save that one thread does."""
 
     _handle: SaveHandle
-    _plan: Plan
+    _plan: SavePlan
     _ranks: Ranks
     _progress: Progress | None
     _options: Mapping[str, Any] = field(repr=False)
@@ -160,8 +160,8 @@ class _Save:
         options: Mapping[str, Any],
         tensors: Sequence[tuple[str, tuple[int, ...], str]],
     ) -> WriteJob:
-        plan, base = self._plan, self._plan.settings.base
-        job = WriteJob(url, plan.file_name, plan.settings.compress, tensors, options=options)
+        plan, base = self._plan, self._plan.options.base
+        job = WriteJob(url, plan.file_name, plan.options.compress, tensors, options=options)
         if base is None:
             return job
         layouts = summary(plan.described).decode()

@@ -10,13 +10,13 @@ import torch
 
 from ckpt.errors import StateChangedError
 from ckpt.state.memory import is_plain
-from ckpt.transfer.write import OwnPart
+from ckpt.transfer.write import WriteItem
 
 
 class Slot(NamedTuple):
     """A part, and its bytes `[lo, hi)` of the arena's data."""
 
-    part: OwnPart
+    part: WriteItem
     lo: int
     hi: int
 
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
         return start
 
 
-def slots(parts: Sequence[OwnPart]) -> list[Slot]:
+def slots(parts: Sequence[WriteItem]) -> list[Slot]:
     """The parts end to end, in the order in which they lie in a shard file.
 
     That is by falling size of their elements, so that each is aligned to it.

@@ -24,7 +24,7 @@ from ckpt.background.slots import Slot
 from ckpt.background.step_hooks import hold_steps, storage_of
 from ckpt.errors import StateChangedError
 from ckpt.state.samples import sampled
-from ckpt.transfer.write import OwnPart
+from ckpt.transfer.write import WriteItem
 
 When = Literal["copied", "overlapped"]
 COPIED: When = "copied"
@@ -142,7 +142,7 @@ def _can_wait(slot: Slot, held: set[int]) -> bool:
     )
 
 
-def _version(part: OwnPart) -> tuple[int, ...]:
+def _version(part: WriteItem) -> tuple[int, ...]:
     """Changes with every operation in place; a DTensor counts for itself, its local one not."""
     return tuple(
         tensor._version

@@ -96,7 +96,9 @@ def check_fits(
         raise MismatchError(url, found)
 
 
-def check_numbers(url: str, matched: Match, placed: Iterable[Sequence[Placed]] = ()) -> None:
+def check_preflight_scalars(
+    url: str, matched: Match, placed: Iterable[Sequence[Placed]] = ()
+) -> None:
     """Raise MismatchError where numbers that must agree do not, once they are read.
 
     So it is for values that are to be `placed` in memory that targets share.

@@ -1,7 +1,7 @@
 """Which tensor and value of a checkpoint goes where in a target, and what does not fit.
 
 Walks the target the way `ckpt.state.flatten` walks a state. Touches nothing: what is to be read
-becomes a `Want`, what is to be set a step of `Match.install`, what does not fit a `Difference`.
+becomes a `LoadItem`, a value becomes part of `Match.install`, and a misfit a `Difference`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.match.casting import Casting, dtype_problem
-from ckpt.match.match_builder import Ledger, Match, Step, Want
+from ckpt.match.match_builder import Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_stateful import filled, match_stateful
 from ckpt.match.overlaps import shared_memory
 from ckpt.match.selection import Selection, no_name
+from ckpt.plan.load_plan import LoadItem
 from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
 from ckpt.state.refusals import instead_of_array
@@ -45,51 +46,63 @@ from sharding.describe.describing import (
 )
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
+from sharding.layout import Mesh
 
 EXTRA_STATE = "_extra_state"
 """The last part of the name under which a module keeps what `get_extra_state` returns."""
 
 
 def match(
-    saved: Saved, state: object, selection: Selection, casting: Casting | None = None
+    saved: Saved,
+    state: object,
+    selection: Selection,
+    world: Mesh,
+    casting: Casting | None = None,
 ) -> Match:
-    """Match a target with a checkpoint. `casting` says which other dtypes are allowed."""
+    """Matches a target with a checkpoint; touches neither, and does not communicate.
+
+    `world` has all ranks along one axis. `casting` says which other dtypes are allowed. Raises a
+    ShardingError for a tensor that cannot be described.
+    """
     check_mode()
-    ledger = Ledger(saved, selection)
-    matcher = _Matcher(ledger, casting, parameter_names(state))
+    builder = MatchBuilder(saved, selection, world)
+    matcher = _Matcher(builder, casting, parameter_names(state))
     install = matcher.walk(state, "")
     matcher.forgive_ties()
-    shared = shared_memory(ledger.wants, ledger.ties)
-    ledger.differences += shared.refused
+    shared = shared_memory(builder.items, builder.ties, builder.targets)
+    builder.differences += shared.refused
     for key, there in saved.idle_keys().items():
-        ledger.differ("rename", "pattern", no_name(key, there))
+        builder.differ("rename", "pattern", no_name(key, there))
     names = list(saved.leaves)
-    unexpected = [name for name in names if name not in ledger.used and name in selection]
+    unexpected = [name for name in names if name not in builder.used and name in selection]
     return Match(
-        ledger.wants,
-        ledger.numbers,
-        ledger.checks,
-        ledger.differences,
+        builder.items,
+        builder.targets,
+        builder.preflight_scalars,
+        builder.checks,
+        builder.differences,
         shared.groups,
         unexpected,
         names,
-        ledger.own_names,
-        selection.idle([*names, *ledger.own_names]),
+        builder.own_names,
+        selection.idle([*names, *builder.own_names]),
         install,
     )
 
 
 class _Matcher:
-    def __init__(self, ledger: Ledger, casting: Casting | None, parameters: ParameterNames) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, builder: MatchBuilder, casting: Casting | None, parameters: ParameterNames
+    ) -> None:
+        self._builder = builder
         self._casting = casting
         self._parameters = parameters
-        self._filled: dict[object, Want] = {}
+        self._filled: dict[object, LoadItem] = {}
         self._lacking: dict[str, object] = {}
         self._keep: list[object] = []
         """What `_filled` and `_lacking` have the identity of."""
 
-    def walk(self, node: object, path: str) -> Step:
+    def walk(self, node: object, path: str) -> Installer:
         """Match what the target has at a path."""
         if isinstance(node, torch.Tensor | LocalPart):
             self._tensor(node, path or ROOT)
@@ -99,66 +112,66 @@ class _Matcher:
         if isinstance(node, nn.Module):
             return self._module(node, path)
         if isinstance(node, Optimizer):
-            return match_optimizer(self._ledger, node, self._parameters.of(node), path)
+            return match_optimizer(self._builder, node, self._parameters.of(node), path)
         if isinstance(node, Mapping) and node:
             return self._mapping(node, path)
         if isinstance(node, list | tuple) and _holds_target(node):
             return self._sequence(node, path)
         if isinstance(node, Stateful) and not isinstance(node, type | Mapping):
-            return match_stateful(self._ledger, self._tensor, node, path)
+            return match_stateful(self._builder, self._tensor, node, path)
         return self._value(node, path)
 
     def forgive_ties(self) -> None:
         """A name the checkpoint lacks does not matter when its tensor is filled by another."""
         for name, key in self._lacking.items():
             if key not in self._filled:
-                self._ledger.differ(name, "missing", "is in the target and not in the checkpoint")
+                self._builder.differ(name, "missing", "is in the target and not in the checkpoint")
 
     def _tensor(self, given: TensorLike, name: str) -> None:
-        self._ledger.owns(name)
-        if name not in self._ledger.selection:
+        self._builder.owns(name)
+        if name not in self._builder.selection:
             return
         part = part_of(given) if isinstance(given, torch.Tensor) else given
         tensor = given if part is None else part
         self._keep.append(tensor)
         unfit = _unfit(given)
         key = id(tensor) if unfit else identity(tensor)
-        saved = self._ledger.saved.leaves.get(name, MISSING)
+        saved = self._builder.saved.leaves.get(name, MISSING)
         if isinstance(saved, Missing):
             self._lacking[name] = key
             return
-        self._ledger.used.add(name)
+        self._builder.used.add(name)
         if not isinstance(saved, TensorRef):
-            self._ledger.differ(
+            self._builder.differ(
                 name, "structure", f"is {kind_of(saved)} in the checkpoint, a tensor in the target"
             )
             return
-        record = self._ledger.saved.catalog.tensors[saved.name]
+        record = self._builder.saved.catalog.tensors[saved.name]
         if record.shape != tuple(tensor.shape):
-            self._ledger.differ(
+            self._builder.differ(
                 name,
                 "shape",
                 f"the checkpoint has shape {record.shape}, the target wants {tuple(tensor.shape)}; "
                 "pass strict=False to skip it, or rename it with rename=",
             )
         elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._casting)) is not None:
-            self._ledger.differ(name, "dtype", lossy)
+            self._builder.differ(name, "dtype", lossy)
         elif unfit is not None:
-            self._ledger.differ(name, "structure", unfit)
+            self._builder.differ(name, "structure", unfit)
         else:
-            want = Want(name, record, tensor)
-            first = self._filled.setdefault(key, want)
-            if first is want:
-                self._ledger.wants.append(want)
+            item = self._builder.item(name, record, tensor)
+            first = self._filled.setdefault(key, item)
+            if first is item:
+                self._builder.items.append(item)
             else:
-                self._ledger.ties.append((first, want))
+                self._builder.ties.append((first, item))
 
-    def _array(self, array: np.ndarray, path: str) -> Step:
+    def _array(self, array: np.ndarray, path: str) -> Installer:
         """An array that torch cannot share is filled by way of a copy, a read-only one replaced."""
         if not is_plain_array(array):
             detail = f"cannot be filled; {instead_of_array(array)}"
             found = f"a numpy {type(array).__name__} of dtype {array.dtype}"
-            self._ledger.differ(
+            self._builder.differ(
                 path or ROOT, "structure", f"the target has {found}, which {detail}"
             )
             return lambda: array
@@ -176,15 +189,15 @@ class _Matcher:
 
         return install
 
-    def _module(self, module: nn.Module, path: str) -> Step:
+    def _module(self, module: nn.Module, path: str) -> Installer:
         own = {identity(t) for t in _tensors_of(module)}
         with call_of("state_dict", path):
             entries = module_entries(module)
         aliases_only = True
-        steps: dict[str, Step] = {}
+        steps: dict[str, Installer] = {}
         for key, value in entries.items():
             if key.rpartition(".")[2] == EXTRA_STATE:
-                steps[key] = self._ledger.anything(value, join(path, key))
+                steps[key] = self._builder.anything(value, join(path, key))
             else:
                 steps[key] = self.walk(value, join(path, key))
             is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
@@ -201,7 +214,7 @@ class _Matcher:
 
         return install
 
-    def _mapping(self, node: Mapping[object, object], path: str) -> Step:
+    def _mapping(self, node: Mapping[object, object], path: str) -> Installer:
         items = by_parameters(node)
         steps = {key: self.walk(item, join(path, key)) for key, item in items.items()}
 
@@ -215,7 +228,7 @@ class _Matcher:
 
         return install
 
-    def _sequence(self, node: list[object] | tuple[object, ...], path: str) -> Step:
+    def _sequence(self, node: list[object] | tuple[object, ...], path: str) -> Installer:
         steps = [self.walk(item, join(path, index)) for index, item in enumerate(node)]
 
         def install() -> object:
@@ -227,30 +240,30 @@ class _Matcher:
 
         return install
 
-    def _value(self, node: object, path: str) -> Step:
+    def _value(self, node: object, path: str) -> Installer:
         """A plain value, or a place (None, an empty dict) for whatever was saved."""
-        self._ledger.owns(path)
+        self._builder.owns(path)
         if not any(
-            name in self._ledger.selection for name in self._ledger.saved.under(path) or [path]
+            name in self._builder.selection for name in self._builder.saved.under(path) or [path]
         ):
             return lambda: node
-        saved = self._ledger.saved.node(path)
+        saved = self._builder.saved.node(path)
         if isinstance(saved, Missing):
             if node != {}:
-                self._ledger.differ(path, "missing", "is in the target and not in the checkpoint")
+                self._builder.differ(path, "missing", "is in the target and not in the checkpoint")
             return lambda: node
-        self._ledger.used.update(self._ledger.saved.under(path))
+        self._builder.used.update(self._builder.saved.under(path))
         is_place = node is None or isinstance(node, dict)
         fits = is_place or isinstance(node, list | tuple) == isinstance(saved, list | tuple)
         if not fits or (not is_place and (holds_tensor(saved) or isinstance(saved, dict))):
-            self._ledger.differ(
+            self._builder.differ(
                 path,
                 "structure",
                 f"is {kind_of(saved)} in the checkpoint, a {type(node).__name__} in the target; "
                 "put None there to take what was saved",
             )
             return lambda: node
-        step = self._ledger.whole(saved, path)
+        step = self._builder.whole(saved, path)
 
         def install() -> object:
             loaded = step()

@@ -1,99 +1,127 @@
-"""What matching a target with a checkpoint writes down: wants, differences and names used.
+"""Collects the results of matching a target with a checkpoint: load items, differences, names used.
 
-`ckpt.match.match` walks the target, `ckpt.match.match_optimizer` the optimizers in it,
-`ckpt.match.match_slices` the state of their flat parameters; all fill one ledger.
+`ckpt.match.match` walks the target, `ckpt.match.match_optimizer` walks its optimizers, and
+`ckpt.match.match_slices` walks the state of flat parameters. All three fill one builder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from ckpt.errors import Difference
 from ckpt.match.selection import Claim, Selection
-from ckpt.state.memory import empty_for
+from ckpt.plan.load_plan import LoadItem
+from ckpt.state.memory import empty_for, is_plain, torch_dtype
 from ckpt.state.saved import Missing, Saved, holds_tensor, join
 from ckpt.state.typed_values import opened
 from formats.catalog import TensorRecord, TensorRef, Tree
-from sharding.describe.describing import TensorLike
+from formats.dtypes import DType
+from sharding.describe.describing import TensorLike, describe
+from sharding.layout import Mesh
 
-Step = Callable[[], object]
-"""Installs a part of the target and returns what stands there now."""
+Installer = Callable[[], object]
+"""Installs a part of the target and returns the new value of that part."""
 Check = Callable[[], Difference | None]
-"""What is wrong with numbers that were read."""
+"""Returns the difference that scalars show once they are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A tensor to fill from a record of the checkpoint."""
+class Target(NamedTuple):
+    """The memory of one load item."""
 
-    name: str
-    record: TensorRecord
-    tensor: TensorLike
+    given: TensorLike
+    """The tensor as the target has it."""
+    local: torch.Tensor
+    """This rank's part of it, detached; of any dtype, device and strides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A target matched with a checkpoint."""
+    """A target matched with a checkpoint, as one rank sees it."""
 
-    wants: list[Want]
-    numbers: list[Want]
-    """To be read into memory of their own before anything of the target is touched."""
+    items: list[LoadItem]
+    targets: list[Target]
+    """By the numbers that the items have for them."""
+    preflight_scalars: list[LoadItem]
+    """Read into memory of their own, and checked, before the target is touched."""
     checks: list[Check]
-    """To be made once these are read."""
+    """Of `preflight_scalars`."""
     differences: list[Difference]
     """All but the unexpected names."""
-    shared: list[tuple[Want, ...]]
-    """Wants that share memory of the target: to be compared before anything of it is touched."""
+    shared: list[tuple[LoadItem, ...]]
+    """Items whose targets share memory: compared before the target is touched."""
     unexpected: list[str]
-    """The checkpoint's names that this rank's target does not have."""
+    """The checkpoint's names that this rank's target lacks."""
     saved_names: list[str]
-    """All of the checkpoint's names as the target knows them; the same on every rank."""
+    """All of the checkpoint's names, under the target's names; equal on all ranks."""
     own_names: list[str]
-    """The names of this rank's target, where some are not selected."""
+    """This rank's names, if the selection leaves names out."""
     idle: tuple[Claim, ...]
-    """What of the selection chooses neither a name of the checkpoint nor one of this target."""
-    install: Step
-    """Sets values and calls `load_state_dict`s, once the wants are filled; returns the target."""
+    """Parts of the selection that choose no name of the checkpoint or of this target."""
+    install: Installer
+    """Sets values and calls `load_state_dict`s after the reads; returns the target."""
 
 
 @dataclass
-class Ledger:
+class MatchBuilder:
     """The state of one matching."""
 
     saved: Saved
     selection: Selection
-    wants: list[Want] = field(default_factory=list)
-    numbers: list[Want] = field(default_factory=list)
+    world: Mesh
+    """All ranks, along one axis."""
+    items: list[LoadItem] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    preflight_scalars: list[LoadItem] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
-    ties: list[tuple[Want, Want]] = field(default_factory=list)
-    """Wants for one tensor of the target under two names: only the first is filled."""
+    ties: list[tuple[LoadItem, LoadItem]] = field(default_factory=list)
+    """Items for one tensor of the target under two names: only the first is filled."""
     used: set[str] = field(default_factory=set)
-    """The checkpoint's names that found their place, or are known not to matter."""
+    """The checkpoint's names that found their target, or that do not matter."""
     own_names: list[str] = field(default_factory=list)
-    """The names of the target that patterns may name, where some are not selected."""
+    """The target's names that patterns may match, if the selection leaves names out."""
+    _dtypes: dict[DType, torch.dtype] = field(default_factory=dict)
+
+    def item(self, name: str, record: TensorRecord, tensor: TensorLike) -> LoadItem:
+        """A new item that fills a tensor of the target; the caller decides where it goes.
+
+        Raises as `describe` does.
+        """
+        local, layout = describe(tensor, name, self.world)
+        dtype = self._dtypes.get(record.dtype)
+        if dtype is None:
+            dtype = self._dtypes[record.dtype] = torch_dtype(record.dtype.torch_name)
+        number = len(self.targets)
+        self.targets.append(Target(tensor, local))
+        is_direct = local.dtype == dtype and is_plain(local)
+        return LoadItem(name, record.name, number, layout, tuple(local.shape), is_direct)
+
+    def fill(self, name: str, record: TensorRecord, tensor: TensorLike) -> None:
+        """Adds an item."""
+        self.items.append(self.item(name, record, tensor))
 
     def differ(self, name: str, problem: str, detail: str) -> None:
-        """Write down one way in which the two do not fit."""
+        """Adds one way in which the two do not fit."""
         self.differences.append(Difference(name, problem, detail))
 
     def owns(self, *names: str) -> None:
-        """Write down names of the target, for patterns to name."""
+        """Adds names of the target that patterns may match."""
         if not self.selection.is_all:
             self.own_names += names
 
     def selects(self, path: str) -> bool:
-        """True when something below a name is to be loaded, if there is anything."""
+        """Whether names below a path are selected, if there are any."""
         self.owns(path, join(path, ""))
         return self.chooses(path, join(path, ""))
 
     def chooses(self, path: str, otherwise: str | None = None) -> bool:
-        """Whether something saved at or below a name is selected; else whether that name is.
+        """Whether a saved name at or below a path is selected.
 
-        `otherwise` is looked up in place of a name that nothing was saved under.
+        If nothing was saved there: whether `otherwise`, by default the path itself, is selected.
         """
         if self.selection.is_all:
             return True
@@ -106,16 +134,16 @@ class Ledger:
         path: str,
         like: Callable[[str, TensorRecord], torch.Tensor] | None = None,
         is_one: bool = False,
-    ) -> Step:
-        """What was saved, with tensors of their own; `like` makes them from name and record.
+    ) -> Installer:
+        """Installs a saved nest with new tensors; `like` makes a tensor from its name and record.
 
-        What is not selected is left out of its dict, and None in a list; not so in a value that
-        `is_one`, which has a single name.
+        An entry that is not selected is left out of a dict, and is None in a list. A value that
+        `is_one` has a single name and stays complete.
         """
         if isinstance(tree, TensorRef):
             record = self.saved.catalog.tensors[tree.name]
             tensor = like(path, record) if like is not None else whole_tensor(record)
-            self.wants.append(Want(path, record, tensor))
+            self.fill(path, record, tensor)
             return lambda: tensor
         if isinstance(tree, dict):
             items = {
@@ -137,8 +165,8 @@ class Ledger:
         value = opened(tree)
         return lambda: value
 
-    def anything(self, own: object, path: str) -> Step:
-        """Whatever was saved there, for an object that knows what to do with it; else `own`."""
+    def anything(self, own: object, path: str) -> Installer:
+        """Installs the saved value for an object that takes any value; else keeps `own`."""
         if not self.selects(path):
             return lambda: own
         saved = self.saved.node(path)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from ckpt.match.match_builder import Ledger, Step, Want, whole_tensor
+from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries
 from ckpt.match.match_slices import match_slices
 from ckpt.state.memory import torch_dtype
@@ -35,36 +35,36 @@ from sharding.describe.members import NamedParameter
 
 
 def match_optimizer(
-    ledger: Ledger, optimizer: Optimizer, named: list[NamedParameter], path: str
-) -> Step:
+    builder: MatchBuilder, optimizer: Optimizer, named: list[NamedParameter], path: str
+) -> Installer:
     """Match an optimizer, whose parameters have these names, with what was saved at a path."""
     for each in named:
         state = [join(join(path, "state"), name) for name in each.names]
         held = optimizer.state.get(each.parameter, {})
-        ledger.owns(*state, *(join(name, key) for name in state for key in held))
-    if not ledger.selects(path):
+        builder.owns(*state, *(join(name, key) for name in state for key in held))
+    if not builder.selects(path):
         return lambda: optimizer
-    return _OptimizerMatch(ledger, optimizer, named, path).run()
+    return _OptimizerMatch(builder, optimizer, named, path).run()
 
 
 @dataclass(frozen=True)
 class _OptimizerMatch:
-    ledger: Ledger
+    builder: MatchBuilder
     optimizer: Optimizer
     named: list[NamedParameter]
     path: str
 
-    def run(self) -> Step:
+    def run(self) -> Installer:
         groups = self._groups()
         self._find_lacking()
-        self.ledger.used.add(join(self.path, "state"))  # a leaf where no parameter has any
+        self.builder.used.add(join(self.path, "state"))  # a leaf where no parameter has any
         held = optimizer_entries(self.optimizer, self.named, self.path)["state"]
         parameters = [named.parameter for named in self.named]
         states = {
             index: self._parameter_state(named, held) for index, named in enumerate(self.named)
         }
         others = {
-            key: self.ledger.anything(None, join(self.path, key)) for key in self._other_keys()
+            key: self.builder.anything(None, join(self.path, key)) for key in self._other_keys()
         }
 
         def install() -> object:
@@ -80,7 +80,7 @@ class _OptimizerMatch:
 
     def _other_keys(self) -> list[str]:
         """What an optimizer saved beside its state and groups."""
-        saved = self.ledger.saved.node(self.path)
+        saved = self.builder.saved.node(self.path)
         if not isinstance(saved, dict):
             return []
         return [
@@ -92,8 +92,8 @@ class _OptimizerMatch:
     def _groups(self) -> list[dict[str, object]]:
         """The target's groups with the options that were saved for their parameters (rule 1)."""
         where = join(self.path, "param_groups")
-        self.ledger.used.update(self.ledger.saved.under(where))
-        saved = _saved_groups(self.ledger.saved.node(where))
+        self.builder.used.update(self.builder.saved.under(where))
+        saved = _saved_groups(self.builder.saved.node(where))
         group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
         first = 0
         groups: list[dict[str, object]] = []
@@ -115,14 +115,14 @@ class _OptimizerMatch:
         lacking = [name for name in members if name not in group_of]
         found = sorted({group_of[name] for name in members if name in group_of})
         if lacking:
-            self.ledger.differ(
+            self.builder.differ(
                 where,
                 "missing",
                 f"{len(lacking)} of its {len(members)} parameters are in no group of the "
                 f"checkpoint, the first is {lacking[0]}",
             )
         elif len(found) > 1:
-            self.ledger.differ(
+            self.builder.differ(
                 where,
                 "structure",
                 f"its parameters are in the groups {found} of the checkpoint; give the optimizer "
@@ -135,18 +135,18 @@ class _OptimizerMatch:
     def _option(self, value: Tree, path: str, own: object) -> object:
         """A group's option; a tensor one is filled into a tensor of its own."""
         if not isinstance(value, TensorRef):
-            return self.ledger.whole(value, path, is_one=True)()
-        record = self.ledger.saved.catalog.tensors[value.name]
+            return self.builder.whole(value, path, is_one=True)()
+        record = self.builder.saved.catalog.tensors[value.name]
         tensor = whole_tensor(record)
         if isinstance(own, torch.Tensor):
             tensor = tensor.to(own.device)
-        self.ledger.wants.append(Want(path, record, tensor))
+        self.builder.fill(path, record, tensor)
         return tensor
 
     def _renamed(self, name: str) -> str:
         """A parameter's name in the target, by the rename of its state."""
         prefix = join(self.path, "state") + "."
-        return self.ledger.saved.rename(prefix + name).removeprefix(prefix)
+        return self.builder.saved.rename(prefix + name).removeprefix(prefix)
 
     # State.
 
@@ -158,8 +158,8 @@ class _OptimizerMatch:
             states = [state for each in members for state in self._saved_states(each)]
             for lacking in lacking_entries(states):
                 where = join(join(join(self.path, "state"), lacking.name), lacking.entry)
-                if where in self.ledger.selection:
-                    self.ledger.differ(
+                if where in self.builder.selection:
+                    self.builder.differ(
                         where,
                         "missing",
                         f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}; "
@@ -168,10 +168,10 @@ class _OptimizerMatch:
 
     def _saved_states(self, named: NamedParameter) -> Iterator[SavedState]:
         """What was saved for each name of a parameter."""
-        tensors = self.ledger.saved.catalog.tensors
+        tensors = self.builder.saved.catalog.tensors
         shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
         for name, shape in zip(named.names, shapes, strict=True):
-            saved = self.ledger.saved.node(join(join(self.path, "state"), name))
+            saved = self.builder.saved.node(join(join(self.path, "state"), name))
             if not isinstance(saved, dict):
                 continue
             placed = [
@@ -181,25 +181,25 @@ class _OptimizerMatch:
             ]
             yield SavedState(name, len(shape), frozenset(saved), frozenset(placed) - {STEP})
 
-    def _parameter_state(self, named: NamedParameter, held: object) -> Step:
+    def _parameter_state(self, named: NamedParameter, held: object) -> Installer:
         """What was saved for one parameter (rule 2)."""
         parameter, state = named.parameter, join(self.path, "state")
         if named.slices:
             held_now = self.optimizer.state.get(parameter, {})
-            step = match_slices(self.ledger, named, held_now, state)
+            step = match_slices(self.builder, named, held_now, state)
             return dict if named.is_idle else step  # all ranks read, and find the same differences
         name = named.names[0]
         where = join(state, name)
         mine = held.get(name, {}) if isinstance(held, dict) else {}
-        below = self.ledger.saved.under(where)
-        if below and not any(entry in self.ledger.selection for entry in below):
+        below = self.builder.saved.under(where)
+        if below and not any(entry in self.builder.selection for entry in below):
             return lambda: mine
-        saved = self.ledger.saved.node(where)
+        saved = self.builder.saved.node(where)
         if isinstance(saved, Missing):
             return dict
-        self.ledger.used.update(below)
+        self.builder.used.update(below)
         for unknown in unknown_classes(saved):
-            self.ledger.differ(
+            self.builder.differ(
                 where,
                 "structure",
                 f"has tensors of the class {unknown} in the checkpoint, which this program has not "
@@ -219,7 +219,7 @@ class _OptimizerMatch:
                 return zeros_placed_like(parameter, torch_dtype(record.dtype.torch_name))
             return whole_tensor(record)
 
-        step = self.ledger.whole(saved, where, like)
+        step = self.builder.whole(saved, where, like)
         if not isinstance(mine, dict) or not isinstance(saved, dict):
             return step
 

@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from ckpt.errors import Difference
-from ckpt.match.match_builder import Ledger, Step, Want, whole_tensor
+from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.state.memory import torch_dtype
 from ckpt.state.saved import Missing, holds_tensor, join
 from ckpt.state.stateful import STEP
@@ -29,8 +29,8 @@ from sharding.describe.members import NamedParameter
 
 
 def match_slices(
-    ledger: Ledger, named: NamedParameter, held: Mapping[object, object], path: str
-) -> Step:
+    builder: MatchBuilder, named: NamedParameter, held: Mapping[object, object], path: str
+) -> Installer:
     """Match the state of a parameter with what was saved below a path for its names.
 
     `held` is the state that it has now.
@@ -39,19 +39,19 @@ def match_slices(
     left_out = False
     for name, part in zip(named.names, named.slices, strict=True):
         where = join(path, name)
-        below = ledger.saved.under(where)
-        if below and not any(entry in ledger.selection for entry in below):
+        below = builder.saved.under(where)
+        if below and not any(entry in builder.selection for entry in below):
             left_out = True
             continue
-        saved = ledger.saved.node(where)
-        ledger.used.update(below)
+        saved = builder.saved.node(where)
+        builder.used.update(below)
         if isinstance(saved, dict):
             found.append(_Saved(where, part, saved))
         elif not isinstance(saved, Missing):
-            ledger.differ(where, "structure", "is no dict of entries in the checkpoint")
+            builder.differ(where, "structure", "is no dict of entries in the checkpoint")
     before = dict(held) if left_out else {}
     keys = dict.fromkeys(key for each in found for key in each.entries)
-    matching = _Slices(ledger, named, held, found)
+    matching = _Slices(builder, named, held, found)
     steps = {key: matching.entry(key) for key in keys}
     return lambda: before | {key: step() for key, step in steps.items()}
 
@@ -67,16 +67,16 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    ledger: Ledger
+    builder: MatchBuilder
     named: NamedParameter
     held: Mapping[object, object]
     found: list[_Saved]
 
-    def entry(self, key: Key) -> Step:
+    def entry(self, key: Key) -> Installer:
         """One entry of the state, from all names that have it."""
         mine = self.held.get(key)
         every = [each for each in self.found if each.entries.get(key) is not None]
-        having = [each for each in every if join(each.where, key) in self.ledger.selection]
+        having = [each for each in every if join(each.where, key) in self.builder.selection]
         if not having:
             return lambda: mine if every else None
         trees = [each.entries[key] for each in having]
@@ -90,10 +90,10 @@ class _Slices:
                 return self._number(key, pairs)
         elif not records and not any(map(holds_tensor, trees)):
             if all(tree == trees[0] for tree in trees):
-                return self.ledger.whole(trees[0], first)
-            self.ledger.differ(first, "structure", f"differs from another's; {self._advice()}")
+                return self.builder.whole(trees[0], first)
+            self.builder.differ(first, "structure", f"differs from another's; {self._advice()}")
             return lambda: mine
-        self.ledger.differ(
+        self.builder.differ(
             first,
             "structure",
             f"is neither a number nor of the shape of its parameter, {having[0].part.layout.shape}"
@@ -101,7 +101,7 @@ class _Slices:
         )
         return lambda: mine
 
-    def _placed(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Step:
+    def _placed(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
         """A tensor like the parameter, filled in slices (rule 1)."""
         dtype = torch_dtype(pairs[0][1].dtype.torch_name)
         held, parameter = self.held.get(key), self.named.parameter
@@ -110,17 +110,17 @@ class _Slices:
         else:
             tensor = zeros_placed_like(parameter, dtype)
         for each, record in pairs:
-            self.ledger.wants.append(Want(join(each.where, key), record, each.part.of(tensor)))
+            self.builder.fill(join(each.where, key), record, each.part.of(tensor))
         return lambda: tensor
 
-    def _number(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Step:
+    def _number(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
         """A number that all names agree on (rule 2)."""
         read: dict[str, tuple[str, torch.Tensor]] = {}
         for each, record in pairs:
             if record.name not in read:
                 where, tensor = join(each.where, key), whole_tensor(record)
                 read[record.name] = where, tensor
-                self.ledger.numbers.append(Want(where, record, tensor))
+                self.builder.preflight_scalars.append(self.builder.item(where, record, tensor))
         (first, number), *others = read.values()
 
         def check() -> Difference | None:
@@ -134,11 +134,11 @@ class _Slices:
                     )
             return None
 
-        self.ledger.checks.append(check)
+        self.builder.checks.append(check)
         return lambda: number
 
     def _record(self, ref: TensorRef) -> TensorRecord:
-        return self.ledger.saved.catalog.tensors[ref.name]
+        return self.builder.saved.catalog.tensors[ref.name]
 
     def _advice(self) -> str:
         count = len(self.named.names)

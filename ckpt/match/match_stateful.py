@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ckpt.match.match_builder import Ledger, Step
+from ckpt.match.match_builder import Installer, MatchBuilder
 from ckpt.state.flatten import DICTS, SPREAD
 from ckpt.state.local_states import by_parameters
 from ckpt.state.saved import Missing, holds_tensor, join
@@ -37,21 +37,21 @@ Fill = Callable[[TensorLike, str], None]
 """Matches a tensor of the target with what was saved under its name."""
 
 
-def match_stateful(ledger: Ledger, fill: Fill, node: Stateful, path: str) -> Step:
+def match_stateful(builder: MatchBuilder, fill: Fill, node: Stateful, path: str) -> Installer:
     """Match an object with what was saved at a path."""
-    if not ledger.selects(path):
+    if not builder.selects(path):
         return lambda: node
-    saved = ledger.saved.node(path)
+    saved = builder.saved.node(path)
     if isinstance(saved, Missing):
-        ledger.differ(path, "missing", "is in the target and not in the checkpoint")
+        builder.differ(path, "missing", "is in the target and not in the checkpoint")
         return lambda: node
-    names = ledger.saved.under(path)
-    ledger.used.update(names)
+    names = builder.saved.under(path)
+    builder.used.update(names)
     own: object = {}
-    if not _is_plain_dict(saved) or not all(name in ledger.selection for name in names):
+    if not _is_plain_dict(saved) or not all(name in builder.selection for name in names):
         with call_of("state_dict", path):
             own = node.state_dict()
-    step = _Matching(ledger, fill).walk(own, saved, path)
+    step = _Matching(builder, fill).walk(own, saved, path)
 
     def install() -> object:
         loaded = _as_dicts_of(own, step())
@@ -64,10 +64,10 @@ def match_stateful(ledger: Ledger, fill: Fill, node: Stateful, path: str) -> Ste
 
 @dataclass(frozen=True, slots=True)
 class _Matching:
-    ledger: Ledger
+    builder: MatchBuilder
     fill: Fill
 
-    def walk(self, own: object, saved: Tree, path: str) -> Step:
+    def walk(self, own: object, saved: Tree, path: str) -> Installer:
         """What takes the place of `own`, which `state_dict()` has at a path."""
         if isinstance(own, Mapping) and isinstance(saved, dict):
             named = by_parameters(own)
@@ -86,27 +86,27 @@ class _Matching:
         if isinstance(own, SPREAD) and self._is_filled(own, saved):
             self.fill(own, path or ROOT)
             return lambda: own
-        if not self.ledger.chooses(path):
+        if not self.builder.chooses(path):
             return lambda: own
-        return self.ledger.whole(saved, path)
+        return self.builder.whole(saved, path)
 
-    def _dict(self, own: Mapping[Any, object], saved: Mapping[Key, Tree], path: str) -> Step:
-        steps: dict[Any, Step] = {}
+    def _dict(self, own: Mapping[Any, object], saved: Mapping[Key, Tree], path: str) -> Installer:
+        steps: dict[Any, Installer] = {}
         keys = {str(key): key for key in own}  # DCP has made text of all keys
         for key, tree in saved.items():
             there = key if key in own else keys.get(str(key), key)
             where = join(path, key)
             if there in own:
                 steps[there] = self.walk(own[there], tree, where)
-            elif self.ledger.chooses(where):
-                steps[there] = self.ledger.whole(tree, where)
+            elif self.builder.chooses(where):
+                steps[there] = self.builder.whole(tree, where)
         for key, item in own.items():
             if key not in steps:
                 where = join(path, key)
                 tensors = list(_tensors(item, where))
                 for name, tensor in tensors:
                     self.fill(tensor, name)
-                if tensors or not self.ledger.chooses(where):
+                if tensors or not self.builder.chooses(where):
                     steps[key] = _always(item)
         return lambda: {key: step() for key, step in steps.items()}
 
@@ -115,7 +115,7 @@ class _Matching:
         own: list[object] | tuple[object, ...],
         saved: list[Tree] | tuple[Tree, ...],
         path: str,
-    ) -> Step:
+    ) -> Installer:
         steps = [
             self.walk(mine, tree, join(path, index))
             for index, (mine, tree) in enumerate(zip(own, saved, strict=True))
@@ -130,12 +130,12 @@ class _Matching:
             return True
         if not isinstance(saved, TensorRef):
             return False
-        shape = self.ledger.saved.catalog.tensors[saved.name].shape
+        shape = self.builder.saved.catalog.tensors[saved.name].shape
         is_dense = own.layout is torch.strided and not (own.is_nested or own.is_quantized)
         return is_dense and tuple(own.shape) == shape
 
 
-def _always(item: object) -> Step:
+def _always(item: object) -> Installer:
     return lambda: item
 
 

@@ -20,14 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from ckpt.errors import Difference
-from ckpt.match.match_builder import Want
+from ckpt.match.match_builder import Target
+from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import memory_of
-from sharding.describe.describing import TensorLike
-from sharding.describe.local_part import LocalPart
-from sharding.describe.sharded_tensor import is_sharded
 
 MOST_UNITS = 16 << 20
 """How many places of memory are compared one by one, at most."""
@@ -57,20 +54,24 @@ class Shared(NamedTuple):
 
     refused: list[Difference]
     """Targets that no values fit into, but for equal ones."""
-    groups: list[tuple[Want, ...]]
+    groups: list[tuple[LoadItem, ...]]
     """Wants that share memory and are filled from several records, or in several shapes."""
 
 
-def shared_memory(wants: Iterable[Want], ties: Iterable[tuple[Want, Want]]) -> Shared:
-    """What wants have to receive the same; `ties` are wants for one tensor under two names."""
+def shared_memory(
+    items: Iterable[LoadItem],
+    ties: Iterable[tuple[LoadItem, LoadItem]],
+    targets: Sequence[Target],
+) -> Shared:
+    """Which items have to receive the same; `ties` are items for one tensor under two names."""
     found = Shared([], [])
-    first_of: dict[tuple[str, int, int], tuple[Extent, Want, torch.Tensor]] = {}
+    first_of: dict[tuple[str, int, int], tuple[Extent, LoadItem, torch.Tensor]] = {}
     extents: list[Extent] = []
-    named: dict[str, Want] = {}
-    pairs = [pair for pair in ties if pair[0].record.name != pair[1].record.name]
-    for want in wants:
-        local = local_memory(want.tensor)
-        if local is None:
+    named: dict[str, LoadItem] = {}
+    pairs = [pair for pair in ties if pair[0].source != pair[1].source]
+    for want in items:
+        local = targets[want.target].local
+        if type(local) is not torch.Tensor or local.numel() == 0 or local.is_meta:
             continue
         extent = _extent(want.name, local)
         if overlaps_itself(extent):
@@ -97,9 +98,11 @@ def _of_one_place(name: str, local: torch.Tensor) -> Difference:
     )
 
 
-def _takes_the_same(one: Want, here: torch.Tensor, other: Want, there: torch.Tensor) -> bool:
+def _takes_the_same(
+    one: LoadItem, here: torch.Tensor, other: LoadItem, there: torch.Tensor
+) -> bool:
     """Whether two tensors over one run of memory are one, filled from one record."""
-    return one.record.name == other.record.name and is_same_view(here, there)
+    return one.source == other.source and is_same_view(here, there)
 
 
 def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -110,9 +113,9 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _groups(pairs: Iterable[tuple[Want, Want]]) -> Iterator[tuple[Want, ...]]:
+def _groups(pairs: Iterable[tuple[LoadItem, LoadItem]]) -> Iterator[tuple[LoadItem, ...]]:
     """The wants that pairs connect, in the order in which they came."""
-    group_of: dict[str, list[Want]] = {}
+    group_of: dict[str, list[LoadItem]] = {}
     for pair in pairs:
         one, other = (group_of.setdefault(want.name, [want]) for want in pair)
         if one is not other:
@@ -242,22 +245,6 @@ def _in_cluster(extents: list[Extent]) -> Iterator[tuple[str, str]]:
             if taken and not (extent.is_dense and extents[taken - 1].is_dense):
                 yield extents[taken - 1].name, extent.name
         view[...] = number
-
-
-def local_memory(tensor: TensorLike) -> torch.Tensor | None:
-    """What this rank has of a target, if that has memory."""
-    local: object = tensor
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        if isinstance(tensor, LocalPart):
-            local = tensor.local
-        elif is_sharded(tensor):
-            shards = tensor.local_shards()
-            local = shards[0].tensor if shards else None
-        else:
-            local = getattr(tensor, "_local_tensor", tensor)
-    if not isinstance(local, torch.Tensor) or local.numel() == 0 or local.is_meta:
-        return None
-    return local if type(local) in (torch.Tensor, nn.Parameter) else None
 
 
 def _extent(name: str, tensor: torch.Tensor) -> Extent:

@@ -1,20 +1,20 @@
-"""What to read for what is wanted, as values: requests, and the bites in which they are done.
+"""Which bytes of which files a load reads, as values: read requests, and the byte ranges of files.
 
-A `Request` says that a box of a tensor lies at these elements of an extent and belongs at those
-elements of a target's memory. Tensors that lie alike at both ends share one `Fit`, so that a
-tensor costs a look-up and not the geometry again. `bites_of` turns requests into *bites*: ranges
-of a file, each of which goes straight into its target or through scratch memory.
+A `ReadRequest` says: this box of a tensor lies at these elements of an extent, and belongs at those
+elements of target number n. Tensors that lie alike at both ends share one `BoxCopy`, so a tensor
+costs a look-up in place of the geometry. `byte_ranges_of` turns requests into ranges of files. A
+range is read either directly into its target, or into scratch memory and placed from there.
 
 Rules:
 
-1. Where the bytes have checksums and these are asked for, a bite is whole chunks. A record that has
-   one checksum is a chunk too where it is so small that the rest is worth reading (rule 3).
-   Otherwise, uncompressed, a bite is the bytes that are wanted and no others.
-2. What lies contiguously at both ends, uncompressed, goes straight into the target; only the
-   chunks at its two ends, where they hold other bytes too, go through scratch memory.
-3. What is read beyond the need is bounded: rows that lie further apart than `gap_bytes`, or one
-   chunk, are bites of their own.
-4. Nothing is read here. No torch: a target is a `memoryview` of somebody's memory.
+1. Where the bytes have checksums and the caller wants them verified, a byte range is whole chunks.
+   A small record with one checksum counts as one chunk (rule 3 bounds its size). Any other
+   uncompressed range is exactly the wanted bytes.
+2. Uncompressed elements that are contiguous at both ends are read directly into the target. The
+   chunks at the two ends go through scratch memory if they hold other bytes too.
+3. Reading beyond the need is bounded: rows further apart than `gap_bytes`, or than one chunk, are
+   byte ranges of their own.
+4. Nothing here reads, and nothing here holds memory: a target is a number.
 """
 
 from __future__ import annotations
@@ -23,88 +23,90 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from formats.catalog import Extent, TensorRecord
 from formats.errors import FormatError
 from sharding.layout import Box, HoleError, Layout, Piece, Shape
 
-if TYPE_CHECKING:
-    import numpy as np
-
-Array: TypeAlias = "np.ndarray"
-"""One-dimensional, of an unsigned integer type as wide as the tensor's elements."""
+NOWHERE = -1
+"""The target number of bytes that are read for their checksum alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large bites and reads may be."""
+    """How large byte ranges and reads may be."""
 
     read_bytes: int
-    """One read, unless a bite that cannot be cut is longer. What of it does not go straight is no
-    more than `scratch_bytes`, unless it is one bite."""
-    straight_bytes: int
-    """A bite that goes straight into its target."""
+    """Of one read, unless one byte range that cannot be cut is longer. The part of a read that goes
+    through scratch memory has at most `scratch_bytes`, unless it is one byte range."""
+    direct_bytes: int
+    """Of a byte range that is read directly into its target."""
     scratch_bytes: int
-    """A bite that goes through scratch memory, unless one chunk is longer."""
+    """Of a byte range that goes through scratch memory, unless one chunk is longer."""
     gap_bytes: int = 64 << 10
     """Bytes worth reading for nothing rather than starting another read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """A box with its place at the source and its place at the target."""
+class BoxCopy:
+    """One box, with its place at the source and its place at the target."""
 
     source: Piece
     target: Piece
     numel: int
     is_packed: bool
-    """Whether it lies end to end at the source."""
-    is_straight: bool
-    """Whether it does so at both ends."""
+    """Whether its elements are contiguous at the source."""
+    is_direct: bool
+    """Whether its elements are contiguous at both ends."""
 
     @classmethod
-    def of(cls, source: Piece, target: Piece) -> Fit:
-        """The fit of two pieces with the same box."""
+    def of(cls, source: Piece, target: Piece) -> BoxCopy:
+        """The copy between two pieces that have the same box."""
         is_packed = source.is_packed
         numel = prod(source.box.shape)
         return cls(source, target, numel, is_packed, is_packed and target.is_packed)
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """One box to bring from an extent into a target."""
 
     name: str
     itemsize: int
-    fit: Fit
-    """The source's piece counts elements of the extent, the target's those of the memory."""
+    box_copy: BoxCopy
+    """The source counts elements of the extent, the target counts elements of the target."""
     extent: Extent
-    memory: memoryview
-    """The bytes of the target's storage."""
+    target: int
+    """The number of the target, or `NOWHERE`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the target receives."""
+        return self.box_copy.numel * self.itemsize
 
 
-class Fits:
-    """The geometry of tensors that was worked out once, for those that are laid out alike.
+class BoxCopies:
+    """Geometry that is worked out once, for all tensors that are laid out alike.
 
-    It is kept by the identity of pieces and layouts: whoever has the same ones at hand again finds
-    it, and others lose nothing. Layouts that are equal give the same pieces.
+    Pieces and layouts are looked up by identity. Layouts that are equal give the same pieces.
     """
 
     def __init__(self) -> None:
-        self._fits: dict[tuple[int, int], tuple[Piece, Piece, Fit | None]] = {}
+        self._copies: dict[tuple[int, int], tuple[Piece, Piece, BoxCopy | None]] = {}
         self._pieces: dict[tuple[int, int], tuple[Layout, tuple[Piece, ...]]] = {}
-        self._alike: dict[tuple[Layout, int], tuple[Piece, ...]] = {}
+        self._equal: dict[tuple[Layout, int], tuple[Piece, ...]] = {}
         self._wholes: dict[Shape, tuple[Piece]] = {}
         self._numels: dict[int, tuple[Piece, int]] = {}
 
-    def of(self, stored: Piece, wanted: Piece) -> Fit | None:
-        """What two pieces have in common; None where that is nothing."""
+    def of(self, stored: Piece, wanted: Piece) -> BoxCopy | None:
+        """The copy of the elements that two pieces have in common; None if there are none."""
         key = id(stored), id(wanted)
-        known = self._fits.get(key)
+        known = self._copies.get(key)
         if known is None:
             box = stored.box & wanted.box
-            fit = Fit.of(stored.part(box), wanted.part(box)) if box else None
-            known = self._fits[key] = stored, wanted, fit  # an id is unique while its object lives
+            found = BoxCopy.of(stored.part(box), wanted.part(box)) if box else None
+            # The pieces are kept too: an id is unique only while its object lives.
+            known = self._copies[key] = stored, wanted, found
         return known[2]
 
     def numel(self, piece: Piece) -> int:
@@ -118,9 +120,9 @@ class Fits:
         """The pieces of a rank: the same objects for equal layouts."""
         known = self._pieces.get((id(layout), rank))
         if known is None:
-            pieces = self._alike.get((layout, rank))
+            pieces = self._equal.get((layout, rank))
             if pieces is None:
-                pieces = self._alike[layout, rank] = layout.pieces(rank)
+                pieces = self._equal[layout, rank] = layout.pieces(rank)
             known = self._pieces[id(layout), rank] = layout, pieces
         return known[1]
 
@@ -135,73 +137,80 @@ class Fits:
 def requests_for(
     record: TensorRecord,
     pieces: Iterable[Piece],
-    array: Array | memoryview,
-    fits: Fits | None = None,
-) -> list[Request]:
-    """The requests that fill `pieces` of an array from a tensor's stored pieces, each element once.
+    target: int = 0,
+    copies: BoxCopies | None = None,
+    name: str | None = None,
+) -> list[ReadRequest]:
+    """The requests that fill `pieces` of a target from a tensor's stored pieces, each element once.
 
-    Raises HoleError when an element is stored nowhere, or by two pieces at once.
+    Errors call the tensor `name`, by default as the record does.
+
+    Raises:
+        HoleError: an element is stored nowhere, or in two pieces.
     """
-    fits = Fits() if fits is None else fits
-    memory = array if isinstance(array, memoryview) else memoryview(array.view("u1").data)
-    name, itemsize = record.name, record.dtype.itemsize
-    requests: list[Request] = []
+    copies = BoxCopies() if copies is None else copies
+    name, itemsize = record.name if name is None else name, record.dtype.itemsize
+    requests: list[ReadRequest] = []
     for wanted in pieces:
         found = 0
         for stored, extent in record.pieces.locate(wanted.box):
-            fit = fits.of(stored, wanted)
-            if fit is not None:
-                found += fit.numel
-                requests.append(Request(name, itemsize, fit, extent, memory))
-        if found != fits.numel(wanted):
+            copy = copies.of(stored, wanted)
+            if copy is not None:
+                found += copy.numel
+                requests.append(ReadRequest(name, itemsize, copy, extent, target))
+        if found != copies.numel(wanted):
             raise HoleError(
-                f"{record.name}: {found} of the {wanted.box.numel} elements of {wanted.box} are "
-                "in the checkpoint"
+                f"{name}: {found} of the {wanted.box.numel} elements of {wanted.box} are in the "
+                "checkpoint"
             )
     return requests
 
 
-class Bite(NamedTuple):
-    """Bytes `[lo, hi)` of a file, and what becomes of them."""
+class ByteRange(NamedTuple):
+    """Bytes `[lo, hi)` of a file, and where they belong."""
 
     file: str
     lo: int
     hi: int
-    request: Request
-    straight: bool
-    """Whether they are, as they lie, bytes of the target."""
+    request: ReadRequest
+    direct: bool
+    """Whether they are bytes of the target as they lie in the file."""
     at: int
-    """Straight: the first byte in the target. Else: the first byte of the extent, once decoded."""
+    """If direct, the first byte in the target; else the first byte of the decoded extent."""
     chunk: int
-    """The first of the extent's chunks that they are; -1 where they are not verified or decoded."""
-    fit: Fit | None
-    """What is placed from them; None where they go straight, or are read to be verified alone."""
+    """The extent's first chunk in the range; -1 if the range is neither verified nor decoded."""
+    box_copy: BoxCopy | None
+    """Places elements from the decoded bytes; None if direct, or read for a checksum alone."""
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes that the target gets, or the checksum alone."""
-        if self.fit is None:
+        """Bytes that the target receives, or that the checksum alone needs."""
+        if self.box_copy is None:
             return self.hi - self.lo
-        return self.fit.numel * self.request.itemsize
+        return self.box_copy.numel * self.request.itemsize
 
 
-def bites_of(requests: Iterable[Request], verify: bool, limits: Limits) -> list[Bite]:
-    """The bites that do all requests, in the order of the files."""
-    found: list[Bite] = []
-    most = limits.straight_bytes
+def byte_ranges_of(
+    requests: Iterable[ReadRequest], verify: bool, limits: Limits
+) -> list[ByteRange]:
+    """The byte ranges that fulfil all requests, sorted by file and offset."""
+    found: list[ByteRange] = []
+    most = limits.direct_bytes
     for request in requests:
-        _, itemsize, fit, extent, _ = request
+        _, itemsize, box_copy, extent, _ = request
         file, offset, nbytes, chunks, _, _ = extent
-        lo = fit.source.at * itemsize
-        hi = lo + fit.numel * itemsize
-        if fit.is_straight and hi - lo <= most and (chunks is None or not chunks.compressed):
+        lo = box_copy.source.at * itemsize
+        hi = lo + box_copy.numel * itemsize
+        if box_copy.is_direct and hi - lo <= most and (chunks is None or not chunks.compressed):
             size = _unit_bytes(extent, verify, limits)
             whole = not size or (not lo % size and (hi == nbytes or not hi % size))
             if whole and lo < hi <= nbytes:  # most tensors of most models
-                at, chunk = fit.target.at * itemsize, lo // size if size else -1
-                found.append(Bite(file, offset + lo, offset + hi, request, True, at, chunk, None))
+                at, chunk = box_copy.target.at * itemsize, lo // size if size else -1
+                found.append(
+                    ByteRange(file, offset + lo, offset + hi, request, True, at, chunk, None)
+                )
                 continue
-        found.extend(_Cut(request, verify, limits).bites(fit))
+        found.extend(_Cut(request, verify, limits).byte_ranges(box_copy))
     found.sort(key=_FILE_AND_LO)
     return found
 
@@ -210,7 +219,7 @@ _FILE_AND_LO = itemgetter(0, 1)
 
 
 def _unit_bytes(extent: Extent, verify: bool, limits: Limits) -> int:
-    """Bytes of an extent that are read as one; 0 where every byte can be read by itself."""
+    """How many bytes of an extent are read as one unit; 0 if any byte can be read by itself."""
     chunks = extent.chunks
     if chunks is not None:
         return chunks.chunk_bytes if verify or chunks.compressed else 0
@@ -220,9 +229,9 @@ def _unit_bytes(extent: Extent, verify: bool, limits: Limits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One request, cut where it has to be."""
+    """Cuts one request into byte ranges."""
 
-    request: Request
+    request: ReadRequest
     verify: bool
     limits: Limits
 
@@ -236,14 +245,14 @@ class _Cut:
     def _chunk_bytes(self) -> int:
         return _unit_bytes(self.request.extent, self.verify, self.limits)
 
-    def bites(self, fit: Fit) -> Iterator[Bite]:
-        """The bites of a part of the request."""
-        box, source = fit.source.box, fit.source
+    def byte_ranges(self, box_copy: BoxCopy) -> Iterator[ByteRange]:
+        """The byte ranges of a part of the request."""
+        box, source = box_copy.source.box, box_copy.source
         if not box:
             return
         extent, itemsize = self.request.extent, self.request.itemsize
-        if self._is_plain and fit.is_straight:
-            yield from self._straight(fit)
+        if self._is_plain and box_copy.is_direct:
+            yield from self._direct(box_copy)
             return
         if min(source.strides, default=0) < 0:
             raise FormatError(
@@ -251,7 +260,7 @@ class _Cut:
             )
         hull = source.hull_elements * itemsize
         dim = _widest(source)
-        if dim is not None and not (fit.is_packed and hull <= self.limits.scratch_bytes):
+        if dim is not None and not (box_copy.is_packed and hull <= self.limits.scratch_bytes):
             step = source.strides[dim] * itemsize
             inner = hull - (box.shape[dim] - 1) * step
             rows = self._rows(step, inner) if step else box.shape[dim]
@@ -260,43 +269,45 @@ class _Cut:
             if rows < box.shape[dim]:
                 for lo in range(box.lo[dim], box.hi[dim], rows):
                     part = _narrow(box, dim, lo, min(lo + rows, box.hi[dim]))
-                    yield from self.bites(Fit.of(source.part(part), fit.target.part(part)))
+                    yield from self.byte_ranges(
+                        BoxCopy.of(source.part(part), box_copy.target.part(part))
+                    )
                 return
-        yield self._placed(fit, source.at * itemsize, source.at * itemsize + hull)
+        yield self._placed(box_copy, source.at * itemsize, source.at * itemsize + hull)
 
     def _rows(self, step: int, inner: int) -> int:
-        """How many rows a bite takes: as a rule so many that it ends where a chunk does."""
+        """How many rows one byte range takes; if possible, it ends where a chunk ends."""
         rows = max(1, (self.limits.scratch_bytes - inner) // step + 1)
         whole = self._chunk_bytes // gcd(step, self._chunk_bytes) if self._chunk_bytes else 1
         return rows // whole * whole or rows
 
-    def _straight(self, fit: Fit) -> Iterator[Bite]:
-        """A contiguous range: whole chunks straight, the partial ones at its ends by scratch."""
+    def _direct(self, box_copy: BoxCopy) -> Iterator[ByteRange]:
+        """Whole chunks of a contiguous range directly, partial ones at its ends by scratch."""
         itemsize, extent = self.request.itemsize, self.request.extent
-        lo = fit.source.at * itemsize
-        hi = lo + fit.numel * itemsize
+        lo = box_copy.source.at * itemsize
+        hi = lo + box_copy.numel * itemsize
         self._check_inside(lo, hi)
         unit = self._chunk_bytes
         first = -(-lo // unit) * unit if unit else lo
         last = hi if not unit or hi == extent.nbytes else hi // unit * unit
         if first >= last:
-            yield self._placed(_flat_part(fit, itemsize, lo, hi), lo, hi)
+            yield self._placed(_flat_part(box_copy, itemsize, lo, hi), lo, hi)
             return
         if lo < first:
-            yield self._placed(_flat_part(fit, itemsize, lo, first), lo, first)
-        most = self.limits.straight_bytes
+            yield self._placed(_flat_part(box_copy, itemsize, lo, first), lo, first)
+        most = self.limits.direct_bytes
         step = max(unit, most // unit * unit) if unit else most
-        shift = fit.target.at * itemsize - lo
+        shift = box_copy.target.at * itemsize - lo
         for start in range(first, last, step):
             stop = min(start + step, last)
             begin, end = extent.offset + start, extent.offset + stop
             chunk = start // unit if unit else -1
-            yield Bite(extent.file, begin, end, self.request, True, start + shift, chunk, None)
+            yield ByteRange(extent.file, begin, end, self.request, True, start + shift, chunk, None)
         if last < hi:
-            yield self._placed(_flat_part(fit, itemsize, last, hi), last, hi)
+            yield self._placed(_flat_part(box_copy, itemsize, last, hi), last, hi)
 
-    def _placed(self, fit: Fit, lo: int, hi: int) -> Bite:
-        """The bite for decoded bytes `[lo, hi)` of the extent: which bytes of the file it takes."""
+    def _placed(self, box_copy: BoxCopy, lo: int, hi: int) -> ByteRange:
+        """The byte range that decodes to bytes `[lo, hi)` of the extent, and more."""
         self._check_inside(lo, hi)
         extent = self.request.extent
         size, begin, end, chunk = self._chunk_bytes, lo, hi, -1
@@ -308,7 +319,7 @@ class _Cut:
             tail = extent.chunks[-(-hi // size) - 1]
             begin = extent.chunks[chunk].offset - extent.offset
             end = tail.offset + tail.stored_bytes - extent.offset
-        return Bite(
+        return ByteRange(
             extent.file,
             extent.offset + begin,
             extent.offset + end,
@@ -316,7 +327,7 @@ class _Cut:
             False,
             at,
             chunk,
-            fit,
+            box_copy,
         )
 
     def _check_inside(self, lo: int, hi: int) -> None:
@@ -329,7 +340,7 @@ class _Cut:
 
 
 def _widest(piece: Piece) -> int | None:
-    """The dimension of more than one index with the largest stride."""
+    """The dimension with the largest stride among those longer than 1."""
     dims = [dim for dim, size in enumerate(piece.box.shape) if size > 1]
     return max(dims, key=lambda dim: piece.strides[dim], default=None)
 
@@ -341,43 +352,43 @@ def _narrow(box: Box, dim: int, lo: int, hi: int) -> Box:
     )
 
 
-def _flat_part(fit: Fit, itemsize: int, lo: int, hi: int) -> Fit:
-    """The part of a fit that is packed at both ends, by bytes of its extent, as one row."""
+def _flat_part(box_copy: BoxCopy, itemsize: int, lo: int, hi: int) -> BoxCopy:
+    """Bytes `[lo, hi)` of the extent as one row, of a copy that is contiguous at both ends."""
     start, stop = lo // itemsize, hi // itemsize
     box = Box((0,), (stop - start,))
-    target = fit.target.at + start - fit.source.at
-    return Fit.of(Piece.packed(box, start), Piece.packed(box, target))
+    target = box_copy.target.at + start - box_copy.source.at
+    return BoxCopy.of(Piece.packed(box, start), Piece.packed(box, target))
 
 
-def groups_of(bites: Iterable[Bite], limits: Limits) -> Iterator[list[Bite]]:
-    """Bites that one read serves: neighbours in a file."""
-    group: list[Bite] = []
-    file, begin, end, straight_end = "", 0, 0, 0
+def groups_of(byte_ranges: Iterable[ByteRange], limits: Limits) -> Iterator[list[ByteRange]]:
+    """Groups of neighbouring byte ranges in a file, each for one read."""
+    group: list[ByteRange] = []
+    file, begin, end, direct_end = "", 0, 0, 0
     is_tight, through = limits.read_bytes > limits.scratch_bytes, 0
-    for bite in bites:
-        lo, hi, straight = bite[1], bite[2], bite[4]
+    for byte_range in byte_ranges:
+        lo, hi, direct = byte_range[1], byte_range[2], byte_range[4]
         if is_tight and group:
-            through += max(0, (lo if straight else hi) - end)
+            through += max(0, (lo if direct else hi) - end)
         if group and (
             lo - end > limits.gap_bytes
             or max(end, hi) - begin > limits.read_bytes
-            or lo < (end if straight else straight_end)
+            or lo < (end if direct else direct_end)
             or len(group) == MAX_GROUP
-            or bite[0] != file
+            or byte_range[0] != file
             or through > limits.scratch_bytes
         ):
             yield group
             group = []
         if not group:
-            file, begin, end, straight_end = bite[0], lo, hi, 0
-            through = 0 if straight else hi - lo
-        group.append(bite)
+            file, begin, end, direct_end = byte_range[0], lo, hi, 0
+            through = 0 if direct else hi - lo
+        group.append(byte_range)
         end = max(end, hi)
-        if straight:
-            straight_end = hi
+        if direct:
+            direct_end = hi
     if group:
         yield group
 
 
 MAX_GROUP = 400
-"""Bites in a group: the buffers of a read are at most twice as many."""
+"""The most byte ranges in a group. A read has at most twice as many buffers."""

@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 TRIES = 10
 """How often a checkpoint is begun that is replaced each time."""
-MARK_BYTES = 64
+MANIFEST_HEAD_BYTES = 64
 """Of a manifest: its own digest stands in them, which no two checkpoints have in common."""
 
 
-def watched(store: Store) -> Store:
+def guarded(store: Store) -> Store:
     """The store, which raises ReplacedError for what is missing because of another checkpoint.
 
     It is about the native checkpoint whose manifest was read through it first, and changes nothing
     where there is none.
     """
-    return cast("Store", _Watched(store))
+    return cast("Store", _ReplacementGuard(store))
 
 
 def unless_replaced(action: Callable[[], T]) -> T:
@@ -44,14 +44,14 @@ def unless_replaced(action: Callable[[], T]) -> T:
     return action()
 
 
-def mark_now(url: str, store: Store) -> bytes:
+def head_now(url: str, store: Store) -> bytes:
     """What the manifest begins with that is there now; nothing where none is.
 
     `url` is an absolute one. The store itself may still have the old one open.
     """
     with open_store(url, store.options) as fresh:
         try:
-            return fresh.read_whole(MANIFEST, current().manifest_bytes)[:MARK_BYTES]
+            return fresh.read_whole(MANIFEST, current().manifest_bytes)[:MANIFEST_HEAD_BYTES]
         except (FileNotFoundError, NotADirectoryError):
             return b""
         except TooLargeError as error:
@@ -59,7 +59,7 @@ def mark_now(url: str, store: Store) -> bytes:
 
 
 def replaced(url: str, name: str, now: bytes) -> ReplacedError:
-    """The error for a file that is missing; `now` is what `mark_now` gives."""
+    """The error for a file that is missing; `now` is what `head_now` gives."""
     happened = "replaced by another one" if now else "deleted"
     return ReplacedError(
         f"{url}: the checkpoint was {happened} while it was read, and {name} went with it; "
@@ -67,15 +67,15 @@ def replaced(url: str, name: str, now: bytes) -> ReplacedError:
     )
 
 
-class _Watched:
-    """See `watched`. What is not here is the store's own."""
+class _ReplacementGuard:
+    """See `guarded`. What is not here is the store's own."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
         self.read_bytes = store.read_bytes
         self._store = store
         self._where = absolute(store.url)
-        self._mark: bytes | None = None
+        self._head: bytes | None = None
 
     def __str__(self) -> str:
         return str(self._store)
@@ -99,10 +99,10 @@ class _Watched:
             self._look(name, error)
             raise
         if name == MANIFEST:
-            mark = data[:MARK_BYTES]
-            if self._mark is not None and self._mark != mark:
-                raise replaced(self.url, name, mark)
-            self._mark = mark
+            head = data[:MANIFEST_HEAD_BYTES]
+            if self._head is not None and self._head != head:
+                raise replaced(self.url, name, head)
+            self._head = head
         return data
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
@@ -131,7 +131,7 @@ class _Watched:
 
     def _look(self, name: str, error: Exception) -> None:
         """Raise ReplacedError where a file is missing because the checkpoint is another now."""
-        if self._mark is not None:
-            now = mark_now(self._where, self._store)
-            if now != self._mark:
+        if self._head is not None:
+            now = head_now(self._where, self._store)
+            if now != self._head:
                 raise replaced(self.url, name, now) from error

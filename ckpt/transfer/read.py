@@ -1,19 +1,18 @@
-"""From files into memory: the one way in which bytes are read, verified and placed.
+"""Byte ranges of files into memory: read, verified and placed. The only code that reads tensors.
 
-`ckpt.plan.read_plan` plans: which ranges of which files, and where they belong. This does it: reads
-what lies together in one call, checks what was read against its checksums while the processor still
-has it in its cache, and places what could not be read where it belongs.
+`ckpt.plan.read_plan` decides which ranges of which files are read and where they belong. This
+module reads neighbouring ranges in one call, verifies checksums while the bytes are in the
+processor's cache, and places bytes that could not be read where they belong.
 
 Rules:
 
-1. Bytes with a checksum of their own are verified before anybody uses them. Those of a record that
-   has one for all its bytes are when the last of them is read (`ckpt.transfer.record_sums`).
+1. A chunk is verified before anybody uses its bytes. A record with one checksum for all its bytes
+   is verified when its last byte is read (`ckpt.transfer.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
-   they are verified; from a server, which takes time to answer, in large ones.
-3. Memory beyond the targets is at most `workers` times a scratch buffer, or one chunk, and what
-   that decodes to.
-4. There are several threads only where each has a processor to itself, or where they wait for a
-   server.
+   they are verified. A server takes time to answer, so its files are read in large parts.
+3. Memory beyond the targets is at most `workers` times a scratch buffer, or one chunk, plus its
+   decoded bytes.
+4. There are several threads only if each has a processor to itself, or waits for a server.
 """
 
 from __future__ import annotations
@@ -25,17 +24,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from mmap import mmap
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt.budget import memory_budget
-from ckpt.plan.read_plan import Bite, Limits, Request, bites_of, groups_of
+from ckpt.plan.read_plan import ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
 from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
+from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, Reader
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SCRATCH_BYTES = 2 << 20
 """The largest read of a local file that goes through a scratch buffer."""
-STRAIGHT_BYTES = 8 << 20
+DIRECT_BYTES = 8 << 20
 """What one thread takes on at once of a tensor that is read into its own memory."""
 THREAD_BYTES = 32 << 20
 """Reads of less than this, all together, are done by the caller: threads would cost more."""
@@ -44,188 +48,197 @@ FAR_WORKERS = 4
 """Threads that wait for a server, which takes time to answer."""
 
 
-def transfer(
-    reader: Reader,
-    requests: Sequence[Request],
-    verify: Verify = True,
-    progress: Callable[[int], None] | None = None,
-    workers: int | None = None,
-    limits: Limits | None = None,
-) -> tuple[str, ...]:
-    """All requests are done when this returns: the tensors of which not all could be verified.
+Array: TypeAlias = "np.ndarray"
+"""One-dimensional, of an unsigned integer dtype as wide as the tensor's elements."""
+Targets = Sequence[memoryview]
+"""The memory of each target, by its number."""
 
-    Raises CorruptError naming file, tensor and bytes for a chunk or record that is not what was
-    written; what the targets hold then is undefined.
+
+def read_requests(
+    reader: Reader,
+    requests: Sequence[ReadRequest],
+    targets: Sequence[memoryview],
+    verify: Verify = True,
+    progress: Progress | None = None,
+    policy: ReadPolicy | None = None,
+) -> tuple[str, ...]:
+    """Fulfils all requests, and returns the names of tensors that could not be verified fully.
+
+    `targets` has the memory of each target by its number.
+
+    Raises:
+        CorruptError: a chunk or record is not as it was written. The error names file, tensor and
+            bytes. The contents of the targets are undefined then.
     """
     sums = RecordSums(verify)
     sums.expect(requests)
-    engine = Transfer(reader, sums, workers, limits)
-    engine.run(requests, progress)
-    engine.finish(progress)
+    ranges = RangeReader(reader, sums, policy)
+    ranges.run(requests, targets, progress)
+    ranges.finish(progress)
     return sums.unverified
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadPolicy:
     """How much is read at once, and by how many threads."""
 
     workers: int
     limits: Limits
 
     @classmethod
-    def within(cls, budget: int, reader: Reader, ranks_here: int = 1) -> Reading:
-        """What suits the place that is read from, and takes no more memory than the budget."""
+    def within(cls, budget: int, reader: Reader, ranks_here: int = 1) -> ReadPolicy:
+        """A policy that suits the store and takes no more than `budget` bytes of memory."""
         is_far = reader.read_bytes > LOCAL_READ_BYTES
         workers = FAR_WORKERS if is_far else workers_for(ranks_here)
-        # A thread has what does not go straight where it belongs, and what that decodes to.
+        # Each thread has a scratch buffer and a buffer of decoded bytes.
         share = max(LOCAL_READ_BYTES, budget // (2 * workers))
         if is_far:
             return cls(workers, Limits(reader.read_bytes, reader.read_bytes, share))
         read = min(reader.read_bytes, share)
         scratch = min(max(read, SCRATCH_BYTES), share)
-        return cls(workers, Limits(read, max(read, STRAIGHT_BYTES), scratch))
+        return cls(workers, Limits(read, max(read, DIRECT_BYTES), scratch))
 
 
 def workers_for(ranks_here: int) -> int:
-    """How many threads a rank has processors for, of as many ranks on this machine."""
+    """How many threads this rank has processors for, if `ranks_here` ranks share the machine."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "") or ranks_here)
     return min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here)))
 
 
-class Transfer:
-    """Does requests from one reader, as `transfer` does, and keeps its scratch memory for the next.
+class RangeReader:
+    """Fulfils read requests from one reader; keeps its scratch memory between runs.
 
     Safe to use from several threads.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        sums: RecordSums,
-        workers: int | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        """`sums` says what is verified, and knows what other transfers have read of records."""
+    def __init__(self, reader: Reader, sums: RecordSums, policy: ReadPolicy | None = None) -> None:
+        """`sums` decides what is verified, and knows what other readers have read of records."""
+        policy = ReadPolicy.within(memory_budget(), reader) if policy is None else policy
         self._reader = reader
         self._sums = sums
-        usual = Reading.within(memory_budget(), reader)
-        self._workers = usual.workers if workers is None else workers
-        self._limits = usual.limits if limits is None else limits
+        self._workers, self._limits = policy.workers, policy.limits
         self._scratch = threading.local()
 
     def run(
-        self, requests: Sequence[Request], progress: Callable[[int], None] | None = None
+        self,
+        requests: Sequence[ReadRequest],
+        targets: Targets,
+        progress: Progress | None = None,
     ) -> None:
-        """All requests are done when this returns. Raises as `transfer` does."""
-        self._read(bites_of(requests, bool(self._sums.verify), self._limits), progress)
+        """Fulfils all requests; `targets` has memory by number. Raises as `read_requests` does."""
+        ranges = byte_ranges_of(requests, bool(self._sums.verify), self._limits)
+        self._read(ranges, targets, progress)
 
-    def finish(self, progress: Callable[[int], None] | None = None) -> None:
-        """All that was to be verified is, once all requests are done: records are read to the end.
+    def finish(self, progress: Progress | None = None) -> None:
+        """Reads records to their ends for their checksums, with `verify="all"`.
 
-        Raises as `transfer` does.
+        To be called once all requests are fulfilled. Raises as `read_requests` does.
         """
         most = min(self._limits.read_bytes, self._limits.scratch_bytes)
-        self._read(self._sums.rest(most), progress)
+        self._read(self._sums.rest(most), (), progress)
 
-    def _read(self, bites: list[Bite], progress: Callable[[int], None] | None) -> None:
-        groups = groups_of(bites, self._limits)
+    def _read(self, ranges: list[ByteRange], targets: Targets, progress: Progress | None) -> None:
+        groups = groups_of(ranges, self._limits)
 
-        def work(group: list[Bite]) -> None:
-            self._do(group)
+        def work(group: list[ByteRange]) -> None:
+            self._do(group, targets)
             if progress is not None:
-                progress(sum(bite.wanted_bytes for bite in group))
+                progress(sum(one.wanted_bytes for one in group))
 
-        nbytes = sum(bite.hi - bite.lo for bite in bites)
+        nbytes = sum(one.hi - one.lo for one in ranges)
         if self._workers <= 1 or nbytes < THREAD_BYTES:
             for group in groups:
                 work(group)
             return
         with ThreadPoolExecutor(self._workers, "ckpt-read") as pool:
-            shared = _Shared(groups)
+            shared = _SharedGroups(groups)
             for done in [pool.submit(shared.work, work) for _ in range(self._workers)]:
                 done.result()
 
-    def _do(self, group: list[Bite]) -> None:
+    def _do(self, group: list[ByteRange], targets: Targets) -> None:
+        """Reads, verifies and places one group."""
         first = group[0]
-        if first.straight and len(group) == 1:
-            self._straight(first)
+        if first.direct and len(group) == 1:
+            self._do_direct(first, _own(first, targets))
             return
-        # In the order of the file: what goes straight, and the lengths of what lies between that.
+        # In the order of the file: memory of targets, and lengths of the scratch between them.
         ends: list[memoryview | int] = []
-        places = []  # of each bite, in scratch memory
+        stored: list[memoryview | int] = []  # of each range: its target, or its place in scratch
         used, begin, end = 0, first.lo, first.lo
-        for bite in group:
-            places.append(used + bite.lo - begin)
-            if not bite.straight:
-                end = max(end, bite.hi)
+        for one in group:
+            lo, hi = one.lo, one.hi
+            if not one.direct:
+                stored.append(used + lo - begin)
+                end = max(end, hi)
                 continue
-            if bite.lo > begin:
-                ends.append(bite.lo - begin)
-                used += bite.lo - begin
-            ends.append(_own(bite))
-            begin = end = bite.hi
+            if lo > begin:
+                ends.append(lo - begin)
+                used += lo - begin
+            own = _own(one, targets)
+            ends.append(own)
+            stored.append(own)
+            begin = end = hi
         if end > begin:
             ends.append(end - begin)
             used += end - begin
         scratch = self._buffer(used) if used else memoryview(b"")
-        targets, at = [], 0
-        for one in ends:
-            if isinstance(one, int):
-                targets.append(scratch[at : at + one])
-                at += one
+        buffers, at = [], 0
+        for part in ends:
+            if isinstance(part, int):
+                buffers.append(scratch[at : at + part])
+                at += part
             else:
-                targets.append(one)
-        self._reader.read_into(first.file, first.lo, *targets)
-        for bite, place in zip(group, places, strict=True):
-            stored = _own(bite) if bite.straight else scratch[place : place + bite.hi - bite.lo]
-            self._check(bite, bite.chunk, stored)
-            part = self._sums.part(bite.request, bite.lo, bite.hi)
-            if part is not None:
-                part.take(bite.lo, stored)
-                self._compare(bite, part)
-            if bite.fit is not None:
-                _place(bite, self._decoded(bite, stored))
+                buffers.append(part)
+        self._reader.read_into(first.file, first.lo, *buffers)
+        for one, place in zip(group, stored, strict=True):
+            data = scratch[place : place + one.hi - one.lo] if isinstance(place, int) else place
+            self._check(one, one.chunk, data)
+            part_sum = self._sums.part(one.request, one.lo, one.hi)
+            if part_sum is not None:
+                part_sum.take(one.lo, data)
+                self._compare(one, part_sum)
+            if one.box_copy is not None:
+                _place(one, self._decoded(one, data), targets[one.request.target])
 
-    def _straight(self, bite: Bite) -> None:
-        """One range into its target, in parts that are verified as they come."""
-        target, step, chunk = _own(bite), self._limits.read_bytes, bite.chunk
-        chunks = bite.request.extent.chunks
+    def _do_direct(self, one: ByteRange, target: memoryview) -> None:
+        """Reads one range into its target, in parts that are verified as they come."""
+        step, chunk, chunks = self._limits.read_bytes, one.chunk, one.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
-        part = self._sums.part(bite.request, bite.lo, bite.hi)
+        part = self._sums.part(one.request, one.lo, one.hi)
         for at in range(0, len(target), step):
-            some = target[at : at + step]
-            self._reader.read_into(bite.file, bite.lo + at, some)
+            data = target[at : at + step]
+            self._reader.read_into(one.file, one.lo + at, data)
             if part is not None:
-                part.take(bite.lo + at, some)
+                part.take(one.lo + at, data)
             if chunk >= 0 and chunks is not None:
-                self._check(bite, chunk + at // chunks.chunk_bytes, some)
+                self._check(one, chunk + at // chunks.chunk_bytes, data)
         if part is not None:
-            self._compare(bite, part)
+            self._compare(one, part)
 
-    def _check(self, bite: Bite, first: int, stored: memoryview) -> None:
-        """Raise unless these are the bytes of the chunks from `first` on."""
-        chunks = bite.request.extent.chunks
-        if not self._sums.verify or chunks is None or first < 0:
+    def _check(self, one: ByteRange, first: int, stored: memoryview) -> None:
+        """Raises unless these are the bytes of the extent's chunks from `first` on."""
+        chunks = one.request.extent.chunks
+        if first < 0 or chunks is None or not self._sums.verify:
             return
         wrong = chunks.wrong(first, stored)
         if wrong is not None:
-            extent, name = bite.request.extent, bite.request.name
+            extent, name = one.request.extent, one.request.name
             raise damaged(self._reader.url, extent, name, chunks[wrong])
 
-    def _compare(self, bite: Bite, part: Part) -> None:
-        """Raise where this part, summed, was the last of a record that is not what was written."""
+    def _compare(self, one: ByteRange, part: Part) -> None:
+        """Raises if this part was the last of a record that is not as it was written."""
         wrong = self._sums.wrong(part)
         if wrong is not None:
-            raise changed(self._reader.url, bite.request.extent, part.names, wrong)
+            raise changed(self._reader.url, one.request.extent, part.names, wrong)
 
-    def _decoded(self, bite: Bite, stored: memoryview) -> memoryview:
-        """The bytes of the extent from `bite.at` on."""
-        extent = bite.request.extent
+    def _decoded(self, one: ByteRange, stored: memoryview) -> memoryview:
+        """The bytes of the extent from `one.at` on."""
+        extent = one.request.extent
         chunks = extent.chunks
         if chunks is None or not chunks.compressed:
             return stored
-        index, at, size = bite.chunk, 0, 0
+        index, at, size = one.chunk, 0, 0
         found = []
         while at < len(stored):
             chunk = chunks[index]
@@ -239,7 +252,7 @@ class Transfer:
         return decoded
 
     def _buffer(self, nbytes: int, use: str = "stored") -> memoryview:
-        """This thread's scratch memory, aligned to any element; kept, for fresh memory is slow."""
+        """This thread's scratch memory: aligned for any dtype, and kept, for new memory is slow."""
         held: mmap | None = getattr(self._scratch, use, None)
         if held is None or len(held) < nbytes:
             held = None  # let go before there are two
@@ -249,16 +262,16 @@ class Transfer:
         return memoryview(held)[:nbytes]
 
 
-class _Shared:
-    """Groups that several threads take from in turn, until one of them fails."""
+class _SharedGroups:
+    """Groups that several threads take in turn, until one thread fails."""
 
-    def __init__(self, groups: Iterator[list[Bite]]) -> None:
+    def __init__(self, groups: Iterator[list[ByteRange]]) -> None:
         self._groups = groups
         self._lock = threading.Lock()
         self._failed = False
 
-    def work(self, action: Callable[[list[Bite]], None]) -> None:
-        """Do groups until there are none."""
+    def work(self, action: Callable[[list[ByteRange]], None]) -> None:
+        """Takes and does groups until none is left."""
         while (group := self._next()) is not None:
             try:
                 action(group)
@@ -266,13 +279,18 @@ class _Shared:
                 self._failed = True
                 raise
 
-    def _next(self) -> list[Bite] | None:
+    def _next(self) -> list[ByteRange] | None:
         with self._lock:
             return None if self._failed else next(self._groups, None)
 
 
+def bytes_of(array: Array) -> memoryview:
+    """The bytes of a one-dimensional array, in its own memory."""
+    return memoryview(array.view("u1").data)
+
+
 def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
-    """The error for a chunk whose bytes are not what was written."""
+    """The error for a chunk whose bytes are not as they were written."""
     return CorruptError(
         f"{url}/{extent.file}: {name}: bytes {chunk.offset}:{chunk.offset + chunk.stored_bytes} do "
         f"not have the checksum {chunk.digest.hex()} they were written with: they were changed "
@@ -280,24 +298,25 @@ def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
     )
 
 
-def _own(bite: Bite) -> memoryview:
-    """The bytes of the target that a straight bite is."""
-    return bite.request.memory[bite.at : bite.at + bite.hi - bite.lo]
+def _own(one: ByteRange, targets: Targets) -> memoryview:
+    """The bytes of the target that a direct range fills."""
+    at = one.at
+    return targets[one.request.target][at : at + one.hi - one.lo]
 
 
-def _place(bite: Bite, data: memoryview) -> None:
-    """Copy a bite's box from the decoded bytes into its target."""
-    fit, (_, itemsize, _, _, memory) = bite.fit, bite.request
-    assert fit is not None
-    source, target = fit.source, fit.target
-    start = source.at * itemsize - bite.at
+def _place(one: ByteRange, data: memoryview, memory: memoryview) -> None:
+    """Copies the box of a range from the decoded bytes into its target."""
+    copy, itemsize = one.box_copy, one.request.itemsize
+    assert copy is not None
+    source, target = copy.source, copy.target
+    start = source.at * itemsize - one.at
     shape = source.box.shape
     at = target.at * itemsize
-    if fit.is_straight:
+    if copy.is_direct:
         nbytes = prod(shape) * itemsize
         memory[at : at + nbytes] = data[start : start + nbytes]
         return
-    import numpy as np  # who looks into a checkpoint, and places nothing, starts without
+    import numpy as np  # opening and verifying a checkpoint start without numpy
 
     dtype = _CARRIERS[itemsize]
     steps = tuple([stride * itemsize for stride in source.strides])
@@ -308,4 +327,4 @@ def _place(bite: Bite, data: memoryview) -> None:
 
 
 _CARRIERS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""By their bytes: what carries elements that are not looked at."""
+"""By itemsize: the numpy dtype that moves elements without looking at them."""

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
 
-from ckpt.plan.read_plan import Bite, Fit, Request
+from ckpt.plan.read_plan import NOWHERE, BoxCopy, ByteRange, ReadRequest
 from formats.catalog import Extent
 from formats.crc32 import combine
 from formats.errors import CorruptError
@@ -57,7 +57,7 @@ class RecordSums:
         self._compared: set[_Place] = set()
         self._expected: dict[_Place, int] | None = None
 
-    def expect(self, requests: Iterable[Request]) -> None:
+    def expect(self, requests: Iterable[ReadRequest]) -> None:
         """These are all that will be read, so that no part is summed of what will not be whole."""
         if self.verify is not True:
             return
@@ -65,7 +65,7 @@ class RecordSums:
         for request in requests:
             if request.extent.crc32 is not None:
                 place = request.extent[:3]
-                nbytes = request.fit.numel * request.itemsize
+                nbytes = request.box_copy.numel * request.itemsize
                 self._expected[place] = self._expected.get(place, 0) + nbytes
 
     def open(self, name: str, extent: Extent) -> None:
@@ -74,7 +74,7 @@ class RecordSums:
             with self._lock:
                 self._opened(name, extent)
 
-    def part(self, request: Request, lo: int, hi: int) -> Part | None:
+    def part(self, request: ReadRequest, lo: int, hi: int) -> Part | None:
         """Bytes `[lo, hi)` of a file, about to be read; None where they are not to be summed."""
         extent = request.extent
         if extent.crc32 is None or not self.verify:
@@ -102,11 +102,11 @@ class RecordSums:
             self._compared.add(extent[:3])
         return None if value == extent.crc32 else value
 
-    def rest(self, most_bytes: int) -> list[Bite]:
+    def rest(self, most_bytes: int) -> list[ByteRange]:
         """What is still to be read, and placed nowhere, in the order of the files."""
         if self.verify != "all":
             return []
-        found: list[Bite] = []
+        found: list[ByteRange] = []
         with self._lock:
             records = list(self._open.values())
         for record in records:
@@ -117,8 +117,8 @@ class RecordSums:
             for start, stop in record.missing(0, extent.nbytes):
                 for lo in range(extent.offset + start, extent.offset + stop, most_bytes):
                     hi = min(lo + most_bytes, extent.offset + stop)
-                    found.append(Bite(extent.file, lo, hi, request, False, lo, -1, None))
-        return sorted(found, key=lambda bite: bite[:2])
+                    found.append(ByteRange(extent.file, lo, hi, request, False, lo, -1, None))
+        return sorted(found, key=lambda byte_range: byte_range[:2])
 
     @property
     def unverified(self) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def changed(url: str, extent: Extent, name: str, found: int) -> CorruptError:
     )
 
 
-def _bytes_of(extent: Extent, name: str) -> Request:
+def _bytes_of(extent: Extent, name: str) -> ReadRequest:
     """The request for what belongs nowhere."""
     whole = Piece.packed(Box((0,), (extent.nbytes,)))
-    return Request(name, 1, Fit.of(whole, whole), extent, memoryview(b""))
+    return ReadRequest(name, 1, BoxCopy.of(whole, whole), extent, NOWHERE)

@@ -26,7 +26,7 @@ import xxhash
 
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.samples import Bytes, sampled
-from ckpt.transfer.write import OwnPart
+from ckpt.transfer.write import WriteItem
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
 from sharding.layout import Layout
@@ -153,7 +153,7 @@ def _hash_of(leaf: Leaf) -> bytes:
     """A hash of all bytes of a tensor."""
     numel = leaf.local.numel()
     hasher = xxhash.xxh3_64()
-    for block in OwnPart(leaf, 0, numel, (numel,)).outgoing().blocks():
+    for block in WriteItem(leaf, 0, numel, (numel,)).outgoing().blocks():
         hasher.update(block)
     return hasher.digest()
 

@@ -20,16 +20,16 @@ import numpy as np
 import torch
 
 from ckpt.errors import Difference
-from ckpt.match.match_builder import Want
+from ckpt.match.match_builder import Target
 from ckpt.match.overlaps import Placed, conflict, differing, group_bytes, is_same_view
+from ckpt.plan.load_plan import LoadItem
 from ckpt.plan.read_plan import requests_for
 from ckpt.state.memory import empty_for, memory_of
-from ckpt.transfer.read import transfer
+from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify
-from formats.catalog import StoredPiece, TensorRecord
+from formats.catalog import Catalog, StoredPiece, TensorRecord
 from formats.storage import Reader
-from sharding.describe.describing import describe
-from sharding.layout import Box, Mesh, Piece
+from sharding.layout import Box, Piece
 
 BLOCK_BYTES = 16 << 20
 """Bytes of each of two records that are in memory at once."""
@@ -38,17 +38,18 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Comparing:
-    """How the wants of a group are compared."""
+class SharedTargets:
+    """Compares the records of items whose targets share memory."""
 
     reader: Reader
-    world: Mesh
-    here: int
+    catalog: Catalog
+    targets: Sequence[Target]
+    rank: int
     budget: int
-    """Bytes of host memory that may be taken."""
+    """Bytes of host memory that a comparison may take."""
     verify: Verify
 
-    def differences(self, groups: Sequence[tuple[Want, ...]]) -> Iterator[Difference]:
+    def differences(self, groups: Sequence[tuple[LoadItem, ...]]) -> Iterator[Difference]:
         """The groups whose memory cannot hold what was saved, each by two names."""
         for group in groups:
             parts = [part for part in map(self._part, group) if part.local.numel()]
@@ -57,20 +58,18 @@ class Comparing:
             if all(parts[0].is_like(other) for other in parts[1:]):
                 first, *others = parts
                 unlike = (other for other in others if not self._are_equal(first, other))
-                found = (
-                    differing(first.want.name, other.want.name, other.nbytes) for other in unlike
-                )
+                found = (differing(first.name, other.name, other.nbytes) for other in unlike)
                 yield from found
             else:
                 yield from self._as_placed(parts)
 
-    def _part(self, want: Want) -> _Part:
-        local, layout = describe(want.tensor, want.name, self.world)
-        return _Part(want, local, tuple(layout.pieces(self.here)))
+    def _part(self, item: LoadItem) -> _Part:
+        record, local = self.catalog.tensors[item.source], self.targets[item.target].local
+        return _Part(item.name, record, local, tuple(item.layout.pieces(self.rank)))
 
     def _are_equal(self, one: _Part, other: _Part) -> bool:
         """Whether both records have the same in the boxes that this rank holds."""
-        a, b = one.want.record, other.want.record
+        a, b = one.record, other.record
         for piece in one.pieces:
             if a.dtype == b.dtype:
                 found = [list(record.pieces.locate(piece.box)) for record in (a, b)]
@@ -89,15 +88,15 @@ class Comparing:
     def _read(self, record: TensorRecord, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """What a target of this dtype would receive of a box, packed."""
         tensor = empty_for(record, box.shape)
-        requests = requests_for(record, [Piece.packed(box)], memory_of(tensor))
-        transfer(self.reader, requests, self.verify)
+        requests = requests_for(record, [Piece.packed(box)])
+        read_requests(self.reader, requests, [memory_of(tensor)], self.verify)
         return tensor.to(dtype)
 
     def _as_placed(self, parts: Sequence[_Part]) -> Iterator[Difference]:
         """The same for views of other shapes: their values, laid out as the targets are."""
         needed = group_bytes([part.local for part in parts])
         if needed > self.budget:
-            first, other = parts[0].want.name, parts[1].want.name
+            first, other = parts[0].name, parts[1].name
             yield Difference(
                 other,
                 "structure",
@@ -111,17 +110,18 @@ class Comparing:
             yield found
 
     def _placed(self, part: _Part) -> Placed:
-        record = part.want.record
-        values = empty_for(record, part.local.shape)
-        transfer(self.reader, requests_for(record, part.pieces, memory_of(values)), self.verify)
-        return Placed(part.want.name, part.local, values.to(part.local.dtype))
+        values = empty_for(part.record, part.local.shape)
+        requests = requests_for(part.record, part.pieces)
+        read_requests(self.reader, requests, [memory_of(values)], self.verify)
+        return Placed(part.name, part.local, values.to(part.local.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank has of a want."""
+    """This rank's part of an item."""
 
-    want: Want
+    name: str
+    record: TensorRecord
     local: torch.Tensor
     pieces: tuple[Piece, ...]
 

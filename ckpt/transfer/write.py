@@ -23,7 +23,7 @@ NUMPY_TYPES = frozenset(
 """Types whose memory Python sees as bytes without a view by torch."""
 
 
-class OwnPart(NamedTuple):
+class WriteItem(NamedTuple):
     """What this rank writes of one tensor: elements `[lo, hi)` of its local array, row-major."""
 
     leaf: Leaf
@@ -66,11 +66,11 @@ class OwnPart(NamedTuple):
         return _staged(self.leaf.local, self.lo, self.hi, self.leaf.dtype)
 
 
-def own_parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> list[OwnPart]:
+def write_items(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> list[WriteItem]:
     """What `rank`, which has `flat`, writes of the tensors in their stored layouts."""
     spans: dict[tuple[int, int], tuple[int, int, tuple[int, ...]] | None] = {}
     """By the ids of both layouts, of which most tensors of a model share few."""
-    parts: list[OwnPart] = []
+    parts: list[WriteItem] = []
     for name, leaf in flat.leaves.items():
         have, stored = leaf.layout, tensors[name].layout
         key = (id(have), id(stored))
@@ -78,7 +78,7 @@ def own_parts(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -
             spans[key] = _span(have, stored, rank)
         span = spans[key]
         if span is not None:
-            parts.append(OwnPart(leaf, *span))
+            parts.append(WriteItem(leaf, *span))
     return parts
 
 

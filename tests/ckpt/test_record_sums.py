@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.plan.read_plan import Limits, Request, requests_for
+from ckpt.plan.read_plan import Limits, ReadRequest, requests_for
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer import read as transferring
-from ckpt.transfer.read import Transfer, transfer
+from ckpt.transfer.read import RangeReader, ReadPolicy, Targets, bytes_of, read_requests
 from ckpt.transfer.record_sums import RecordSums, Verify
 from formats.catalog import Extent, PieceTable, StoredPiece, TensorRecord
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError
 from sharding.layout import Box, Piece, row_major
 
-LIMITS = Limits(read_bytes=96, straight_bytes=160, scratch_bytes=64, gap_bytes=16)
+LIMITS = Limits(read_bytes=96, direct_bytes=160, scratch_bytes=64, gap_bytes=16)
 """Limits by which a record of some hundred bytes is cut into many reads."""
+POLICY = ReadPolicy(2, LIMITS)
 SKIPPED = 7
 """Bytes of a file before its record."""
 
@@ -29,12 +30,11 @@ def extent_of(data: bytes) -> Extent:
     return Extent("file", SKIPPED, len(data), crc32=zlib.crc32(data))
 
 
-def request_of(extent: Extent) -> Request:
+def request_of(extent: Extent) -> ReadRequest:
     """All of an extent, as bytes."""
     stored = StoredPiece(Piece.packed(Box((0,), (extent.nbytes,))), extent)
     record = TensorRecord("w", (extent.nbytes,), BY_NAME["U8"], PieceTable([stored]))
-    array = np.zeros(extent.nbytes, np.uint8)
-    (request,) = requests_for(record, [Piece.packed(Box((0,), (extent.nbytes,)))], array)
+    (request,) = requests_for(record, [Piece.packed(Box((0,), (extent.nbytes,)))])
     return request
 
 
@@ -115,10 +115,12 @@ def test_no_flip_is_silent_where_not_told_and_none_at_all_with_all(
         requests, arrays = [], []
         for record in records:
             arrays.append(np.zeros(record.nbytes, np.uint8))
-            requests += requests_for(record, [Piece.packed(Box.whole(record.shape))], arrays[-1])
+            whole_record = [Piece.packed(Box.whole(record.shape))]
+            requests += requests_for(record, whole_record, len(arrays) - 1)
         with LocalStore(folder) as store:
-            assert transfer(store, requests, False, limits=LIMITS) == ()
-            found = what_is_told(store, requests, verify)
+            targets = list(map(bytes_of, arrays))
+            assert read_requests(store, requests, targets, False, policy=POLICY) == ()
+            found = what_is_told(store, requests, targets, verify)
         if isinstance(found, str):
             assert not is_sound
             assert f"{folder}/file: view at " in found
@@ -129,11 +131,11 @@ def test_no_flip_is_silent_where_not_told_and_none_at_all_with_all(
 
 
 def what_is_told(
-    store: LocalStore, requests: list[Request], verify: Verify
+    store: LocalStore, requests: list[ReadRequest], targets: Targets, verify: Verify
 ) -> str | tuple[str, ...]:
     """The error, or the tensors that could not be verified."""
     try:
-        return transfer(store, requests, verify, limits=LIMITS)
+        return read_requests(store, requests, targets, verify, policy=POLICY)
     except CorruptError as error:
         return str(error)
 
@@ -150,13 +152,14 @@ def test_several_threads_read_one_record(
     (tmp_path / "file").write_bytes(bytes(SKIPPED) + content)
     with LocalStore(tmp_path) as store:
         sums = RecordSums()
-        engine = Transfer(store, sums, workers=4, limits=LIMITS)
+        ranges = RangeReader(store, sums, ReadPolicy(4, LIMITS))
+        target = bytes_of(np.zeros(4000, np.uint8))
         if flipped is None:
-            engine.run([request_of(extent)])
+            ranges.run([request_of(extent)], [target])
             assert sums.unverified == ()
         else:
             with pytest.raises(CorruptError, match="file: w: bytes 7:4007 have the CRC-32"):
-                engine.run([request_of(extent)])
+                ranges.run([request_of(extent)], [target])
 
 
 class Counting(LocalStore):
@@ -181,9 +184,8 @@ def reading(
     record = TensorRecord("w", (len(content),), BY_NAME["U8"], PieceTable([stored]))
     array = np.zeros(box.numel, np.uint8)
     with Counting(folder) as store:
-        told = transfer(
-            store, requests_for(record, [Piece.packed(box)], array), verify, limits=LIMITS
-        )
+        requests = requests_for(record, [Piece.packed(box)])
+        told = read_requests(store, requests, [bytes_of(array)], verify, policy=POLICY)
     assert array.tobytes() == content[box.lo[0] : box.hi[0]]
     return store, told
 
@@ -198,7 +200,7 @@ def test_a_record_larger_than_the_scratch_memory_is_read_once_and_bit_by_bit(
     assert told == ()
     assert sum(store.sizes) == len(content)
     store, told = reading(tmp_path, content, Box((700,), (900,)), verify)
-    assert max(store.sizes) <= LIMITS.straight_bytes
+    assert max(store.sizes) <= LIMITS.direct_bytes
     assert (told, sum(store.sizes)) == (("w",), 200) if verify is True else ((), len(content))
 
 
@@ -215,9 +217,10 @@ def test_what_has_many_gaps_is_read_once_more_and_not_gap_by_gap(tmp_path: Path)
     content = random.Random(4).randbytes(300 * 40)
     (tmp_path / "file").write_bytes(bytes(SKIPPED) + content)
     record = view_of(extent_of(content), (300, 2), 0, (40, 1))
-    requests = requests_for(record, [Piece.packed(Box.whole((300, 2)))], np.zeros(600, np.uint8))
+    requests = requests_for(record, [Piece.packed(Box.whole((300, 2)))])
+    target = bytes_of(np.zeros(600, np.uint8))
     with Counting(tmp_path) as store:
-        assert transfer(store, requests, "all", limits=LIMITS) == ()
+        assert read_requests(store, requests, [target], "all", policy=POLICY) == ()
     assert len(store.sizes) <= 300 + -(-len(content) // LIMITS.scratch_bytes)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import ckpt
 from ckpt.budget import VARIABLE
-from ckpt.transfer.shares import divided
+from ckpt.plan.load_plan import divided
 from sharding import layout as algebra
 from sharding.layout import FlatShard, Layout, Mesh
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.plan.read_plan import Array, requests_for
+from ckpt.plan.read_plan import ReadRequest, requests_for
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.sources import open_source
 from ckpt.stores.store import open_store
-from ckpt.transfer.read import transfer
+from ckpt.transfer.read import Array, bytes_of, read_requests
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME
 from formats.native.manifest import MANIFEST, Manifest, StoredTensor, dump
@@ -124,14 +124,15 @@ def test_every_layout_loads_into_every_layout_at_eight_and_sixteen_ranks(
     wanted = layouts(loading) if loading > 1 else {str(s): Layout.single(s) for s in SHAPES}
     with open_source(str(tmp_path)) as source:
         for rank in range(loading):
-            requests, expected = [], []
+            requests: list[ReadRequest] = []
+            expected: list[tuple[np.ndarray, np.ndarray]] = []
             for record in source.catalog.tensors.values():
                 for layout in wanted.values():
                     if layout.shape == record.shape:
                         lo, hi = layout.span(rank)
                         array = np.zeros(hi - lo, dtype=np.uint32)
-                        requests += requests_for(record, layout.pieces(rank), array)
+                        requests += requests_for(record, layout.pieces(rank), len(expected))
                         expected.append((array, local_storage(layout, rank)))
-            transfer(source.store, requests)
+            read_requests(source.store, requests, [bytes_of(array) for array, _ in expected])
             for array, values in expected:
                 assert np.array_equal(array, values)

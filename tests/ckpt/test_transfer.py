@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from ckpt.plan.read_plan import Fits, Limits, Request, requests_for
+from ckpt.budget import memory_budget
+from ckpt.plan.read_plan import BoxCopies, Limits, ReadRequest, requests_for
 from ckpt.stores.local_store import LocalStore
-from ckpt.transfer.read import SCRATCH_BYTES, transfer
+from ckpt.transfer.read import SCRATCH_BYTES, ReadPolicy, bytes_of, read_requests
 from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, TensorRecord, TensorRef
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError, FormatError
@@ -35,8 +36,8 @@ MEMORY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 DTYPES = {1: BY_NAME["U8"], 2: BY_NAME["F16"], 4: BY_NAME["F32"], 8: BY_NAME["F64"]} | {
     16: BY_NAME["C128"]
 }
-SMALL = Limits(read_bytes=128, straight_bytes=192, scratch_bytes=256, gap_bytes=32)
-FAR = Limits(read_bytes=512, straight_bytes=512, scratch_bytes=96, gap_bytes=32)
+SMALL = Limits(read_bytes=128, direct_bytes=192, scratch_bytes=256, gap_bytes=32)
+FAR = Limits(read_bytes=512, direct_bytes=512, scratch_bytes=96, gap_bytes=32)
 """Limits that tensors of a few dozen elements reach."""
 
 
@@ -270,13 +271,19 @@ def test_any_box_of_any_storage_arrives_in_any_target(
     array = np.concatenate(expected)
     for piece in pieces:
         view(array, piece)[...] = array.dtype.type(99)
-    requests = requests_for(record, pieces, array)
-    assert sum(request.fit.numel for request in requests) == sum(
+    requests = requests_for(record, pieces)
+    assert sum(request.box_copy.numel for request in requests) == sum(
         box.numel for box, _ in case.targets
     )
     with LocalStore(folder) as store:
         done: list[int] = []
-        transfer(store, requests, progress=done.append, limits=case.limits)
+        read_requests(
+            store,
+            requests,
+            [bytes_of(array)],
+            progress=done.append,
+            policy=None if case.limits is None else ReadPolicy(2, case.limits),
+        )
     assert array.tobytes() == np.concatenate(expected).tobytes()
     assert sum(done) == sum(box.numel for box, _ in case.targets) * case.itemsize
 
@@ -304,7 +311,8 @@ def test_what_is_read_of_each_contiguous_range_is_the_range_and_two_chunks_at_mo
     array = np.zeros(box.numel, dtype=np.uint32)
     with LocalStore(folder) as store:
         reader = CountingReader(store)
-        transfer(reader, requests_for(record, [Piece.packed(box)], array), limits=SMALL)
+        requests = requests_for(record, [Piece.packed(box)])
+        read_requests(reader, requests, [bytes_of(array)], policy=ReadPolicy(2, SMALL))
     assert np.array_equal(array.reshape(box.shape), content[index(box)])
     assert reader.nbytes <= 4 * box.numel + ranges * 2 * chunk_bytes
 
@@ -352,17 +360,17 @@ class Opened:
     def __post_init__(self) -> None:
         self.catalog = native.read(self.reader)
 
-    def requests(self, name: str, box: Box) -> tuple[list[Request], np.ndarray]:
+    def requests(self, name: str, box: Box) -> tuple[list[ReadRequest], np.ndarray]:
         """What brings a box into a packed array; headers are read by this, and not counted."""
         record = self.catalog.tensors[name]
         array = np.zeros(box.numel, dtype=MEMORY[record.dtype.itemsize])
-        found = list(requests_for(record, [Piece.packed(box)], array))
+        found = list(requests_for(record, [Piece.packed(box)]))
         self.reader.reads.clear()
         return found, array
 
     def read(self, name: str, box: Box, verify: bool = True) -> np.ndarray:
         requests, array = self.requests(name, box)
-        transfer(self.reader, requests, verify)
+        read_requests(self.reader, requests, [bytes_of(array)], verify)
         return array.reshape(box.shape)
 
 
@@ -450,9 +458,9 @@ def test_many_small_tensors_come_in_few_reads(tmp_path: Path) -> None:
         array = np.zeros(count * 256, dtype=np.uint32)
         requests = []
         for i, record in enumerate(catalog.tensors.values()):
-            requests += requests_for(record, [Piece.packed(Box((0,), (256,)), i * 256)], array)
+            requests += requests_for(record, [Piece.packed(Box((0,), (256,)), i * 256)])
         reader.reads.clear()
-        transfer(reader, requests)
+        read_requests(reader, requests, [bytes_of(array)])
     assert np.array_equal(array, np.repeat(np.arange(count, dtype=np.uint32), 256))
     assert len(reader.reads) <= 1.05 * array.nbytes / LOCAL_READ_BYTES
     assert reader.nbytes == array.nbytes
@@ -537,12 +545,12 @@ def test_a_file_that_was_truncated_after_it_was_opened_is_an_error(
     folder = copied(sharded, tmp_path / "copy")
     with LocalStore(folder) as store:
         opened = Opened(CountingReader(store))
-        requests, _ = opened.requests("w", Box.whole((1003, 1250)))
+        requests, array = opened.requests("w", Box.whole((1003, 1250)))
         for file in folder.glob("*.safetensors"):
             with file.open("r+b") as shortened:
                 shortened.truncate(2000)
         with pytest.raises(CorruptError, match="ends at 2000"):
-            transfer(store, requests)
+            read_requests(store, requests, [bytes_of(array)])
 
 
 @pytest.mark.parametrize("zstd", [False, True], ids=["raw", "zstd"])
@@ -556,10 +564,12 @@ def test_memory_beyond_the_target_is_bounded(tmp_path: Path, zstd: bool, turned:
         piece = Piece.packed(Box.whole(shape))
         if turned:
             piece = replace(piece, strides=(1, shape[0]))
-        requests = list(requests_for(record, [piece], array))
+        requests = list(requests_for(record, [piece]))
+        usual = ReadPolicy.within(memory_budget(), store)
+        policy = replace(usual, workers=workers)
         tracemalloc.start()
         try:
-            transfer(store, requests, workers=workers)
+            read_requests(store, requests, [bytes_of(array)], policy=policy)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -574,27 +584,28 @@ def test_a_hole_and_an_overlap_in_what_is_stored_are_errors_that_name_the_tensor
     extent = Extent("file", 0, 400)
     upper = StoredPiece(Piece.packed(Box((0, 0), (5, 10))), extent)
     lower = StoredPiece(Piece.packed(Box((6, 0), (10, 10))), extent)
-    array = np.zeros(100, dtype=np.uint32)
     whole = [Piece.packed(Box.whole((10, 10)))]
     holed = TensorRecord("model.w", (10, 10), BY_NAME["F32"], PieceTable([upper, lower]))
     with pytest.raises(HoleError, match=r"model\.w: 90 of the 100 elements of \[0:10, 0:10\]"):
-        list(requests_for(holed, whole, array))
+        list(requests_for(holed, whole))
     doubled = TensorRecord("model.w", (10, 10), BY_NAME["F32"], PieceTable([upper, upper, lower]))
     with pytest.raises(HoleError, match=r"model\.w: 140 of the 100"):
-        list(requests_for(doubled, whole, array))
+        list(requests_for(doubled, whole))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
-def test_equal_layouts_give_the_same_pieces_and_so_share_their_fits(
+def test_equal_layouts_give_the_same_pieces_and_so_share_their_box_copies(
     m: int, n: int, rank: int
 ) -> None:
     one, other = (Layout((m, n), Mesh.grid(("dp",), (4,)), (Shard(0),)) for _ in range(2))
-    fits = Fits()
-    assert fits.pieces(one, rank) is fits.pieces(other, rank)
-    assert fits.pieces(one, rank) == one.pieces(rank)
+    box_copies = BoxCopies()
+    assert box_copies.pieces(one, rank) is box_copies.pieces(other, rank)
+    assert box_copies.pieces(one, rank) == one.pieces(rank)
     whole = Piece.packed(Box.whole((m, n)))
-    for piece, same in zip(fits.pieces(one, rank), fits.pieces(other, rank), strict=True):
-        assert fits.of(whole, piece) is fits.of(whole, same)
+    for piece, same in zip(
+        box_copies.pieces(one, rank), box_copies.pieces(other, rank), strict=True
+    ):
+        assert box_copies.of(whole, piece) is box_copies.of(whole, same)
 
 
 def test_a_piece_that_reaches_over_the_end_of_its_extent_is_refused(tmp_path: Path) -> None:
@@ -603,9 +614,9 @@ def test_a_piece_that_reaches_over_the_end_of_its_extent_is_refused(tmp_path: Pa
     for piece in (Piece.packed(Box((0,), (100,)), 1), Piece(Box((0,), (100,)), 0, (2,))):
         stored = StoredPiece(piece, Extent("file", 0, 400))
         record = TensorRecord("w", (100,), BY_NAME["F32"], PieceTable([stored]))
-        requests = list(requests_for(record, [Piece.packed(Box((0,), (100,)))], array))
+        requests = list(requests_for(record, [Piece.packed(Box((0,), (100,)))]))
         with LocalStore(tmp_path) as store, pytest.raises(FormatError, match="w has 400 bytes"):
-            transfer(store, requests)
+            read_requests(store, requests, [bytes_of(array)])
 
 
 def test_strides_that_run_backwards_are_refused(tmp_path: Path) -> None:
@@ -613,9 +624,9 @@ def test_strides_that_run_backwards_are_refused(tmp_path: Path) -> None:
     stored = StoredPiece(Piece(Box((0,), (100,)), 99, (-1,)), Extent("file", 0, 400))
     record = TensorRecord("w", (100,), BY_NAME["F32"], PieceTable([stored]))
     array = np.zeros(100, dtype=np.uint32)
-    requests = list(requests_for(record, [Piece.packed(Box((0,), (100,)))], array))
+    requests = list(requests_for(record, [Piece.packed(Box((0,), (100,)))]))
     with LocalStore(tmp_path) as store, pytest.raises(FormatError, match="negative strides"):
-        transfer(store, requests)
+        read_requests(store, requests, [bytes_of(array)])
 
 
 def test_replicas_of_a_layout_are_stored_once_and_read_once(tmp_path: Path) -> None:

@@ -40,21 +40,21 @@ STEPS = {
         "ckpt.save_protocol:packed",
         COMMIT,
     ),
-    "load": ("ckpt.loading:match", "ckpt.loading:read_fills", INSTALL),
-    "load, exchanging": ("ckpt.loading:Shares", "ckpt.loading:read_fills"),
+    "load": ("ckpt.loading:match", "ckpt.loading:plan_load", "ckpt.loading:LoadRun.read", INSTALL),
+    "load, exchanging": ("ckpt.loading:plan_load", "ckpt.loading:LoadRun.read"),
     "convert": ("ckpt.state_dict:flatten", "sharding.reshard.kinds:_mark"),
     "load a state dict": (
         "ckpt.state_dict:flatten",
         "ckpt.state_dict:match",
-        "ckpt.transfer.from_peers:Filling._fill",
+        "ckpt.transfer.from_peers:plan_load",
         INSTALL,
     ),
 }
 """What each call does, in order, until tensors travel."""
 TRAVEL = {
-    "load, exchanging": "ckpt.transfer.shares:redistribute",
+    "load, exchanging": "ckpt.transfer.run:redistribute",
     "convert": "sharding.reshard.kinds:redistribute",
-    "load a state dict": "ckpt.transfer.from_peers:redistribute",
+    "load a state dict": "ckpt.transfer.run:redistribute",
 }
 """The steps in which tensors travel: who does not take part breaks the process group itself."""
 ERRORS = {
@@ -244,7 +244,7 @@ SAMPLE = [
     ("save", "ckpt.saving:_write", "hangs", 1),
     ("save", COMMIT, "raises", 0),
     ("save later", "ckpt.background.save:_Save._write", "leaves", 1),
-    ("load", "ckpt.loading:read_fills", "hangs", 0),
+    ("load", "ckpt.loading:LoadRun.read", "hangs", 0),
     ("convert", "ckpt.state_dict:flatten", "raises", 0),
     ("load a state dict", INSTALL, "is interrupted", 0),
 ]

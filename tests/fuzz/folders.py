@@ -11,7 +11,7 @@ from ckpt.errors import NotACheckpointError
 from ckpt.plan.read_plan import requests_for
 from ckpt.sources import Source
 from ckpt.stores.store import Store
-from ckpt.transfer.read import transfer
+from ckpt.transfer.read import read_requests
 from formats.catalog import Catalog
 from formats.errors import CorruptError, FormatError
 from formats.storage import LOCAL_READ_BYTES, GoneError, SizeError, TooLargeError
@@ -126,7 +126,7 @@ def _read(folder: Folder, catalog: Catalog, name: str) -> None:
     if record.nbytes <= MOST_BYTES:
         memory = np.zeros(record.nbytes // record.dtype.itemsize * record.dtype.itemsize, np.uint8)
         whole = [Piece.packed(Box.whole(record.shape))]
-        transfer(folder, requests_for(record, whole, memoryview(memory.data)))
+        read_requests(folder, requests_for(record, whole), [memoryview(memory.data)])
 
 
 def _look(catalog: Catalog) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from ckpt.plan.read_plan import requests_for
-from ckpt.transfer.read import transfer
+from ckpt.transfer.read import read_requests
 from formats import pickle_reader, safetensors_file
 from formats.errors import FormatError
 from sharding.layout import Box, Piece
@@ -82,7 +82,7 @@ def values_of(file: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     for name, record in safetensors_file.read(folder, "f").tensors.items():
         memory = np.zeros(record.nbytes, np.uint8)
         whole = [Piece.packed(Box.whole(record.shape))]
-        transfer(folder, requests_for(record, whole, memoryview(memory.data)))
+        read_requests(folder, requests_for(record, whole), [memoryview(memory.data)])
         found[name] = (record.dtype.name, record.shape, memory.tobytes())
     return found
 

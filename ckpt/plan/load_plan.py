@@ -1,0 +1,313 @@
+"""One load as a value: the reads, stages, exchanges and scatter rounds of one rank.
+
+`plan_load` turns load items into a `LoadPlan`. The plan is printable and holds no memory: targets
+are numbers, and `ckpt.transfer.run` knows the tensor of each number. The catalog says where each
+tensor lies: in extents of files, or in the memory of ranks (`PeerPieces`).
+
+Rules:
+
+1. An item that bytes can be read into as it lies is one direct read. Any other item is *staged*:
+   it is read into memory of its own and copied. A large item is staged some rows at a time.
+2. Ranks that want the same elements may each read a share and exchange it: a replicated tensor is
+   divided evenly (`Split`), as a save divides it, and a small one is read by one rank, each rank in
+   its turn (`Only`). A rank reads its share directly into its target. Staged items take no part.
+3. More ranks than saved may scatter what they read, from a server (`ckpt.plan.scatter_plan`).
+4. Exchanges and scatter rounds follow from names, layouts and sizes alone, so ranks that want the
+   same plan the same. `LoadPlan.fingerprint` tells whether they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import xxhash
+
+from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
+from ckpt.plan.scatter_plan import Scatter, ScatterRound, TensorMove
+from ckpt.plan.shard_sizes import positions
+from formats.catalog import Catalog, Extent, StoredPiece, TensorRecord
+from formats.dtypes import DType
+from sharding.layout import Box, Layout, Mesh, Only, Piece, Placement, Replicate, Split
+from sharding.layout.exchange import exchange
+
+SMALL_BYTES = 1 << 20
+"""A part of a replicated tensor of at most so many bytes is not divided."""
+
+
+class LoadItem(NamedTuple):
+    """One tensor of the target, and the record of the catalog that fills it."""
+
+    name: str
+    """Of the tensor in the target."""
+    source: str
+    """Of the record in the catalog."""
+    target: int
+    """The number of the target, or `NOWHERE` if only other ranks want the tensor."""
+    layout: Layout
+    """Of the target."""
+    shape: tuple[int, ...]
+    """Of this rank's local tensor."""
+    is_direct: bool
+    """Whether bytes of the record can be read into the target's memory as it lies."""
+
+
+class Stage(NamedTuple):
+    """Memory into which a tensor, or some of its rows, are read before they are copied."""
+
+    dtype: DType
+    """Of the record."""
+    shape: tuple[int, ...]
+    lo: int
+    """The first row in the target; 0 for a tensor without dimensions."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.dtype.nbytes(self.shape)
+
+
+class TensorRead(NamedTuple):
+    """The reads of one tensor, or of some rows of one."""
+
+    name: str
+    target: int
+    requests: Sequence[ReadRequest]
+    stage: Stage | None
+    """None for a direct read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPolicy:
+    """What a plan may do, and how much memory it may take."""
+
+    stage_bytes: int
+    """Staged at once."""
+    exchange: bool = False
+    """Whether replicas exchange what they read."""
+    scatter_bytes: int = 0
+    """Read for other ranks at once, and received from them; 0 if nothing is scattered."""
+    move_bytes: int = 0
+    """Moved at once between the memory of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """One rank's part in a load."""
+
+    reads: tuple[TensorRead, ...]
+    """From files, in the order of the items."""
+    exchanges: tuple[TensorMove, ...] = ()
+    """Between replicas, after all reads. A source is a range of its own target's elements."""
+    scatter_rounds: tuple[ScatterRound, ...] = ()
+    """After the exchanges."""
+    peer_moves: tuple[tuple[TensorMove, ...], ...] = ()
+    """From the memory of ranks, in batches. A source is a rank's part of a tensor."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Targets that the plan fills on this rank, each once."""
+        found = dict.fromkeys(read.name for read in self.reads)
+        found.update((move.name, None) for round_ in self.scatter_rounds for move in round_.moves)
+        return tuple(found)
+
+    @property
+    def requests(self) -> Iterator[ReadRequest]:
+        """The requests of `reads`."""
+        return (request for read in self.reads for request in read.requests)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank reads from files, before they are rounded out to chunks."""
+        scattered = (request for round_ in self.scatter_rounds for request in round_.requests)
+        return sum(r.nbytes for r in self.requests) + sum(r.nbytes for r in scattered)
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits that are equal on ranks that exchange and scatter the same; else 0."""
+        if not self.exchanges and not self.scatter_rounds:
+            return 0
+        hasher = xxhash.xxh3_64()
+        for move in self.exchanges:
+            hasher.update(repr((move.name, move.itemsize, move.have, move.want)).encode())
+        for number, round_ in enumerate(self.scatter_rounds):
+            hasher.update(repr(round_.sends).encode())
+            for move in round_.moves:
+                said = (number, move.name, move.itemsize, move.have, move.want)
+                hasher.update(repr(said).encode())
+        return hasher.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPieces:
+    """Where a tensor lies that the ranks have in memory."""
+
+    layout: Layout
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        return self.locate(Box.whole(self.layout.shape))
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """The pieces of ranks that hold some of `box`; the extents have no file."""
+        for rank in self.layout.holders(box):
+            for piece in self.layout.pieces(rank):
+                if piece.box & box:
+                    yield StoredPiece(piece, Extent(f"rank {rank}", 0, 0))
+
+
+def plan_load(
+    items: Iterable[LoadItem],
+    catalog: Catalog,
+    world: Mesh,
+    rank: int,
+    policy: LoadPolicy,
+    copies: BoxCopies | None = None,
+) -> LoadPlan:
+    """The plan by which `rank` fills its items. Pure, but for headers of files that it looks up.
+
+    `world` has all ranks along one axis. `copies` may be shared by several plans.
+
+    Raises:
+        HoleError: elements of an item are stored nowhere, or twice.
+    """
+    copies = BoxCopies() if copies is None else copies
+    planner = _Planner(
+        catalog.tensors,
+        world,
+        rank,
+        policy,
+        copies,
+        Scatter(world, rank, policy.scatter_bytes, copies),
+        [],
+        [],
+        {},
+    )
+    peers = [item for item in items if planner.add(item)]
+    return LoadPlan(
+        tuple(planner.reads),
+        tuple(planner.exchanges),
+        planner.scatter.rounds(),
+        tuple(planner.batches(peers)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    records: Mapping[str, TensorRecord]
+    world: Mesh
+    rank: int
+    policy: LoadPolicy
+    copies: BoxCopies
+    scatter: Scatter
+    reads: list[TensorRead]
+    exchanges: list[TensorMove]
+    shares: dict[tuple[Layout, int | None], Layout]
+
+    def add(self, item: LoadItem) -> bool:
+        """Plans one item; True for one that the ranks have in memory, which is planned later."""
+        name, source, target, layout, _, is_direct = item
+        record = self.records[source]
+        if isinstance(record.pieces, PeerPieces):
+            return True
+        if not is_direct:
+            self.reads.extend(self._staged(item, record))
+            return False
+        pieces: Sequence[Piece] = self.copies.pieces(layout, self.rank)
+        if self.policy.exchange:
+            if self.scatter.takes(name, record, target, layout):
+                return False
+            pieces = self._shared(item, record.dtype.itemsize, pieces)
+        requests = requests_for(record, pieces, target, self.copies, name)
+        self.reads.append(TensorRead(name, target, requests, None))
+        return False
+
+    def _staged(self, item: LoadItem, record: TensorRecord) -> Iterator[TensorRead]:
+        """The reads of an item that is staged: all at once, or some rows at a time (rule 1)."""
+        name, _, target, layout, shape, _ = item
+        pieces, dtype = self.copies.pieces(layout, self.rank), record.dtype
+        if not shape or dtype.nbytes(shape) <= self.policy.stage_bytes:
+            requests = requests_for(record, pieces, target, self.copies, name)
+            yield TensorRead(name, target, requests, Stage(dtype, shape, 0))
+            return
+        row = prod(shape[1:])
+        step = max(1, self.policy.stage_bytes // dtype.nbytes(shape[1:]))
+        for first in range(0, shape[0], step):
+            rows = min(step, shape[0] - first)
+            lo, hi = first * row, (first + rows) * row
+            some = [part for piece in pieces for part in piece.within(lo, hi)]
+            moved = [Piece(part.box, part.at - lo, part.strides) for part in some]
+            requests = requests_for(record, moved, target, name=name)
+            yield TensorRead(name, target, requests, Stage(dtype, (rows, *shape[1:]), first))
+
+    def _shared(self, item: LoadItem, itemsize: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Of the pieces of a direct item, those that this rank reads (rule 2)."""
+        layout = item.layout
+        have = self._share(layout, itemsize)
+        if have is None:
+            return pieces
+        begin, _ = layout.span(self.rank)
+        lo, hi = have.span(self.rank)
+        source = lo - begin, hi - begin
+        self.exchanges.append(TensorMove(item.name, itemsize, source, have, item.target, layout))
+        return [
+            Piece(piece.box, piece.at + lo - begin, piece.strides)
+            for piece in have.pieces(self.rank)
+        ]
+
+    def _share(self, layout: Layout, itemsize: int) -> Layout | None:
+        """Which rank reads what of a tensor; None if it has no replicas, or ranks elsewhere."""
+        if layout.replicas == 1 or layout.numel == 0:
+            return None
+        turn = None
+        if layout.numel * layout.replicas * itemsize <= SMALL_BYTES * layout.mesh.size:
+            turn = (len(self.exchanges) + 1) % layout.replicas
+        if positions(layout.mesh, self.world) is None:
+            return None
+        key = layout, turn
+        if key not in self.shares:
+            self.shares[key] = divided(layout, turn)
+        return self.shares[key]
+
+    def batches(self, items: Sequence[LoadItem]) -> Iterator[tuple[TensorMove, ...]]:
+        """Moves from the memory of ranks, of at most `move_bytes` at once if a tensor has no more.
+
+        Raises HoleError for elements that no rank has.
+        """
+        batch: list[TensorMove] = []
+        nbytes = 0
+        for name, source, target, layout, _, _ in items:
+            record = self.records[source]
+            have = record.pieces
+            assert isinstance(have, PeerPieces)
+            exchange(have.layout, layout, self.rank)  # finds holes
+            if batch and nbytes + record.nbytes > self.policy.move_bytes:
+                yield tuple(batch)
+                batch, nbytes = [], 0
+            lo, hi = have.layout.span(self.rank)
+            size = record.dtype.itemsize
+            batch.append(TensorMove(name, size, (0, hi - lo), have.layout, target, layout))
+            nbytes += record.nbytes
+        if batch:
+            yield tuple(batch)
+
+
+def divided(layout: Layout, turn: int | None) -> Layout:
+    """The layout in which each element is held once: shared evenly, or by replica `turn` alone.
+
+    >>> mesh = Mesh.grid(("dp",), (2,))
+    >>> replicated = Layout((4,), mesh, (Replicate(),))
+    >>> str(divided(replicated, None)), str(divided(replicated, 1))
+    ('dp:2=split', 'dp:2=only(1)')
+    """
+    placements: list[Placement] = []
+    for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
+        if not isinstance(placement, Replicate):
+            placements.append(placement)
+        elif turn is None:
+            placements.append(Split())
+        else:
+            turn, index = divmod(turn, size)
+            placements.append(Only(index))
+    return Layout(layout.shape, layout.mesh, tuple(placements))

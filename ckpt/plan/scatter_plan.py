@@ -1,0 +1,208 @@
+"""Scatter reads: more ranks than saved load from a server, and each reads large ranges for others.
+
+Each rank wants a part of every tensor, and between two parts of one rank lie the parts of others.
+Asking for each part by itself would take a request for every tensor and rank. So neighbouring
+tensors form a *read batch*, which one rank of several reads and scatters to the others.
+
+Rules:
+
+1. The batches and their readers follow from names, layouts and sizes alone: all ranks plan alike.
+2. With k = loading / saving ranks, k ranks read each shard file and take batches round-robin. A
+   tensor is scattered from its stored layout, with readers in the place of the saving ranks.
+3. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
+   them until the round is over, holds them once more as messages, and receives at most
+   as many at a time. A tensor of which one rank would read more is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
+from ckpt.plan.shard_sizes import elements_held, positions
+from formats.catalog import TensorRecord
+from sharding.layout import Layout, Mesh
+
+
+class TensorMove(NamedTuple):
+    """A tensor that goes from one layout into another, as this rank takes part."""
+
+    name: str
+    itemsize: int
+    source: tuple[int, int]
+    """The elements of its source that this rank holds under `have`; `LoadPlan` says of which."""
+    have: Layout
+    target: int
+    want: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterRound:
+    """Tensors that are read, held and scattered together."""
+
+    moves: tuple[TensorMove, ...]
+    """A source is memory of its own, which this rank makes and fills before it moves."""
+    requests: tuple[ReadRequest, ...]
+    """Fill the sources; their target is the position of the move in `moves`."""
+    sends: tuple[tuple[int, int], ...]
+    """How many moves, in order, travel together, and the bytes of all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """One tensor that is scattered."""
+
+    name: str
+    record: TensorRecord
+    stored: Layout
+    target: int
+    want: Layout
+    savers: np.ndarray
+    """The ranks of the stored mesh, in row-major order."""
+    wanting: np.ndarray
+    """The ranks of the wanted mesh, by their positions in the world."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that each saving rank has, on average."""
+        return -(-self.record.nbytes // self.stored.mesh.size)
+
+    @property
+    def reads(self) -> np.ndarray:
+        """Bytes to read, for each saving rank."""
+        found = np.empty(len(self.savers), np.int64)
+        found[self.savers] = elements_held(self.stored) * self.record.dtype.itemsize
+        return found
+
+    @property
+    def receives(self) -> np.ndarray:
+        """Bytes that each wanting rank receives at most, in the order of `wanting`."""
+        return elements_held(self.want) * self.record.dtype.itemsize
+
+
+_Batch = tuple[int, list[_Entry]]
+"""The number of a read batch, which chooses its readers, and its tensors."""
+
+
+class Scatter:
+    """Collects the tensors of one load that are scattered."""
+
+    def __init__(self, world: Mesh, rank: int, most_bytes: int, copies: BoxCopies) -> None:
+        """With `most_bytes` 0, nothing is taken."""
+        self._world = world
+        self._ranks = list(world.ranks())
+        self._rank = rank
+        self._most_bytes = most_bytes
+        self._copies = copies
+        self._entries: list[_Entry] = []
+        self._readers: dict[tuple[Mesh, int], Mesh] = {}
+
+    def takes(self, name: str, record: TensorRecord, target: int, want: Layout) -> bool:
+        """Whether a tensor with a direct target is scattered; then it is collected."""
+        stored, ranks = record.layout, self._world.size
+        if (
+            stored is None
+            or 2 * stored.mesh.size > ranks
+            or ranks % stored.mesh.size
+            or stored.replicas > 1
+            or not 0 < record.nbytes <= self._most_bytes * stored.mesh.size
+        ):
+            return False
+        savers = positions(stored.mesh, Mesh.grid(("saved",), (stored.mesh.size,)))
+        wanting = positions(want.mesh, self._world)
+        if savers is None or wanting is None:
+            return False
+        entry = _Entry(name, record, stored, target, want, savers, wanting)
+        if entry.reads.max() > self._most_bytes:
+            return False
+        self._entries.append(entry)
+        return True
+
+    def rounds(self) -> tuple[ScatterRound, ...]:
+        """The rounds. Opens the files that this rank reads."""
+        return tuple(self._round(batches) for batches in self._divided())
+
+    def _divided(self) -> list[list[_Batch]]:
+        """The tensors in batches, and the batches in rounds (rules 2 and 3).
+
+        A batch has less than `most_bytes` if some rank would have no batch to read otherwise.
+        """
+        every = sum(entry.record.nbytes for entry in self._entries)
+        most_parts = min(self._most_bytes, -(-every // self._world.size))
+        number, parts = -1, 0  # of the current batch
+        reading = np.zeros(self._world.size, np.int64)  # by each rank, in the current batch
+        before = np.zeros_like(reading)  # and in earlier batches of its round
+        rounds: list[list[_Batch]] = []
+        # In the order of the files; the target has them in the order of the state.
+        for entry in sorted(self._entries, key=lambda one: -one.record.dtype.itemsize):
+            reads = entry.reads
+            if (
+                not rounds
+                or parts + entry.part_bytes > most_parts
+                or (reading[self._reading(entry, number)] + reads).max() > self._most_bytes
+            ):
+                number, parts = number + 1, 0
+                before += reading
+                reading[:] = 0
+                rounds = rounds or [[]]
+                rounds[-1].append((number, []))
+            readers = self._reading(entry, number)
+            reading[readers] += reads
+            parts += entry.part_bytes
+            if (before[readers] + reading[readers]).max() > self._most_bytes:
+                rounds.append([rounds[-1].pop()])
+                before[:] = 0
+            rounds[-1][-1][1].append(entry)
+        return rounds
+
+    def _round(self, batches: Sequence[_Batch]) -> ScatterRound:
+        moves: list[TensorMove] = []
+        requests: list[ReadRequest] = []
+        entries = [(number, entry) for number, found in batches for entry in found]
+        for number, entry in entries:
+            have, lo, hi = self._read_as(entry.stored, number), 0, 0
+            if have.mesh.coordinate(self._rank) is not None:
+                pieces = self._copies.pieces(have, self._rank)
+                requests += requests_for(entry.record, pieces, len(moves), self._copies, entry.name)
+                lo, hi = have.span(self._rank) if pieces else (0, 0)
+            size = entry.record.dtype.itemsize
+            moves.append(TensorMove(entry.name, size, (0, hi - lo), have, entry.target, entry.want))
+        sends = tuple(self._sends([entry for _, entry in entries]))
+        return ScatterRound(tuple(moves), tuple(requests), sends)
+
+    def _sends(self, entries: Sequence[_Entry]) -> Iterator[tuple[int, int]]:
+        """How many tensors, in order, travel together, and their bytes.
+
+        No rank receives more than `most_bytes` at once. A tensor of which one rank receives more
+        travels alone, with `most_bytes` in the place of its bytes.
+        """
+        count, nbytes = 0, 0
+        received = np.zeros(self._world.size, np.int64)
+        for entry in entries:
+            more = entry.receives
+            if count and (received[entry.wanting] + more).max() > self._most_bytes:
+                yield count, nbytes if received.max() <= self._most_bytes else self._most_bytes
+                count, nbytes, received = 0, 0, np.zeros_like(received)
+            received[entry.wanting] += more
+            count, nbytes = count + 1, nbytes + entry.record.nbytes
+        if count:
+            yield count, nbytes if received.max() <= self._most_bytes else self._most_bytes
+
+    def _read_as(self, stored: Layout, number: int) -> Layout:
+        """A stored layout with the readers of a batch in the place of the ranks that saved."""
+        mesh, each = stored.mesh, self._world.size // stored.mesh.size
+        readers = self._readers.get((mesh, number % each))
+        if readers is None:
+            ranks = [self._ranks[rank * each + number % each] for rank in mesh.ranks()]
+            readers = Mesh.of_ranks(mesh.names, mesh.sizes, ranks)
+            self._readers[mesh, number % each] = readers
+        return Layout(stored.shape, readers, stored.placements)
+
+    def _reading(self, entry: _Entry, number: int) -> slice:
+        """The positions in the world of the ranks that read a tensor in a batch."""
+        each = self._world.size // entry.stored.mesh.size
+        return slice(number % each, None, each)

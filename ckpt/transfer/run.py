@@ -1,0 +1,224 @@
+"""Executes a `LoadPlan`: read, verify, place, scatter, stage. The only executor of loads.
+
+`ckpt.load` runs plans whose tensors lie in files, `ckpt.state_dict.load` runs plans whose tensors
+lie in the memory of ranks. A plan names its targets by number; `LoadRun` has their memory.
+
+Rules:
+
+1. Bytes are verified by the rank that reads them, before they travel.
+2. All that is staged at once stays within `stage_bytes`.
+3. A read that fails in a scatter round does not stop the round: the other ranks wait for its
+   messages. The error is raised after the last round.
+4. `half_loaded` and `failed_elsewhere` make the errors of a load that failed half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ckpt.errors import (
+    DamagedLoadError,
+    PartialLoadError,
+    RankError,
+    ReplacedError,
+    ReplacedLoadError,
+)
+from ckpt.match.match_builder import Target
+from ckpt.plan.load_plan import LoadPlan, Stage, TensorRead
+from ckpt.plan.read_plan import NOWHERE, ReadRequest
+from ckpt.plan.scatter_plan import ScatterRound, TensorMove
+from ckpt.state.memory import is_lazy, memory_of, torch_dtype
+from ckpt.transfer.read import RangeReader, ReadPolicy
+from ckpt.transfer.record_sums import RecordSums
+from formats.errors import FormatError
+from formats.native.shard import Progress
+from formats.storage import Reader
+from sharding.errors import said
+from sharding.reshard.redistribute import Move, redistribute
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@contextmanager
+def half_loaded(touched: Iterable[str], reads: bool = True) -> Iterator[None]:
+    """Errors in the block name the tensors in `touched`, which is read when an error comes.
+
+    `reads` says whether the block reads the checkpoint, so that its errors may be the checkpoint's.
+
+    Raises:
+        DamagedLoadError: bytes of the checkpoint are missing or changed.
+        ReplacedLoadError: the checkpoint was replaced meanwhile.
+        PartialLoadError: any other failure.
+    """
+    try:
+        yield
+    except Exception as error:
+        names = list(touched)
+        if reads and isinstance(error, FormatError):
+            raise DamagedLoadError(str(error), names) from error
+        if reads and isinstance(error, ReplacedError):
+            raise ReplacedLoadError(str(error), names) from error
+        raise PartialLoadError(f"{type(error).__name__}: {said(error)}", names) from error
+
+
+@contextmanager
+def failed_elsewhere(touched: Iterable[str]) -> Iterator[None]:
+    """A RankError in the block names the tensors that this rank, which did not fail, has filled."""
+    try:
+        yield
+    except RankError as error:
+        error.touched = tuple(touched)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """The execution of plans for one set of targets."""
+
+    targets: Sequence[Target]
+    """By the numbers that plans have for them."""
+    group: ProcessGroup | None = None
+    """The ranks that exchange tensors."""
+    touched: dict[str, None] = field(default_factory=dict)
+    """Names of targets that reads have begun to fill."""
+
+    def read(self, plan: LoadPlan, source: FileSource, stage_bytes: int) -> None:
+        """Fulfils `plan.reads`. Does not communicate.
+
+        Raises as `half_loaded` does, with the names of targets that were begun.
+        """
+        ranges = source.range_reader()
+        memory = [memoryview(b"")] * len(self.targets)
+        with half_loaded(self.touched):
+            for batch in _batches(plan.reads, stage_bytes):
+                requests: list[ReadRequest] = []
+                staged: list[tuple[TensorRead, Stage, torch.Tensor]] = []
+                for read in batch:
+                    name, target, some, stage = read
+                    self.touched[name] = None
+                    if stage is None:
+                        memory[target] = memory_of(self.targets[target].local)
+                    else:
+                        dtype = torch_dtype(stage.dtype.torch_name)
+                        into = torch.empty(stage.shape, dtype=dtype, device="cpu")
+                        memory[target] = memory_of(into)
+                        staged.append((read, stage, into))
+                    requests += some
+                ranges.run(requests, memory, source.progress)
+                for read, stage, into in staged:
+                    memory[read.target] = memoryview(b"")
+                    local = self.targets[read.target].local
+                    if into.shape != local.shape:
+                        local = local[stage.lo : stage.lo + len(into)]
+                    local.copy_(into)
+            ranges.finish(source.progress)
+
+    def exchange(self, plan: LoadPlan, source: FileSource, budget: int) -> None:
+        """Fulfils `plan.exchanges` and `plan.scatter_rounds`, after `read`.
+
+        Called by all ranks of the group, with the same `budget` in bytes; communicates. Raises as
+        `half_loaded` does, with the names of all targets.
+        """
+        self._redistribute(map(self._share, plan.exchanges), budget // 2)
+        failed: list[Exception] = []
+        for scatter_round in plan.scatter_rounds:
+            self._scatter(scatter_round, source, plan.names, failed)
+        if failed:
+            raise failed[0]
+
+    def move(self, plan: LoadPlan, sources: Mapping[str, torch.Tensor], budget: int) -> None:
+        """Fulfils `plan.peer_moves`; `sources` has this rank's part of each tensor by name.
+
+        Called by all ranks of the group, with the same `budget` in bytes; communicates. A target of
+        another dtype, or without contiguous elements, is staged.
+        """
+        for batch in plan.peer_moves:
+            staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+            moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
+            self._redistribute(moves, budget)
+            for target, into in staged:
+                target.copy_(into)
+
+    def _redistribute(self, moves: Iterable[Move], budget: int) -> None:
+        redistribute(moves, group=self.group, budget=budget)
+
+    def _share(self, move: TensorMove) -> Move:
+        """A move from this rank's share of a target into the whole of it."""
+        local = self.targets[move.target].local
+        lo, hi = move.source
+        return Move(move.name, local.reshape(-1)[lo:hi], move.have, local, move.want)
+
+    def _scatter(
+        self,
+        scatter_round: ScatterRound,
+        source: FileSource,
+        names: Sequence[str],
+        failed: list[Exception],
+    ) -> None:
+        """One round; the memory of its sources is let go at the end (rule 3)."""
+        moves = []
+        for name, _, (lo, hi), have, target, want in scatter_round.moves:
+            local = self.targets[target].local
+            held = torch.empty(hi - lo, dtype=local.dtype, device="cpu")
+            moves.append(Move(name, held, have, local, want))
+        if scatter_round.requests and not failed:
+            ranges = source.range_reader()
+            memory = [memory_of(move.source) for move in moves]
+            try:
+                with half_loaded(names):
+                    ranges.run(scatter_round.requests, memory, source.progress)
+                    ranges.finish(source.progress)
+            except Exception as error:
+                failed.append(error)
+        first = 0
+        for count, nbytes in scatter_round.sends:
+            self._redistribute(moves[first : first + count], nbytes)
+            first += count
+
+    def _from_peers(
+        self,
+        move: TensorMove,
+        held: torch.Tensor,
+        staged: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Move:
+        if move.target == NOWHERE:
+            into = held.new_empty(0)
+        else:
+            into = local = self.targets[move.target].local
+            if local.dtype != held.dtype or not local.is_contiguous() or is_lazy(local):
+                into = torch.empty(local.shape, dtype=held.dtype, device=local.device)
+                staged.append((local, into))
+        return Move(move.name, held, move.have, into, move.want)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Where a plan's reads come from, and how they are made."""
+
+    reader: Reader
+    sums: RecordSums
+    policy: ReadPolicy
+    progress: Progress | None
+
+    def range_reader(self) -> RangeReader:
+        """A reader of byte ranges with scratch memory of its own."""
+        return RangeReader(self.reader, self.sums, self.policy)
+
+
+def _batches(reads: Sequence[TensorRead], stage_bytes: int) -> Iterator[Sequence[TensorRead]]:
+    """Reads that are done together: their staged memory stays within `stage_bytes`."""
+    first, staged = 0, 0
+    for at, read in enumerate(reads):
+        nbytes = 0 if read.stage is None else read.stage.nbytes
+        if at > first and staged + nbytes > stage_bytes:
+            yield reads[first:at]
+            first, staged = at, 0
+        staged += nbytes
+    if first < len(reads):
+        yield reads[first:]
