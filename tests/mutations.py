@@ -386,7 +386,7 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: elements that are missing are an error",
-        "if found != fits.numel(wanted):",
+        "if found != copies.numel(wanted):",
         "if found > fits.numel(wanted):",
         "ckpt/transfer ckpt/load ckpt/corruption",
     ),
@@ -398,8 +398,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: where a range goes in its target",
-        "target = fit.target.at + start - fit.source.at",
-        "target = fit.target.at",
+        "target = box_copy.target.at + start - box_copy.source.at",
+        "target = box_copy.target.at",
         f"ckpt/transfer {RESHARD}",
     ),
     Mutation(
@@ -416,8 +416,8 @@ MUTATIONS = (
     ),
     Mutation(
         "loading: a tensor with two names is filled once",
-        "first = self._filled.setdefault(key, want)",
-        "first = self._filled.setdefault(name, want)",
+        "first = self._filled.setdefault(key, item)",
+        "first = self._filled.setdefault(name, item)",
         "ckpt/load ckpt/overlaps ckpt/load_together",
     ),
     Mutation(
