@@ -387,7 +387,7 @@ MUTATIONS = (
     Mutation(
         "loading: elements that are missing are an error",
         "if found != copies.numel(wanted):",
-        "if found > fits.numel(wanted):",
+        "if found > copies.numel(wanted):",
         "ckpt/transfer ckpt/load ckpt/corruption",
     ),
     Mutation(
