@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         ReplacedError,
         ReplacedLoadError,
         ReplicasWarning,
+        SaveFailedWarning,
         ShardingError,
         SizeError,
         Skipped,
@@ -82,6 +83,9 @@ if TYPE_CHECKING:
     from ckpt.loading import load
     from ckpt.newest import latest
     from ckpt.preparing import prepare
+    from ckpt.run.checkpointer import Checkpointer
+    from ckpt.run.history import run_steps
+    from ckpt.run.retention import Keep, RunStep
     from ckpt.saving import save
     from ckpt.verifying import verify
     from formats.limits import limits
@@ -104,6 +108,10 @@ _WHERE = {  # all errors and warnings are in ckpt.errors
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
     "limits": "formats.limits",
+    "Checkpointer": "ckpt.run.checkpointer",
+    "Keep": "ckpt.run.retention",
+    "RunStep": "ckpt.run.retention",
+    "run_steps": "ckpt.run.history",
 }
 
 __all__ = [
@@ -112,6 +120,7 @@ __all__ = [
     "BackgroundError",
     "BusyError",
     "Checkpoint",
+    "Checkpointer",
     "CkptError",
     "ClosedError",
     "CorruptError",
@@ -125,6 +134,7 @@ __all__ = [
     "HoleError",
     "HostileError",
     "InUseError",
+    "Keep",
     "LeftOver",
     "LocalShapeError",
     "MismatchError",
@@ -138,6 +148,8 @@ __all__ = [
     "ReplacedError",
     "ReplacedLoadError",
     "ReplicasWarning",
+    "RunStep",
+    "SaveFailedWarning",
     "SaveHandle",
     "Saved",
     "ShardingError",
@@ -168,6 +180,7 @@ __all__ = [
     "open",
     "prepare",
     "read",
+    "run_steps",
     "save",
     "state_dict",
     "verify",

@@ -239,6 +239,10 @@ class FallbackWarning(UserWarning):
         )
 
 
+class SaveFailedWarning(UserWarning):
+    """A checkpoint of a run was not saved, or not removed; training went on."""
+
+
 class ReplicasWarning(UserWarning):
     """Tensors that ranks have as replicas of one another differ; one rank's are stored."""
 

@@ -67,8 +67,8 @@ def load_or_older(
     fallback: bool | Sequence[Url],
     load: Callable[[str], Loaded],
     options: Options,
-) -> object:
-    """The state from `url`, or from the first of its fallbacks that is sound; False for none.
+) -> tuple[object, str]:
+    """The state from `url`, or from the first of its fallbacks that is sound; and that one.
 
     Called by all ranks; `load` is what they do together for one of them. Raises what the last try
     failed with, or a PartialLoadError where that says nothing of what an earlier one touched.
@@ -113,7 +113,7 @@ def load_or_older(
             )
         if skipped:
             ranks.run_on_all("telling of the fallback", partial(_tell, ranks, here, skipped))
-        return loaded.state
+        return loaded.state, here
 
 
 def _partly_read(url: Url, skipped: Sequence[Skipped]) -> str:

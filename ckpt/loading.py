@@ -156,7 +156,24 @@ def load(
             raise wrong
     others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
     once = partial(_load, ranks, state=state, options=options[0])
-    return load_or_older(ranks, url, others, once, storage_options)  # type: ignore[return-value]
+    state, _ = load_or_older(ranks, url, others, once, storage_options)  # type: ignore[assignment]
+    return state
+
+
+def load_first(
+    urls: Sequence[str], state: object, *, group: Group, storage_options: Options, timeout: float
+) -> str:
+    """The first of these checkpoints that is sound, which `state` now holds, as by `load`.
+
+    To be called by all ranks of `group`. Raises as `load` does.
+    """
+    ranks = Ranks(group, timeout)
+    held = None if isinstance(group, str) else group
+    options = _LoadOptions(
+        True, None, Selection.of(None, None), None, True, held, None, "auto", storage_options
+    )
+    once = partial(_load, ranks, state=state, options=options)
+    return load_or_older(ranks, urls[0], urls[1:], once, storage_options)[1]
 
 
 @dataclass(frozen=True, slots=True)

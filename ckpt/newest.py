@@ -17,7 +17,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import gmtime, strftime
 from typing import NamedTuple
@@ -52,6 +52,8 @@ class Committed(NamedTuple):
     """Of its own folder."""
     time: str
     """When it was committed, in ISO 8601."""
+    metadata: Mapping[str, str]
+    """The text that its manifest begins with: of the writer, and of whoever saved it."""
 
     @property
     def age_key(self) -> tuple[str, object]:
@@ -181,21 +183,26 @@ def _committed(store: Store, name: str) -> Committed | OSError | None:
         if not _is_out_of_reach(error):
             raise
         return error
-    return Committed(name, _time_in(head) or _store_time(store, manifest))
+    metadata = _metadata_in(head)
+    time = metadata.get("time", "")
+    if not _TIME.fullmatch(time):
+        time = _store_time(store, manifest)
+    return Committed(name, time, metadata)
 
 
-def _time_in(head: bytes) -> str:
-    """The time in the beginning of a manifest, which may be damaged; empty where there is none."""
+def _metadata_in(head: bytes) -> dict[str, str]:
+    """The text in the beginning of a manifest, which may be damaged; empty where there is none."""
     text = head.decode("utf-8", "replace")
     at = text.find('"writer":')
     if at < 0:
-        return ""
+        return {}
     try:
         writer, _ = json.JSONDecoder().raw_decode(text, at + len('"writer":'))
     except (ValueError, RecursionError):
-        return ""
-    time = writer.get("time") if isinstance(writer, dict) else None
-    return time if isinstance(time, str) and _TIME.fullmatch(time) else ""
+        return {}
+    if not isinstance(writer, dict):
+        return {}
+    return {key: value for key, value in writer.items() if isinstance(value, str)}
 
 
 def _store_time(store: Store, manifest: str) -> str:

@@ -1,0 +1,464 @@
+"""The checkpoints of a run: saved when one is due, removed when no rule keeps them, restored.
+
+Rules:
+
+1. All ranks call the same methods at the same steps. They agree on everything that a rank knows
+   alone: its signals, its clock, how its last save ended (`ckpt.run.schedule`).
+2. A checkpoint is removed only after a newer one was committed, by rank 0, in a thread of its own,
+   and never one that another refers to.
+3. A save that fails is counted and told, and the next step saves again. Wrong arguments and states
+   that cannot be stored are raised: another try would not help.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+from warnings import warn
+
+from ckpt.background.save_handle import SaveHandle
+from ckpt.background.staging import COPIED, When
+from ckpt.deleting import delete
+from ckpt.errors import (
+    CkptError,
+    ExistsError,
+    InUseError,
+    NotACheckpointError,
+    RankError,
+    SaveFailedWarning,
+)
+from ckpt.loading import load_first
+from ckpt.ranks import TIMEOUT_SECONDS, Ranks
+from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, folder_name, metrics_text, run_steps
+from ckpt.run.preemption import PreemptionSignals
+from ckpt.run.provenance import host_name, provenance
+from ckpt.run.retention import Keep, RunStep, best_first, removable
+from ckpt.run.schedule import Schedule, next_exchange
+from ckpt.save_protocol import Compress
+from ckpt.saving import save
+from ckpt.stores.store import Options, absolute, join_url
+from ckpt.transfer.replica_hashes import Replicas
+from sharding.agreement.linked import ENDED, LATE
+
+if TYPE_CHECKING:
+    from sharding.agreement.ranks import Group
+
+OnFailure = Literal["continue", "raise"]
+CALL = "ckpt.Checkpointer"
+HOPELESS = ("StateError", "ExistsError", "InUseError", "ValueError", "TypeError", ENDED, LATE)
+"""Errors after which the next step would fail alike: they are raised."""
+
+
+class Checkpointer:
+    """The checkpoints of one run, in the folder `url`: saved, kept, removed and restored.
+
+    >>> import ckpt, tempfile, torch
+    >>> state = {"w": torch.zeros(2), "seen": 0}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with ckpt.Checkpointer(folder, every_steps=10, keep=ckpt.Keep(last=2)) as run:
+    ...         first = run.restore(state)
+    ...         for step in range((first or 0) + 1, 41):
+    ...             state["w"] += 1
+    ...             saved = run.save(step, state)
+    ...     with ckpt.Checkpointer(folder, every_steps=10) as run:
+    ...         run.restore(state), state["w"], sorted(run.all_steps())
+    (40, tensor([40., 40.]), [30, 40])
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        continuously: bool = False,
+        blocking: bool = False,
+        staging: When = COPIED,
+        compress: Compress = False,
+        replicas: Replicas = "sample",
+        metadata: Mapping[str, str] | None = None,
+        on_failure: OnFailure = "continue",
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        deadline: float | None = None,
+        group: Group = None,
+        storage_options: Options = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """To be called by all ranks of `group`, with equal arguments. Nothing is written.
+
+        Args:
+            url: the folder of the run, on a disk that all ranks see or at any fsspec URL. The
+                checkpoint of a step is its folder `step-N`.
+            keep: the checkpoints that stay. By default all stay.
+            every_steps: save at each step that is a multiple of this.
+            every_seconds: save when so many seconds have passed since the last save began.
+            continuously: save as soon as the last checkpoint is durable.
+            blocking: whether `save` returns only when the checkpoint exists.
+            staging, compress, replicas, metadata, storage_options: as `ckpt.save` takes them.
+            on_failure: "continue" warns of a save that failed and tries again at the next step;
+                "raise" raises its error.
+            signals: a signal that any rank gets makes a checkpoint due at once, and
+                `reached_preemption()` true. Ranks agree on the step within about a second.
+            deadline: seconds that the save after a signal may take.
+            timeout: seconds that a rank waits for another at most.
+
+        Raises:
+            ValueError: an argument is wrong, or signals are to be handled outside the main thread.
+            RankError: another rank failed, or has other arguments.
+        """
+        self.url = absolute(url)
+        self.failures = 0
+        """How many saves have failed so far."""
+        self._keep = keep or Keep()
+        self._schedule = Schedule(every_steps, every_seconds, continuously)
+        if on_failure not in ("continue", "raise"):
+            raise ValueError(f'on_failure={on_failure!r}: it can be "continue" or "raise"')
+        self._on_failure = on_failure
+        self._blocking, self._deadline, self._timeout = blocking, deadline, timeout
+        self._group, self._options = group, storage_options
+        self._staging: When = staging
+        self._compress: Compress = compress
+        self._replicas: Replicas = replicas
+        self._metadata = dict(metadata or {})
+        self._ranks = Ranks(group, timeout, "runs")
+        self._signals = PreemptionSignals(signals)
+        self._handle: SaveHandle | None = None
+        self._tidying: threading.Thread | None = None
+        self._tidy_error: Exception | None = None
+        self._is_restored = self._is_retrying = self._is_preempted = self._is_closed = False
+        self._last_step: int | None = None
+        """Of the last save that began, or of the checkpoint that was restored."""
+        self._decided: tuple[int, bool] | None = None
+        """The last step that was asked about, and the answer."""
+        self._exchange_at = 0
+        self._exchanged = (0, time.monotonic())
+        self._began = time.monotonic()
+        """When the last save began."""
+        self._provenance, self._newest_before = self._introduced()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as also:
+            warn(f"{self.url}: {type(also).__name__}: {also}", SaveFailedWarning, stacklevel=2)
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        metrics: Mapping[str, object] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Whether a checkpoint of `state` was saved, or begun in the background, at this step.
+
+        That is where one is due, or with `force`. To be called by all ranks, with steps that rise.
+        `metrics` are numbers by name, of which rank 0's are stored.
+
+        Raises:
+            ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
+            StateError: something cannot be stored; the key path is named.
+            ValueError: `step` is not above the step of the last save.
+            TypeError: a metric is no number.
+            RankError: another rank failed.
+        """
+        if not (force or self.should_save(step)):
+            return False
+        if self._last_step is not None and step <= self._last_step:
+            if step == self._last_step and not force and not self._is_retrying:
+                return False
+            raise ValueError(
+                f"step {step} comes after step {self._last_step}: steps have to rise; to go back, "
+                f"call restore(state, step=...)"
+            )
+        text = metrics_text(metrics or {})
+        self._settle()
+        self._check_place(step)
+        self._decided = (step, False)
+        self._last_step, self._is_retrying, self._began = step, False, time.monotonic()
+        blocking = self._blocking or self._is_preempted
+        metadata = {
+            **self._metadata,
+            STEP: str(step),
+            METRICS: text,
+            PROVENANCE: self._provenance,
+            BEGAN: f"{time.time():.6f}",
+        }
+        seconds = self._timeout
+        if self._is_preempted and self._deadline is not None:
+            seconds = min(seconds, self._deadline)
+        try:
+            self._handle = save(
+                self._place(step),
+                state,
+                overwrite=True,
+                blocking=False,
+                staging=self._staging,
+                compress=self._compress,
+                replicas=self._replicas,
+                metadata=metadata,
+                group=self._group,
+                storage_options=self._options,
+                timeout=seconds,
+            )
+        except Exception as error:
+            self._failed(step, error)
+            return False
+        if blocking:
+            self._settle()
+            return not self._is_retrying
+        return True
+
+    def should_save(self, step: int) -> bool:
+        """Whether a checkpoint is due at this step. To be called by all ranks."""
+        if self._is_closed:
+            raise ValueError(f"{self.url}: this Checkpointer is closed")
+        if self._decided is not None and self._decided[0] == step:
+            return self._decided[1]
+        was_preempted = self._is_preempted
+        is_due = self._exchange(step) if step >= self._exchange_at else False
+        is_due = is_due or self._is_retrying or self._schedule.by_step(step)
+        is_due = is_due or (self._is_preempted and not was_preempted)
+        self._decided = (step, is_due)
+        return is_due
+
+    def restore(self, state: object, step: int | None = None) -> int | None:
+        """The step whose checkpoint `state` now holds; None where the run has none.
+
+        It is `step`, or else the newest sound checkpoint; newer ones that are damaged are told of
+        with a FallbackWarning. Tensors, modules, optimizers, dicts and lists are filled in place,
+        as by `ckpt.load`. To be called by all ranks.
+
+        Raises:
+            NotACheckpointError: there is no checkpoint of `step`.
+            CorruptError: none of the checkpoints is sound.
+            MismatchError: the checkpoint does not fit `state`, which was not touched.
+            RankError: another rank failed.
+        """
+        self._settle()
+        steps = self._all() if step is None else [step]
+        self._is_restored = True
+        if not steps:
+            return None
+        places = [self._place(one) for one in steps]
+        found = load_first(
+            places,
+            state,
+            group=self._group,
+            storage_options=self._options,
+            timeout=self._timeout,
+        )
+        restored = steps[places.index(found)]
+        self._last_step, self._decided = restored, None
+        self._exchange_at = 0
+        return restored
+
+    def latest_step(self) -> int | None:
+        """The step that was committed last; None where there is none. Called by all ranks."""
+        return next(iter(self._all()), None)
+
+    def all_steps(self) -> list[int]:
+        """The steps that have a checkpoint, the newest first. To be called by all ranks."""
+        return self._all()
+
+    def best_step(self) -> int | None:
+        """The step with the best metric, by the policy; None where none has it.
+
+        To be called by all ranks. Raises ValueError where `keep` has no metric.
+        """
+        metric = self._keep.metric
+        if metric is None:
+            raise ValueError("best_step() needs a metric: Checkpointer(keep=Keep(best=, metric=))")
+        found = best_first(self._listed(), metric, self._keep.mode)
+        return found[0].step if found else None
+
+    def reached_preemption(self) -> bool:
+        """Whether a signal has come, and all ranks have saved for it: time to end the loop."""
+        return self._is_preempted
+
+    def wait_until_finished(self) -> None:
+        """Return when no save and no removal is under way. To be called by all ranks.
+
+        Raises what a save failed with where `on_failure` is "raise".
+        """
+        self._settle()
+        if self._tidying is not None:
+            self._tidying.join()
+        self._tell_of_tidying()
+
+    def close(self) -> None:
+        """`wait_until_finished`; the old handlers of signals come back. It may be called twice."""
+        if self._is_closed:
+            return
+        try:
+            self.wait_until_finished()
+        finally:
+            self._is_closed = True
+            self._signals.close()
+
+    def _place(self, step: int) -> str:
+        return join_url(self.url, folder_name(step))
+
+    def _introduced(self) -> tuple[str, int | None]:
+        """The provenance for manifests, and the newest step that the folder has already."""
+        how = (self._blocking, self._staging, self._compress, self._replicas, self._on_failure)
+        wanted = repr((self.url, self._keep, self._schedule, how))
+
+        def join(records: Sequence[bytes]) -> bytes:
+            rows = [json.loads(record) for record in records]
+            other = [rank for rank, row in enumerate(rows) if row["wanted"] != rows[0]["wanted"]]
+            steps = run_steps(self.url, storage_options=self._options)
+            newest = steps[0].step if steps else None
+            text = provenance([row["host"] for row in rows])
+            return json.dumps({"other": other, "run": text, "newest": newest}).encode()
+
+        record = json.dumps({"host": host_name(), "wanted": wanted}).encode()
+        with self._ranks.call(CALL):
+            answer = json.loads(self._ranks.joined("comparing arguments", record, join))
+        if answer["other"]:
+            raise ValueError(
+                f"{self.url}: rank {answer['other'][0]} made its Checkpointer with other arguments "
+                "than rank 0; make all of them alike"
+            )
+        return answer["run"], answer["newest"]
+
+    def _exchange(self, step: int) -> bool:
+        """Whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
+        handle = self._handle
+        record = {
+            "step": step,
+            "signal": self._signals.received,
+            "saving": handle is not None and not handle.done(),
+        }
+
+        def join(records: Sequence[bytes]) -> bytes:
+            rows = [json.loads(record) for record in records]
+            last, when = self._exchanged
+            now = time.monotonic()
+            self._exchanged = (step, now)
+            is_saving = any(row["saving"] for row in rows)
+            answer = {
+                "others": [[r, row["step"]] for r, row in enumerate(rows) if row["step"] != step],
+                "signals": [[r, row["signal"]] for r, row in enumerate(rows) if row["signal"]],
+                "saving": is_saving,
+                "due": self._schedule.by_clock(now - self._began, is_saving),
+                "next": next_exchange(step, last, now - when),
+            }
+            return json.dumps(answer).encode()
+
+        with self._ranks.call(CALL):
+            answer = json.loads(
+                self._ranks.joined("agreeing on a step", json.dumps(record).encode(), join)
+            )
+        if answer["others"]:
+            rank, other = answer["others"][0]
+            raise ValueError(
+                f"rank {rank} is at step {other} where rank 0 is at another; call save() and "
+                "should_save() with the same steps on all ranks"
+            )
+        self._exchange_at = answer["next"]
+        self._is_preempted = self._is_preempted or bool(answer["signals"])
+        if handle is not None and not answer["saving"]:
+            self._settle()
+        self._tell_of_tidying()
+        return bool(answer["due"])
+
+    def _check_place(self, step: int) -> None:
+        """Raise ExistsError where a save could replace a checkpoint of another run."""
+        if not self._is_restored and self._newest_before is not None:
+            raise ExistsError(
+                f"{self.url} has checkpoints of an earlier run, up to step {self._newest_before}; "
+                "call restore(state) before the first save to go on with it, or give another folder"
+            )
+        if self._tidying is not None:
+            self._tidying.join()  # it may be removing an older checkpoint of this very step
+
+    def _settle(self) -> None:
+        """Wait for the save in the background, and act upon its end. Called by all ranks."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        step = self._last_step
+        assert step is not None
+        try:
+            handle.wait()
+        except Exception as error:
+            self._failed(step, error)
+            return
+        if self._ranks.rank == 0 and not self._keep.keeps_all:
+            self._tidying = threading.Thread(target=self._tidy, name="ckpt-keep", daemon=True)
+            self._tidying.start()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Count a failure and warn of it, or raise it."""
+        kind = error.error if isinstance(error, RankError) else type(error).__name__
+        may_pass = isinstance(error, CkptError | OSError) and kind not in HOPELESS
+        if self._on_failure == "raise" or not may_pass:
+            raise error
+        self.failures += 1
+        self._is_retrying = True
+        self._last_step = step - 1
+        if self._ranks.rank == 0:
+            warn(
+                f"{self._place(step)} was not saved: {kind}: {error}; the next step saves again "
+                f"(failure {self.failures} of this run)",
+                SaveFailedWarning,
+                stacklevel=4,
+            )
+
+    def _tidy(self) -> None:
+        """Remove the checkpoints that no rule keeps. Runs in a thread of rank 0."""
+        try:
+            steps = run_steps(self.url, storage_options=self._options)
+            for one in removable(steps, self._keep, time.time()):
+                try:
+                    delete(join_url(self.url, one.name), storage_options=self._options)
+                except (InUseError, NotACheckpointError):
+                    continue  # another checkpoint needs it, or another process has removed it
+        except Exception as error:
+            self._tidy_error = error
+
+    def _tell_of_tidying(self) -> None:
+        error, self._tidy_error = self._tidy_error, None
+        if error is not None:
+            warn(
+                f"{self.url}: checkpoints that need not stay were not removed: "
+                f"{type(error).__name__}: {error}; the next save tries again",
+                SaveFailedWarning,
+                stacklevel=4,
+            )
+
+    def _all(self) -> list[int]:
+        return [one.step for one in self._listed()]
+
+    def _listed(self) -> list[RunStep]:
+        """The committed checkpoints, as rank 0 sees them, on every rank."""
+        with self._ranks.call(CALL):
+            found = self._ranks.attempt(
+                "listing the checkpoints of the run",
+                lambda: (
+                    run_steps(self.url, storage_options=self._options)
+                    if self._ranks.rank == 0
+                    else []
+                ),
+            )
+            rows = [[one.step, one.name, one.time, dict(one.metrics)] for one in found]
+            told = json.loads(self._ranks.broadcast(json.dumps(rows).encode()))
+        return [RunStep(*row) for row in told]

@@ -1,0 +1,117 @@
+"""The checkpoints of a run, as its folder shows them: steps, commit times, metrics, provenance.
+
+Rules:
+
+1. A checkpoint of a run is a folder `step-N` with a manifest of ckpt's own format. Other folders
+   are not the run's, and the run never touches them.
+2. Step, metrics and provenance are text in the manifest, at its beginning: a listing reads a few
+   KiB of each checkpoint.
+3. A manifest that cannot be read counts as no step. `restore` tells of it and passes over it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from calendar import timegm
+from collections.abc import Mapping
+from time import strptime
+
+from ckpt.newest import Committed, committed
+from ckpt.run.retention import RunStep
+from ckpt.stores.store import Options
+
+STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
+"""Keys of the metadata in a manifest."""
+_FOLDER = re.compile(r"step-(\d{1,18})")
+_SECONDS = re.compile(r"\d{1,12}\.\d{6}")
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def folder_name(step: int) -> str:
+    """The name of the folder of a step.
+
+    >>> folder_name(100)
+    'step-100'
+    """
+    return f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has this name; None for a folder that is no step's."""
+    found = _FOLDER.fullmatch(name)
+    if found is None or folder_name(int(found[1])) != name:
+        return None
+    return int(found[1])
+
+
+def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -> list[RunStep]:
+    """The committed checkpoints of the run at `url`, newest first. No process group is involved.
+
+    Raises OSError where the folder cannot be listed; a folder that does not exist has no steps.
+
+    >>> import ckpt, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with ckpt.Checkpointer(folder, every_steps=2) as run:
+    ...         saved = [run.save(n, {"w": torch.ones(2)}, {"loss": 1 / n}) for n in (1, 2, 3, 4)]
+    ...     [(one.step, one.metrics["loss"]) for one in run_steps(folder)]
+    [(4, 0.25), (2, 0.5)]
+    """
+    try:
+        found = committed(url, storage_options)
+    except FileNotFoundError:
+        return []
+    steps = [step for one in found if (step := _run_step(one)) is not None]
+    return sorted(steps, key=lambda one: one.age_key, reverse=True)
+
+
+def _run_step(found: Committed) -> RunStep | None:
+    step = step_of(found.name)
+    if step is None:
+        return None
+    return RunStep(step, found.name, _began(found), metrics_of(found.metadata))
+
+
+def _began(found: Committed) -> float:
+    """When the save began; for a checkpoint that no run saved, the time of its commit."""
+    text = found.metadata.get(BEGAN, "")
+    if _SECONDS.fullmatch(text):
+        return float(text)
+    try:
+        return float(timegm(strptime(found.time, _TIME_FORMAT)))
+    except ValueError:
+        return 0.0
+
+
+def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
+    """The metrics in a manifest's metadata; none where they are not numbers by name."""
+    try:
+        found = json.loads(metadata.get(METRICS, "{}"))
+    except ValueError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def metrics_text(metrics: Mapping[str, object]) -> str:
+    """Metrics as text for a manifest. Raises TypeError for a value that is no number.
+
+    >>> metrics_text({"loss": 0.5, "best": float("inf")})
+    '{"best": Infinity, "loss": 0.5}'
+    """
+    return json.dumps({name: _number(name, value) for name, value in sorted(metrics.items())})
+
+
+def _number(name: str, value: object) -> float:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", None) is not None:  # a tensor's, or numpy's
+        value = item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"metrics[{name!r}] is a {type(value).__name__}; give a number")
+    return float(value)

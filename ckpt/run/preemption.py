@@ -1,0 +1,45 @@
+"""Signals that announce the end of a job: noted when they come, acted upon at a step.
+
+A handler only notes the signal: Python runs it between two instructions of the main thread, where
+no rank may communicate. The handler that was there before is called as well, unless it is Python's
+or the system's own, which would end the process before the state is saved.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+
+class PreemptionSignals:
+    """Notes the given signals until `close`."""
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        """Raises ValueError in a thread that is not the main one, if there are signals."""
+        self.received: int | None = None
+        """The number of the first signal that came."""
+        self._before: dict[int, Any] = {}
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "Checkpointer(signals=...) handles signals, which only the main thread may; make "
+                "it there, or pass signals=()"
+            )
+        for number in signals:
+            self._before[number] = signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Give the signals back to the handlers that were there before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)

@@ -1,0 +1,104 @@
+"""Which checkpoints of a run stay: a pure function of the checkpoints and a policy.
+
+Rules:
+
+1. A checkpoint stays if one rule of the policy asks for it. A policy without rules keeps all.
+2. The newest checkpoint always stays.
+3. Newest means saved last, not the highest step: a run that goes back to step 100 continues
+   from its own step 200, not from the step 300 that it gave up.
+4. Of equally good checkpoints the newest counts as the best. A checkpoint without the metric, or
+   with a metric that is NaN, is never the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The checkpoints of a run that stay. `Keep()` keeps all of them.
+
+    Raises ValueError for a number below 1, and for `best` without `metric`.
+
+    >>> Keep(last=3, every=1000, best=2, metric="loss")
+    Keep(last=3, every=1000, best=2, metric='loss', mode='min', younger_than=None)
+    """
+
+    last: int | None = None
+    """The newest ones, as many as this."""
+    every: int | None = None
+    """Those whose step is a multiple of this."""
+    best: int | None = None
+    """The best ones by `metric`, as many as this."""
+    metric: str | None = None
+    """A key of the metrics that `Checkpointer.save` was given."""
+    mode: Mode = "min"
+    """Whether the best metric is the smallest or the largest."""
+    younger_than: float | None = None
+    """Those whose save began less than so many seconds ago."""
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"Keep({name}={number!r}): give a whole number of at least 1")
+        if self.younger_than is not None and not self.younger_than > 0:
+            raise ValueError(f"Keep(younger_than={self.younger_than!r}): give seconds above 0")
+        if (self.best is None) != (self.metric is None):
+            raise ValueError("Keep: best= and metric= belong together; give both or none")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'Keep(mode={self.mode!r}): it can be "min" or "max"')
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule is given."""
+        return (self.last, self.every, self.best, self.younger_than) == (None,) * 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A committed checkpoint of a run."""
+
+    step: int
+    name: str
+    """The name of its folder in the folder of the run."""
+    time: float
+    """When its save began, by the clock of rank 0, in seconds since 1970."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def age_key(self) -> tuple[float, int]:
+        """Larger for a newer checkpoint."""
+        return self.time, self.step
+
+
+def best_first(steps: Sequence[RunStep], metric: str, mode: Mode) -> list[RunStep]:
+    """The checkpoints that have the metric, the best one first (rule 4)."""
+    sign = 1.0 if mode == "min" else -1.0
+    known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]
+    newest_first = sorted(known, key=lambda one: one.age_key, reverse=True)
+    return sorted(newest_first, key=lambda one: sign * one.metrics[metric])
+
+
+def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]:
+    """The checkpoints that no rule keeps, newest first. `now` is in seconds since 1970.
+
+    A checkpoint that refers to chunks of an older one comes before the older one.
+    """
+    if keep.keeps_all:
+        return []
+    newest_first = sorted(steps, key=lambda one: one.age_key, reverse=True)
+    kept = {one.name for one in newest_first[: keep.last or 1]}
+    if keep.every is not None:
+        kept |= {one.name for one in steps if one.step % keep.every == 0}
+    if keep.younger_than is not None:
+        kept |= {one.name for one in steps if now - one.time < keep.younger_than}
+    if keep.best is not None and keep.metric is not None:
+        kept |= {one.name for one in best_first(steps, keep.metric, keep.mode)[: keep.best]}
+    return [one for one in newest_first if one.name not in kept]

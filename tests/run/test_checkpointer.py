@@ -1,0 +1,261 @@
+"""Runs that look after their checkpoints: by one process, and by ranks that must agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.run.history import metrics_text, step_of
+from ckpt.run.provenance import git_revision
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((4,), value), "seen": int(value)}
+
+
+def train(run: ckpt.Checkpointer, state: dict[str, Any], steps: range, **more: Any) -> list[int]:
+    """The steps at which the run saved."""
+    saved = []
+    for step in steps:
+        state["w"].fill_(step)
+        state["seen"] = step
+        if run.save(step, state, **more):
+            saved.append(step)
+    return saved
+
+
+def test_a_run_saves_when_due_keeps_what_it_should_and_goes_on(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=10, keep=ckpt.Keep(last=2, every=40)) as run:
+        assert run.restore(state_of(0)) is None
+        assert train(run, state_of(0), range(1, 75)) == [10, 20, 30, 40, 50, 60, 70]
+    with ckpt.Checkpointer(tmp_path, every_steps=10, keep=ckpt.Keep(last=2, every=40)) as run:
+        assert run.all_steps() == [70, 60, 40]
+        state = state_of(0)
+        assert run.restore(state) == run.latest_step() == 70
+        assert (state["seen"], state["w"].tolist()) == (70, [70.0] * 4)
+        assert run.restore(state, step=40) == 40
+        assert state["seen"] == 40
+        assert train(run, state, range(41, 61)) == [50, 60]  # the steps 60 and 70 were given up
+        run.wait_until_finished()
+        assert run.latest_step() == 60
+        assert ckpt.read(tmp_path / "step-60")["seen"] == 60  # type: ignore[index]
+
+
+def test_the_best_checkpoints_stay_by_their_metric(tmp_path: Path) -> None:
+    losses = {1: 0.9, 2: 0.2, 3: float("nan"), 4: 0.5, 5: 0.2, 6: 0.8}
+    keep = ckpt.Keep(best=2, metric="loss")
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=keep) as run:
+        for step, loss in losses.items():
+            assert run.save(step, state_of(step), {"loss": torch.tensor(loss), "lr": 1})
+        run.wait_until_finished()
+        assert run.all_steps() == [6, 5, 2]
+        assert run.best_step() == 5
+    found = ckpt.run_steps(tmp_path)
+    assert [one.metrics["lr"] for one in found] == [1.0] * 3
+    assert found[0].metrics["loss"] == pytest.approx(0.8)
+
+
+def test_a_save_that_fails_is_told_and_counted_and_the_next_step_saves(tmp_path: Path) -> None:
+    (tmp_path / "step-2").write_text("a file where a folder has to be")
+    with ckpt.Checkpointer(tmp_path, every_steps=2) as run:
+        with pytest.warns(ckpt.SaveFailedWarning, match=r"step-2 was not saved.*failure 1"):
+            saved = train(run, state_of(0), range(1, 5))
+        run.wait_until_finished()
+        assert run.failures == 1
+        assert {3, 4} & set(saved)
+    assert {one.step for one in ckpt.run_steps(tmp_path)} <= {3, 4}
+    assert (tmp_path / "step-2").is_file()
+
+
+def test_a_failure_is_raised_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("a file where a folder has to be")
+    with ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True, on_failure="raise") as run:
+        with pytest.raises(OSError, match="step-1"):
+            run.save(1, state_of(1))
+        assert run.save(2, state_of(2))
+
+
+def test_a_state_that_cannot_be_stored_is_raised_at_once(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        with pytest.raises(ckpt.StateError, match="lock"):
+            run.save(1, {"lock": threading.Lock()})
+        with pytest.raises(TypeError, match=r"metrics\['loss'\] is a str"):
+            run.save(2, state_of(2), {"loss": "low"})
+        assert run.failures == 0
+
+
+def test_a_run_never_saves_over_one_that_it_did_not_restore(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        run.save(1, state_of(1))
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        with pytest.raises(ckpt.ExistsError, match=r"restore\(state\)"):
+            run.save(1, state_of(2))
+        assert run.restore(state_of(0)) == 1
+        assert run.save(2, state_of(2))
+    assert ckpt.read(tmp_path / "step-1")["seen"] == 1  # type: ignore[index]
+
+
+def test_steps_have_to_rise_and_a_closed_run_saves_nothing(tmp_path: Path) -> None:
+    run = ckpt.Checkpointer(tmp_path, every_steps=1)
+    assert run.save(5, state_of(5))
+    assert not run.save(5, state_of(5))
+    with pytest.raises(ValueError, match="step 4 comes after step 5"):
+        run.save(4, state_of(4))
+    run.close()
+    run.close()
+    with pytest.raises(ValueError, match="closed"):
+        run.save(6, state_of(6))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        train(run, state_of(0), range(1, 4))
+    for file in (tmp_path / "step-3").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    state = state_of(0)
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        with pytest.warns(ckpt.FallbackWarning, match="step-3"):
+            assert run.restore(state) == 2
+        assert state["seen"] == 2
+        with pytest.raises(ckpt.CorruptError, match="step-3"):
+            run.restore(state, step=3)
+        with pytest.raises(ckpt.NotACheckpointError, match="step-9"):
+            run.restore(state, step=9)
+
+
+def test_a_base_stays_while_another_checkpoint_refers_to_it(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "step-1", state_of(1))
+    ckpt.save(tmp_path / "step-2", state_of(1), base=tmp_path / "step-1")
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=2)) as run:
+        run.restore(state_of(0))
+        run.save(3, state_of(3))
+        run.wait_until_finished()
+        assert run.all_steps() == [3, 2, 1]  # step 2 is one of the last two, and needs step 1
+        run.save(4, state_of(4))
+        run.wait_until_finished()
+        assert run.all_steps() == [4, 3]
+
+
+def test_folders_that_are_no_steps_are_left_alone(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "final", state_of(1))
+    ckpt.save(tmp_path / "step-007", state_of(1))
+    (tmp_path / "step-5").mkdir()
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=1)) as run:
+        train(run, state_of(0), range(8, 11))
+        run.wait_until_finished()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["final", "step-007", "step-10", "step-5"]
+    assert [step_of(name) for name in names] == [None, None, 10, 5]
+
+
+def test_the_program_of_a_run_is_written_into_its_checkpoints(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    assert git_revision(str(tmp_path)) == ""  # no commit yet
+    with ckpt.Checkpointer(tmp_path / "run", every_steps=1, metadata={"note": "a try"}) as run:
+        run.save(1, state_of(1), {"loss": 1})
+    with ckpt.open(tmp_path / "run" / "step-1") as checkpoint:
+        told = dict(checkpoint.metadata)
+    assert told["step"] == "1"
+    assert told["note"] == "a try"
+    assert told["metrics"] == metrics_text({"loss": 1}) == '{"loss": 1.0}'
+    assert "command" in told["run"]
+    assert "python" in told["run"]
+
+
+def test_a_handler_of_the_user_still_gets_its_signal(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with ckpt.Checkpointer(tmp_path) as run:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert run.save(1, state_of(1))
+            assert run.reached_preemption()
+            assert run.latest_step() == 1
+            assert not run.save(2, state_of(2))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def interrupted(folder: str, told: int) -> tuple[int, list[int]]:
+    """The step at which the ranks end, where one of them gets a signal at step 5."""
+    rank = dist.get_rank()
+    with ckpt.Checkpointer(folder, every_steps=1_000, keep=ckpt.Keep(last=1)) as run:
+        for step in range(1, 100):
+            if step == 5 and rank == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saved = run.save(step, {"w": torch.full((3,), float(step)), "step": step})
+            if run.reached_preemption():
+                assert saved
+                return step, run.all_steps()
+    raise AssertionError("nobody was told of the signal")
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_any_rank_is_a_checkpoint_of_one_step_on_all(
+    clusters: Callable[[int], Any], tmp_path: Path, told: int
+) -> None:
+    answers = clusters(2).run(interrupted, str(tmp_path), told)
+    assert answers[0] == answers[1]
+    step, steps = answers[0]
+    assert 5 <= step < 20
+    assert steps == [step]
+    assert ckpt.read(tmp_path / f"step-{step}")["step"] == step  # type: ignore[index]
+
+
+def unlike(folder: str) -> list[str]:
+    """What ranks that differ are told."""
+    rank, told = dist.get_rank(), []
+    with pytest.raises(ValueError, match="other arguments") as error:
+        ckpt.Checkpointer(folder, every_steps=1 + rank)
+    told.append(str(error.value))
+    with ckpt.Checkpointer(folder) as run:
+        with pytest.raises(ValueError, match="same steps") as error:
+            run.save(7 + rank, {"w": torch.ones(2)})
+        told.append(str(error.value))
+    return told
+
+
+def test_ranks_that_differ_in_arguments_or_steps_are_told(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    answers = clusters(2).run(unlike, str(tmp_path))
+    assert answers[0] == answers[1]
+    assert "rank 1" in answers[0][0]
+
+
+def fails_once(folder: str) -> tuple[int, list[int], int]:
+    """The failures of a run that cannot save at step 2, its steps, and this rank's warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with ckpt.Checkpointer(folder, every_steps=2) as run:
+            for step in range(1, 7):
+                run.save(step, {"w": torch.full((3,), float(step)), "step": step})
+            run.wait_until_finished()
+            steps = run.all_steps()
+    kinds = [one for one in told if one.category is ckpt.SaveFailedWarning]
+    return run.failures, steps, len(kinds)
+
+
+def test_a_failure_is_counted_on_all_ranks_and_told_by_one(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "step-2").write_text("a file where a folder has to be")
+    (failures, steps, told), (others, same, untold) = clusters(2).run(fails_once, str(tmp_path))
+    assert failures == others == told == 1
+    assert untold == 0
+    assert steps == same
+    assert 2 not in steps
+    assert 6 in steps

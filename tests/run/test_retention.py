@@ -1,0 +1,92 @@
+"""Which checkpoints a policy keeps, against a model that asks each checkpoint by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt import Keep, RunStep
+from ckpt.run.retention import removable
+
+NOW = 1_000.0
+
+metrics = st.dictionaries(
+    st.sampled_from(["loss", "accuracy"]), st.floats(allow_nan=True), max_size=2
+)
+steps = st.lists(
+    st.builds(
+        lambda step, time, metrics: RunStep(step, f"step-{step}", time, metrics),
+        st.integers(0, 40),
+        st.integers(0, 999).map(float),
+        metrics,
+    ),
+    max_size=12,
+    unique_by=lambda one: one.step,
+)
+numbers = st.none() | st.integers(1, 5)
+policies = st.builds(
+    lambda last, every, best, younger, mode: Keep(
+        last, every, best, None if best is None else "loss", mode, younger
+    ),
+    *(numbers, numbers, numbers),
+    st.none() | st.floats(1, 2_000),
+    st.sampled_from(["min", "max"]),
+)
+
+
+def stays(one: RunStep, steps: Sequence[RunStep], keep: Keep) -> bool:
+    """Whether a checkpoint stays, counted by the checkpoints that come before it in each order."""
+    newer = sum(other.age_key > one.age_key for other in steps)
+    if newer < (keep.last or 1) or (keep.every is not None and one.step % keep.every == 0):
+        return True
+    if keep.younger_than is not None and one.time > NOW - keep.younger_than:
+        return True
+    if keep.best is None or math.isnan(one.metrics.get("loss", math.nan)):
+        return False
+    sign = 1 if keep.mode == "min" else -1
+    mine = sign * one.metrics["loss"]
+    known = [other for other in steps if not math.isnan(other.metrics.get("loss", math.nan))]
+    better = sum(
+        sign * other.metrics["loss"] < mine
+        or (sign * other.metrics["loss"] == mine and other.age_key > one.age_key)
+        for other in known
+    )
+    return better < keep.best
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, policies)
+def test_a_checkpoint_is_removable_where_no_rule_keeps_it(steps: list[RunStep], keep: Keep) -> None:
+    gone = removable(steps, keep, NOW)
+    if keep.keeps_all:
+        assert gone == []
+        return
+    assert {one.name for one in gone} == {one.name for one in steps if not stays(one, steps, keep)}
+    assert gone == sorted(gone, key=lambda one: one.age_key, reverse=True)
+
+
+def test_a_policy_without_rules_keeps_everything() -> None:
+    steps = [RunStep(step, f"step-{step}", float(step)) for step in range(100)]
+    assert removable(steps, Keep(), NOW) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"last": 0},
+        {"every": -1},
+        {"best": True, "metric": "loss"},
+        {"best": 2},
+        {"metric": "loss"},
+        {"younger_than": 0.0},
+        {"last": 2, "mode": "median"},
+    ],
+    ids=str,
+)
+def test_a_policy_that_means_nothing_is_an_error(arguments: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="Keep"):
+        Keep(**arguments)  # type: ignore[arg-type]
