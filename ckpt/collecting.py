@@ -19,7 +19,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -38,6 +37,7 @@ from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST
 from formats.native.manifest_loader import load
+from formats.threads import Pool
 
 __all__ = ["LeftOver", "gc"]
 
@@ -161,7 +161,7 @@ def _collected(
         return found
     removed: set[LeftOver] = set()
     for place in dict.fromkeys(one.folder for one in found if one.is_old):
-        with open_store(place, options) as store, ThreadPoolExecutor(WORKERS, "ckpt-gc") as pool:
+        with open_store(place, options) as store, Pool(WORKERS, "ckpt-gc") as pool:
             again = {_key(one) for one in _left_overs(store, place, places, age) if one.is_old}
             chosen = [one for one in found if one.folder == place and _key(one) in again]
             list(pool.map(partial(_remove, store, age), chosen))

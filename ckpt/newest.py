@@ -18,7 +18,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from time import gmtime, strftime
 from typing import NamedTuple
 from warnings import warn
@@ -31,6 +30,7 @@ from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.manifest_loader import load
+from formats.threads import Pool
 
 __all__ = ["latest"]
 
@@ -126,7 +126,7 @@ def _looked_into(
     folder: str | os.PathLike[str], options: Options
 ) -> tuple[list[Committed], dict[str, OSError]]:
     """The checkpoints in a folder, newest first, and why others cannot be looked into, by name."""
-    with open_store(folder, options) as store, ThreadPoolExecutor(WORKERS, "ckpt-list") as pool:
+    with open_store(folder, options) as store, Pool(WORKERS, "ckpt-list") as pool:
         names = store.folders()
         found = list(pool.map(lambda name: _committed(store, name), names))
     known = sorted(

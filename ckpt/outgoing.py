@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -38,6 +38,7 @@ from formats.errors import UnsupportedError
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
+from formats.threads import Pool
 from sharding.layout import HoleError, Piece, span_boxes
 from sharding.url_secrets import without_secrets
 
@@ -142,7 +143,7 @@ def outgoing(
             return items if isinstance(node, list) else tuple(items)
         return node
 
-    with ThreadPoolExecutor(1, "ckpt-ahead") as ahead:
+    with Pool(1, "ckpt-ahead") as ahead:
         reading = _Reading(reader, ahead, progress)
         walked = walk(tree, "")
         yield Streams(tensors, walked, aliases, _kept_metadata(catalog), elements=elements)
@@ -231,7 +232,7 @@ class _Reading:
     def __init__(
         self,
         reader: Reader,
-        ahead: ThreadPoolExecutor,
+        ahead: Pool,
         progress: Callable[[int], None] | None,
     ) -> None:
         self._ranges = RangeReader(reader, RecordSums("all"))

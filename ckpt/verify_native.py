@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
 
@@ -30,6 +29,7 @@ from formats.native.opened_shard import OWN_ENTRIES, Shard, first_chunks
 from formats.native.reader import Shards
 from formats.native.shard import RECORD
 from formats.storage import Reader
+from formats.threads import Pool
 from sharding.layout import Box
 
 BLOCK_BYTES = 8 << 20
@@ -47,7 +47,7 @@ def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
     data = read_manifest(reader)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     check = _Check(reader, manifest, progress)
-    with ThreadPoolExecutor(WORKERS, "ckpt-verify") as pool:
+    with Pool(WORKERS, "ckpt-verify") as pool:
         try:
             files = list(pool.map(check.file, manifest.files))
         except BaseException:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from struct import pack
 
 from formats.gathered import LARGE_BYTES, Gathered
+from formats.threads import Pool
 
 ZIP64_BYTES = 1 << 30
 """Records this large get 64-bit sizes."""
@@ -54,7 +54,7 @@ class ZipWriter:
         self._file = file
         self._start = file.total
         self._records: list[_Record] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Pool | None = None
 
     def __enter__(self) -> ZipWriter:
         return self
@@ -97,7 +97,7 @@ class ZipWriter:
             self._file.write([block])
             return zlib.crc32(block, checksum)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "ckpt-crc")
+            self._thread = Pool(1, "ckpt-crc")
         following = self._thread.submit(zlib.crc32, block, checksum)
         try:
             self._file.write([block])

@@ -21,10 +21,10 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ckpt.errors import StoreError
+from formats.threads import Pool
 
 HEAD_BYTES = 1 << 12
 """Bytes before the data: a page, so that the data begins on one."""
@@ -84,7 +84,7 @@ class Arena:
             return
         whole = memoryview(self._map)
         address, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(whole)), len(whole)
-        with ThreadPoolExecutor(workers) as pool:
+        with Pool(workers) as pool:
             failed = list(
                 pool.map(
                     lambda lo: _madvise(

@@ -34,7 +34,6 @@ from ckpt.errors import (
     SaveFailedWarning,
 )
 from ckpt.loading import load_first
-from ckpt.ranks import TIMEOUT_SECONDS, Ranks
 from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, folder_name, metrics_text, run_steps
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.provenance import host_name, provenance
@@ -44,14 +43,19 @@ from ckpt.save_protocol import Compress
 from ckpt.saving import save
 from ckpt.stores.store import Options, absolute, join_url
 from ckpt.transfer.replica_hashes import Replicas
+from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.linked import ENDED, LATE
+from sharding.agreement.ranks import Ranks
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 OnFailure = Literal["continue", "raise"]
 CALL = "ckpt.Checkpointer"
-HOPELESS = ("StateError", "ExistsError", "InUseError", "ValueError", "TypeError", ENDED, LATE)
+HOPELESS = (
+    *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),
+    *("ValueError", "TypeError", ENDED, LATE),
+)
 """Errors after which the next step would fail alike: they are raised."""
 
 
@@ -110,7 +114,8 @@ class Checkpointer:
             timeout: seconds that a rank waits for another at most.
 
         Raises:
-            ValueError: an argument is wrong, or signals are to be handled outside the main thread.
+            ArgumentError: an argument is wrong.
+            MisuseError: signals are to be handled outside of the main thread.
             RankError: another rank failed, or has other arguments.
         """
         self.url = absolute(url)
@@ -119,7 +124,7 @@ class Checkpointer:
         self._keep = keep or Keep()
         self._schedule = Schedule(every_steps, every_seconds, continuously)
         if on_failure not in ("continue", "raise"):
-            raise ValueError(f'on_failure={on_failure!r}: it can be "continue" or "raise"')
+            raise ArgumentError(f'on_failure={on_failure!r}: it can be "continue" or "raise"')
         self._on_failure = on_failure
         self._blocking, self._deadline, self._timeout = blocking, deadline, timeout
         self._group, self._options = group, storage_options
@@ -175,8 +180,8 @@ class Checkpointer:
         Raises:
             ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
             StateError: something cannot be stored; the key path is named.
-            ValueError: `step` is not above the step of the last save.
-            TypeError: a metric is no number.
+            ArgumentError: `step` is not above the step of the last save.
+            ArgumentTypeError: a metric is no number.
             RankError: another rank failed.
         """
         if not (force or self.should_save(step)):
@@ -184,7 +189,7 @@ class Checkpointer:
         if self._last_step is not None and step <= self._last_step:
             if step == self._last_step and not force and not self._is_retrying:
                 return False
-            raise ValueError(
+            raise ArgumentError(
                 f"step {step} comes after step {self._last_step}: steps have to rise; to go back, "
                 f"call restore(state, step=...)"
             )
@@ -229,7 +234,7 @@ class Checkpointer:
     def should_save(self, step: int) -> bool:
         """Whether a checkpoint is due at this step. To be called by all ranks."""
         if self._is_closed:
-            raise ValueError(f"{self.url}: this Checkpointer is closed")
+            raise ClosedError(f"{self.url}: this Checkpointer is closed; make another")
         if self._decided is not None and self._decided[0] == step:
             return self._decided[1]
         was_preempted = self._is_preempted
@@ -281,11 +286,13 @@ class Checkpointer:
     def best_step(self) -> int | None:
         """The step with the best metric, by the policy; None where none has it.
 
-        To be called by all ranks. Raises ValueError where `keep` has no metric.
+        To be called by all ranks. Raises ArgumentError where `keep` has no metric.
         """
         metric = self._keep.metric
         if metric is None:
-            raise ValueError("best_step() needs a metric: Checkpointer(keep=Keep(best=, metric=))")
+            raise ArgumentError(
+                "best_step() needs a metric: Checkpointer(keep=Keep(best=, metric=))"
+            )
         found = best_first(self._listed(), metric, self._keep.mode)
         return found[0].step if found else None
 
@@ -333,7 +340,7 @@ class Checkpointer:
         with self._ranks.call(CALL):
             answer = json.loads(self._ranks.joined("comparing arguments", record, join))
         if answer["other"]:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.url}: rank {answer['other'][0]} made its Checkpointer with other arguments "
                 "than rank 0; make all of them alike"
             )
@@ -369,7 +376,7 @@ class Checkpointer:
             )
         if answer["others"]:
             rank, other = answer["others"][0]
-            raise ValueError(
+            raise ArgumentError(
                 f"rank {rank} is at step {other} where rank 0 is at another; call save() and "
                 "should_save() with the same steps on all ranks"
             )

@@ -21,6 +21,7 @@ from time import strptime
 from ckpt.newest import Committed, committed
 from ckpt.run.retention import RunStep
 from ckpt.stores.store import Options
+from sharding.errors import ArgumentTypeError
 
 STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
 """Keys of the metadata in a manifest."""
@@ -100,7 +101,7 @@ def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
 
 
 def metrics_text(metrics: Mapping[str, object]) -> str:
-    """Metrics as text for a manifest. Raises TypeError for a value that is no number.
+    """Metrics as text for a manifest. Raises ArgumentTypeError for a value that is no number.
 
     >>> metrics_text({"loss": 0.5, "best": float("inf")})
     '{"best": Infinity, "loss": 0.5}'
@@ -113,5 +114,5 @@ def _number(name: str, value: object) -> float:
     if callable(item) and getattr(value, "size", None) is not None:  # a tensor's, or numpy's
         value = item()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"metrics[{name!r}] is a {type(value).__name__}; give a number")
+        raise ArgumentTypeError(f"metrics[{name!r}] is a {type(value).__name__}; give a number")
     return float(value)

@@ -13,17 +13,19 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from sharding.errors import MisuseError
+
 
 class PreemptionSignals:
     """Notes the given signals until `close`."""
 
     def __init__(self, signals: Sequence[int]) -> None:
-        """Raises ValueError in a thread that is not the main one, if there are signals."""
+        """Raises MisuseError in a thread that is not the main one, if there are signals."""
         self.received: int | None = None
         """The number of the first signal that came."""
         self._before: dict[int, Any] = {}
         if signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
+            raise MisuseError(
                 "Checkpointer(signals=...) handles signals, which only the main thread may; make "
                 "it there, or pass signals=()"
             )

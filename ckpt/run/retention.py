@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sharding.errors import ArgumentError
+
 Mode = Literal["min", "max"]
 
 
@@ -24,7 +26,7 @@ Mode = Literal["min", "max"]
 class Keep:
     """The checkpoints of a run that stay. `Keep()` keeps all of them.
 
-    Raises ValueError for a number below 1, and for `best` without `metric`.
+    Raises ArgumentError for a number below 1, and for `best` without `metric`.
 
     >>> Keep(last=3, every=1000, best=2, metric="loss")
     Keep(last=3, every=1000, best=2, metric='loss', mode='min', younger_than=None)
@@ -47,13 +49,13 @@ class Keep:
         for name in ("last", "every", "best"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
-                raise ValueError(f"Keep({name}={number!r}): give a whole number of at least 1")
+                raise ArgumentError(f"Keep({name}={number!r}): give a whole number of at least 1")
         if self.younger_than is not None and not self.younger_than > 0:
-            raise ValueError(f"Keep(younger_than={self.younger_than!r}): give seconds above 0")
+            raise ArgumentError(f"Keep(younger_than={self.younger_than!r}): give seconds above 0")
         if (self.best is None) != (self.metric is None):
-            raise ValueError("Keep: best= and metric= belong together; give both or none")
+            raise ArgumentError("Keep: best= and metric= belong together; give both or none")
         if self.mode not in ("min", "max"):
-            raise ValueError(f'Keep(mode={self.mode!r}): it can be "min" or "max"')
+            raise ArgumentError(f'Keep(mode={self.mode!r}): it can be "min" or "max"')
 
     @property
     def keeps_all(self) -> bool:

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sharding.errors import ArgumentError
+
 EXCHANGE_SECONDS = 1.0
 """The time between two exchanges, about: how late a signal is seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When a checkpoint is due. Raises ValueError for numbers that are not above 0."""
+    """When a checkpoint is due. Raises ArgumentError for numbers that are not above 0."""
 
     every_steps: int | None = None
     """At each step that is a multiple of this."""
@@ -31,9 +33,9 @@ class Schedule:
     def __post_init__(self) -> None:
         steps, seconds = self.every_steps, self.every_seconds
         if steps is not None and (type(steps) is not int or steps < 1):
-            raise ValueError(f"every_steps={steps!r}: give a whole number of at least 1")
+            raise ArgumentError(f"every_steps={steps!r}: give a whole number of at least 1")
         if seconds is not None and not seconds > 0:
-            raise ValueError(f"every_seconds={seconds!r}: give a number above 0")
+            raise ArgumentError(f"every_seconds={seconds!r}: give a number above 0")
 
     def by_step(self, step: int) -> bool:
         """Whether the number of the step alone makes a checkpoint due."""

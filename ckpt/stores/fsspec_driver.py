@@ -117,7 +117,8 @@ class FsspecDriver:
             # Closing would publish the truncated file; drivers that can, forget it instead.
             discard = getattr(remote, "discard", None)
             if discard is not None:
-                discard()
+                with suppress(Exception):  # the error on its way says more
+                    discard()
                 with suppress(AttributeError):  # or its finaliser would close it after all
                     setattr(remote, "closed", True)  # noqa: B010
             raise

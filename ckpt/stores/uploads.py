@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from mmap import mmap
 from queue import SimpleQueue
@@ -24,6 +24,7 @@ from typing import Any
 
 from ckpt.stores.driver import PartLimits
 from formats.storage import Buffer
+from formats.threads import Pool
 
 PART_BYTES = 16 << 20
 """One part of a file, unless the memory budget is small."""
@@ -97,7 +98,7 @@ class Upload:
         self._upload_id: str | None = None
         self._made = 0
         self._free: SimpleQueue[Memory] = SimpleQueue()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
         self._sent: dict[int, Future[Any]] = {}
 
     def write(self, buffers: Iterable[Buffer]) -> None:
@@ -176,7 +177,7 @@ class Upload:
         if self._upload_id is None:
             self._upload_id = self._requests.create_multipart()
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._part_sizes.buffers, "ckpt-upload")
+            self._pool = Pool(self._part_sizes.buffers, "ckpt-upload")
         upload_id = self._upload_id
 
         def send() -> Any:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from mmap import mmap
@@ -33,6 +32,7 @@ from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, Reader
+from formats.threads import Pool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,7 +150,7 @@ class RangeReader:
             for group in groups:
                 work(group)
             return
-        with ThreadPoolExecutor(self._workers, "ckpt-read") as pool:
+        with Pool(self._workers, "ckpt-read") as pool:
             shared = _SharedGroups(groups)
             for done in [pool.submit(shared.work, work) for _ in range(self._workers)]:
                 done.result()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from formats.native.borrowed import (
@@ -37,6 +37,7 @@ from formats.native.streaming import Gather, chunks_of, finish, record_of
 from formats.outgoing import OutgoingTensor
 from formats.safetensors_header import build
 from formats.storage import Buffer, FileWriter
+from formats.threads import Pool
 
 WORKERS = 4
 """Threads that compress, at most: as many as there are cores."""
@@ -57,7 +58,7 @@ def write_as_it_comes(
     """Write a file whose entries get their sizes on the way: compressed, or partly borrowed."""
     reserved = _reserved_header(tensors, codec)
     workers = min(WORKERS, os.cpu_count() or 1)
-    with Gather(file) as out, ThreadPoolExecutor(workers, "ckpt-compress") as pool:
+    with Gather(file) as out, Pool(workers, "ckpt-compress") as pool:
         out.add(reserved)
         body = _Body(out, codec)
         for tensor in tensors:
@@ -83,7 +84,7 @@ def write_as_it_comes(
 
 
 def _packed(
-    tensor: OutgoingTensor, codec: str, roots: _Roots | None, pool: ThreadPoolExecutor, ahead: int
+    tensor: OutgoingTensor, codec: str, roots: _Roots | None, pool: Pool, ahead: int
 ) -> Iterator[tuple[_Packed, bool]]:
     """A tensor's chunks as they are stored, in order, each with whether a block ends with it."""
     chunks = chunks_of(tensor, tensor.nbytes, chunk_bytes_of(codec))

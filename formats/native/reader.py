@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from math import prod
 
 from formats.catalog import Catalog, FileRecord, StoredPiece, TensorRecord
@@ -22,6 +22,7 @@ from formats.native.opened_shard import Expected, Part, Shard
 from formats.native.shard import open_shard
 from formats.safetensors_header import Header
 from formats.storage import LOCAL_READ_BYTES, Reader
+from formats.threads import Pool
 from sharding.layout import Box, Piece
 
 OPENERS = 8
@@ -101,7 +102,7 @@ class Shards:
             return
         ranks = [rank for rank in ranks if rank not in self._opened and rank in self.files]
         if len(ranks) > 1:
-            with ThreadPoolExecutor(min(OPENERS, len(ranks)), "ckpt-open") as pool:
+            with Pool(min(OPENERS, len(ranks)), "ckpt-open") as pool:
                 wait([pool.submit(self.shard, rank, name) for rank in ranks], None, FIRST_EXCEPTION)
                 pool.shutdown(cancel_futures=True)
 

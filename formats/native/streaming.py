@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import xxhash
 
@@ -12,6 +12,7 @@ from formats.errors import FormatError
 from formats.native.shard import RECORD, ShardSummary
 from formats.outgoing import OutgoingTensor
 from formats.storage import Buffer, FileWriter
+from formats.threads import Pool
 
 WRITE_BYTES = 8 << 20
 """Bytes handed to the operating system at once."""
@@ -67,7 +68,7 @@ class Gather:
         self._overlap = overlap
         self._waiting: list[Buffer] = []
         self._waiting_bytes = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Pool | None = None
         self._writing: Future[None] | None = None
         self.total = 0
 
@@ -88,7 +89,7 @@ class Gather:
                 return
             self._finish_write()
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "ckpt-write")
+                self._thread = Pool(1, "ckpt-write")
             self._writing = self._thread.submit(self._file.write, self._take_batch())
             # Hashing small chunks never lets go of the GIL: without a pause the other thread would
             # begin to write only when this one waits for it.

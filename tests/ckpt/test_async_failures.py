@@ -303,7 +303,7 @@ def test_only_two_answers_to_being_busy_are_known(tmp_path: Path) -> None:
 # The end of processes.
 
 PREAMBLE = """
-import os, signal, sys, ckpt, torch
+import os, signal, sys, warnings, ckpt, torch
 import torch.distributed as dist
 folder = sys.argv[1]
 weights = torch.rand(int(os.environ.get("NUMEL", "4_000_000")))
@@ -344,12 +344,13 @@ sys.exit(3)
     assert not ckpt.verify(tmp_path).problems
 
 
+@pytest.mark.parametrize("scheme", ["", "own://"])
 def test_a_save_while_the_interpreter_ends_is_finished_in_the_call(
-    trainer: Callable[..., Program], tmp_path: Path
+    trainer: Callable[..., Program], tmp_path: Path, scheme: str
 ) -> None:
-    body = """
+    body = f"""{OWN_DRIVER}
 import atexit
-atexit.register(lambda: ckpt.save(folder, {"w": weights}, blocking=False).wait(0))
+atexit.register(lambda: ckpt.save("{scheme}" + folder, {{"w": weights}}, blocking=False).wait(0))
 """
     assert trainer(body, tmp_path).communicate(timeout=SECONDS) == ("", "")
     assert not ckpt.verify(tmp_path).problems
@@ -416,6 +417,7 @@ def test_a_forked_child_has_no_save_to_finish(
 ) -> None:
     body = """
 handle = ckpt.save(folder + "/1", {"w": weights}, blocking=False)
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 child = os.fork()
 if not child:
     ckpt.save(folder + "/child", {"w": weights + 1}, blocking=False)
@@ -442,6 +444,7 @@ before = model.weight.detach().clone()
 with late_copies() as go:
     state = {"model": model, "optim": optim}
     handle = ckpt.save(folder, state, blocking=False, staging="overlapped")
+    warnings.simplefilter("ignore", DeprecationWarning)  # as above
     child = os.fork()
     if not child:
         signal.alarm(30)
