@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -26,7 +25,9 @@ from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import COPIED, When
 from ckpt.deleting import delete
 from ckpt.errors import (
+    ArgumentError,
     CkptError,
+    ClosedError,
     ExistsError,
     InUseError,
     NotACheckpointError,
@@ -34,10 +35,10 @@ from ckpt.errors import (
     SaveFailedWarning,
 )
 from ckpt.loading import load_first
+from ckpt.run.exchange import RunRanks
 from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, folder_name, metrics_text, run_steps
 from ckpt.run.preemption import PreemptionSignals
-from ckpt.run.provenance import host_name, provenance
-from ckpt.run.retention import Keep, RunStep, best_first, removable
+from ckpt.run.retention import Keep, best_first, removable
 from ckpt.run.schedule import Schedule, next_exchange
 from ckpt.save_protocol import Compress
 from ckpt.saving import save
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 OnFailure = Literal["continue", "raise"]
-CALL = "ckpt.Checkpointer"
 HOPELESS = (
     *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),
     *("ValueError", "TypeError", ENDED, LATE),
@@ -132,7 +132,7 @@ class Checkpointer:
         self._compress: Compress = compress
         self._replicas: Replicas = replicas
         self._metadata = dict(metadata or {})
-        self._ranks = Ranks(group, timeout, "runs")
+        self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
         self._signals = PreemptionSignals(signals)
         self._handle: SaveHandle | None = None
         self._tidying: threading.Thread | None = None
@@ -146,7 +146,10 @@ class Checkpointer:
         self._exchanged = (0, time.monotonic())
         self._began = time.monotonic()
         """When the last save began."""
-        self._provenance, self._newest_before = self._introduced()
+        how = (blocking, staging, compress, replicas, on_failure)
+        self._provenance, self._newest_before = self._ranks.introduce(
+            repr((self.url, self._keep, self._schedule, how))
+        )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -293,7 +296,7 @@ class Checkpointer:
             raise ArgumentError(
                 "best_step() needs a metric: Checkpointer(keep=Keep(best=, metric=))"
             )
-        found = best_first(self._listed(), metric, self._keep.mode)
+        found = best_first(self._ranks.steps(), metric, self._keep.mode)
         return found[0].step if found else None
 
     def reached_preemption(self) -> bool:
@@ -323,69 +326,25 @@ class Checkpointer:
     def _place(self, step: int) -> str:
         return join_url(self.url, folder_name(step))
 
-    def _introduced(self) -> tuple[str, int | None]:
-        """The provenance for manifests, and the newest step that the folder has already."""
-        how = (self._blocking, self._staging, self._compress, self._replicas, self._on_failure)
-        wanted = repr((self.url, self._keep, self._schedule, how))
-
-        def join(records: Sequence[bytes]) -> bytes:
-            rows = [json.loads(record) for record in records]
-            other = [rank for rank, row in enumerate(rows) if row["wanted"] != rows[0]["wanted"]]
-            steps = run_steps(self.url, storage_options=self._options)
-            newest = steps[0].step if steps else None
-            text = provenance([row["host"] for row in rows])
-            return json.dumps({"other": other, "run": text, "newest": newest}).encode()
-
-        record = json.dumps({"host": host_name(), "wanted": wanted}).encode()
-        with self._ranks.call(CALL):
-            answer = json.loads(self._ranks.joined("comparing arguments", record, join))
-        if answer["other"]:
-            raise ArgumentError(
-                f"{self.url}: rank {answer['other'][0]} made its Checkpointer with other arguments "
-                "than rank 0; make all of them alike"
-            )
-        return answer["run"], answer["newest"]
-
     def _exchange(self, step: int) -> bool:
         """Whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
         handle = self._handle
-        record = {
-            "step": step,
-            "signal": self._signals.received,
-            "saving": handle is not None and not handle.done(),
-        }
-
-        def join(records: Sequence[bytes]) -> bytes:
-            rows = [json.loads(record) for record in records]
-            last, when = self._exchanged
-            now = time.monotonic()
-            self._exchanged = (step, now)
-            is_saving = any(row["saving"] for row in rows)
-            answer = {
-                "others": [[r, row["step"]] for r, row in enumerate(rows) if row["step"] != step],
-                "signals": [[r, row["signal"]] for r, row in enumerate(rows) if row["signal"]],
-                "saving": is_saving,
-                "due": self._schedule.by_clock(now - self._began, is_saving),
-                "next": next_exchange(step, last, now - when),
-            }
-            return json.dumps(answer).encode()
-
-        with self._ranks.call(CALL):
-            answer = json.loads(
-                self._ranks.joined("agreeing on a step", json.dumps(record).encode(), join)
-            )
-        if answer["others"]:
-            rank, other = answer["others"][0]
-            raise ArgumentError(
-                f"rank {rank} is at step {other} where rank 0 is at another; call save() and "
-                "should_save() with the same steps on all ranks"
-            )
-        self._exchange_at = answer["next"]
-        self._is_preempted = self._is_preempted or bool(answer["signals"])
-        if handle is not None and not answer["saving"]:
+        last, when = self._exchanged
+        now = time.monotonic()
+        self._exchanged = (step, now)
+        answer = self._ranks.agree_on_step(
+            step,
+            self._signals.received,
+            handle is not None and not handle.done(),
+            lambda is_saving: self._schedule.by_clock(now - self._began, is_saving),
+            next_exchange(step, last, now - when),
+        )
+        self._exchange_at = answer.next_exchange
+        self._is_preempted = self._is_preempted or answer.has_signal
+        if handle is not None and not answer.is_saving:
             self._settle()
         self._tell_of_tidying()
-        return bool(answer["due"])
+        return answer.is_due
 
     def _check_place(self, step: int) -> None:
         """Raise ExistsError where a save could replace a checkpoint of another run."""
@@ -409,7 +368,7 @@ class Checkpointer:
         except Exception as error:
             self._failed(step, error)
             return
-        if self._ranks.rank == 0 and not self._keep.keeps_all:
+        if self._ranks.is_first and not self._keep.keeps_all:
             self._tidying = threading.Thread(target=self._tidy, name="ckpt-keep", daemon=True)
             self._tidying.start()
 
@@ -422,7 +381,7 @@ class Checkpointer:
         self.failures += 1
         self._is_retrying = True
         self._last_step = step - 1
-        if self._ranks.rank == 0:
+        if self._ranks.is_first:
             warn(
                 f"{self._place(step)} was not saved: {kind}: {error}; the next step saves again "
                 f"(failure {self.failures} of this run)",
@@ -453,19 +412,4 @@ class Checkpointer:
             )
 
     def _all(self) -> list[int]:
-        return [one.step for one in self._listed()]
-
-    def _listed(self) -> list[RunStep]:
-        """The committed checkpoints, as rank 0 sees them, on every rank."""
-        with self._ranks.call(CALL):
-            found = self._ranks.attempt(
-                "listing the checkpoints of the run",
-                lambda: (
-                    run_steps(self.url, storage_options=self._options)
-                    if self._ranks.rank == 0
-                    else []
-                ),
-            )
-            rows = [[one.step, one.name, one.time, dict(one.metrics)] for one in found]
-            told = json.loads(self._ranks.broadcast(json.dumps(rows).encode()))
-        return [RunStep(*row) for row in told]
+        return [one.step for one in self._ranks.steps()]
