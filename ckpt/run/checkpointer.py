@@ -45,7 +45,7 @@ from ckpt.saving import save
 from ckpt.stores.store import Options, absolute, join_url
 from ckpt.transfer.replica_hashes import Replicas
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.linked import ENDED, LATE
+from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import Ranks
 
 if TYPE_CHECKING:
