@@ -50,3 +50,17 @@ def test_every_test_that_a_document_names_exists() -> None:
             assert re.search(rf"def {name}\w*\(", code), (document.name, name)
         for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
             assert ROOT / path in sources, (document.name, path)
+
+
+def test_the_map_names_every_file_of_the_product_and_no_other() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    listed = text[text.index("## Map") : text.index("## One training step")]
+    rows = [line.split("|")[1] for line in listed.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"[\w`]+\.py\b", row)}
+    named = {name.replace("`", "").rpartition("/")[2] for name in named}
+    files = {
+        path.name
+        for package in ("ckpt", "formats", "sharding", "tools")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert files - {"__init__.py"} == named - {"__init__.py"}
