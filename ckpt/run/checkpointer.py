@@ -51,6 +51,8 @@ from sharding.agreement.ranks import Ranks
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
+__all__ = ["Checkpointer"]
+
 OnFailure = Literal["continue", "raise"]
 HOPELESS = (
     *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),

@@ -23,6 +23,8 @@ from ckpt.run.retention import RunStep
 from ckpt.stores.store import Options
 from sharding.errors import ArgumentTypeError
 
+__all__ = ["RunStep", "run_steps"]
+
 STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
 """Keys of the metadata in a manifest."""
 _FOLDER = re.compile(r"step-(\d{1,18})")

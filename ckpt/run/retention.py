@@ -19,6 +19,8 @@ from typing import Literal
 
 from sharding.errors import ArgumentError
 
+__all__ = ["Keep", "RunStep"]
+
 Mode = Literal["min", "max"]
 
 

@@ -132,7 +132,9 @@ def test_what_one_rank_finds_damaged_reaches_all_before_anything_is_exchanged(
 
 
 def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one of auto, read, exchange, not 'both'"):
+    with pytest.raises(
+        ValueError, match="replicas is 'both'; it can be 'auto', 'read' or 'exchange'"
+    ):
         ckpt.load(tmp_path, {}, replicas="both")
 
 
