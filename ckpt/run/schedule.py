@@ -58,5 +58,5 @@ def next_exchange(step: int, last: int, seconds: float) -> int:
     (12, 11)
     """
     taken = max(1, step - last)
-    wanted = int(taken * EXCHANGE_SECONDS / seconds) if seconds > 0 else 2 * taken
-    return step + max(1, min(wanted, 2 * taken))
+    wanted = taken * EXCHANGE_SECONDS / seconds if seconds > 0 else 2 * taken
+    return step + max(1, int(min(wanted, 2 * taken)))
