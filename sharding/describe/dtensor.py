@@ -98,6 +98,9 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     """
     if not _is_dtensor(tensor):
         return tensor.detach(), _known_layout(tuple(tensor.shape), world, _REPLICATED)
+    before = described_before(tensor)
+    if before is not None:
+        return before
     known = _of_spec(tensor, name)
     local = tensor._local_tensor
     if type(local) is not torch.Tensor:
