@@ -171,8 +171,11 @@ def _none_is_sound(skipped: Sequence[Skipped], touched: Sequence[str]) -> Except
     """The error where the fallbacks are damaged too."""
     said = "; ".join(one.message for one in skipped)
     message = f"{skipped[0].url}: neither it nor one of its fallbacks can be loaded: {said}"
+    is_gone = all(one.kind == NotACheckpointError.kind for one in skipped)
+    if touched and is_gone:  # a try that was replaced touched them, and nothing was damaged
+        return ReplacedLoadError(message, touched)
     if touched:
         return DamagedLoadError(message, touched)
-    if all(one.kind == NotACheckpointError.kind for one in skipped):
+    if is_gone:
         return NotACheckpointError(message)
     return CorruptError(message)

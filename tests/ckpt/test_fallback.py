@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.fallback import DAMAGE
+from ckpt.fallback import DAMAGE, Loaded, load_or_older
 from formats.errors import FormatError
+from sharding.agreement.ranks import Ranks
 from tests.conftest import RankDied
 from tests.stores.server import Server, s3_client
 
@@ -335,3 +336,21 @@ def test_in_a_bucket_it_goes_back_as_on_a_disk(moto: Server) -> None:
     with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
         loaded = ckpt.load(f"{run}/step-10", state(0), fallback=True, storage_options=told)
     assert loaded["step"] == 1
+
+
+def test_a_checkpoint_that_was_deleted_while_it_was_read_is_gone_and_not_damaged() -> None:
+    ranks = Ranks()
+    failures: list[Exception] = [
+        ckpt.NotACheckpointError("no checkpoint is here"),
+        ckpt.ReplacedLoadError("it was deleted while it was read", ["w"]),
+    ]
+
+    def load(url: str) -> Loaded:
+        def failing() -> Loaded:
+            raise failures.pop()
+
+        return ranks.run_on_all("loading", failing)
+
+    with pytest.raises(ckpt.ReplacedLoadError, match="no checkpoint is here") as error:
+        load_or_older(ranks, "run/step-1", False, load, None)
+    assert error.value.touched == ("w",)
