@@ -86,7 +86,9 @@ if TYPE_CHECKING:
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.history import run_steps
     from ckpt.run.retention import Keep, RunStep
+    from ckpt.run.rng import rng
     from ckpt.saving import save
+    from ckpt.state.per_rank import PerRank, per_rank
     from ckpt.verifying import verify
     from formats.limits import limits
 
@@ -112,6 +114,9 @@ _WHERE = {  # all errors and warnings are in ckpt.errors
     "Keep": "ckpt.run.retention",
     "RunStep": "ckpt.run.retention",
     "run_steps": "ckpt.run.history",
+    "rng": "ckpt.run.rng",
+    "PerRank": "ckpt.state.per_rank",
+    "per_rank": "ckpt.state.per_rank",
 }
 
 __all__ = [
@@ -144,6 +149,7 @@ __all__ = [
     "OptimizerMismatchError",
     "PartialError",
     "PartialLoadError",
+    "PerRank",
     "RankError",
     "ReplacedError",
     "ReplacedLoadError",
@@ -178,8 +184,10 @@ __all__ = [
     "limits",
     "load",
     "open",
+    "per_rank",
     "prepare",
     "read",
+    "rng",
     "run_steps",
     "save",
     "state_dict",

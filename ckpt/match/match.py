@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from ckpt.match.casting import Casting, dtype_problem
 from ckpt.match.match_builder import Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
+from ckpt.match.match_per_rank import match_per_rank
 from ckpt.match.match_stateful import filled, match_stateful
 from ckpt.match.overlaps import shared_memory
 from ckpt.match.selection import Selection, no_name
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
+from ckpt.state.per_rank import PerRank
 from ckpt.state.refusals import instead_of_array
 from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, join, kind_of
 from ckpt.state.stateful import (
@@ -117,6 +119,8 @@ class _Matcher:
             return self._mapping(node, path)
         if isinstance(node, list | tuple) and _holds_target(node):
             return self._sequence(node, path)
+        if isinstance(node, PerRank):
+            return match_per_rank(self._builder, node, path)
         if isinstance(node, Stateful) and not isinstance(node, type | Mapping):
             return match_stateful(self._builder, self._tensor, node, path)
         return self._value(node, path)

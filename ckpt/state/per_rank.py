@@ -1,0 +1,158 @@
+"""State that belongs to one rank, under a name of that rank: random states, positions of loaders.
+
+Rules:
+
+1. The object of rank 3 is saved under `rank3`, below the name of the entry. The number is the rank
+   in the default process group.
+2. A load by the ranks that saved gives each rank its own entry back, and reads no other.
+3. A load by other ranks does as `on_resize` says. Nobody can divide such state but the object.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+import torch.distributed as dist
+
+from ckpt.state.stateful import Stateful
+from sharding.errors import ArgumentError, ArgumentTypeError
+
+__all__ = ["OnResize", "PerRank", "per_rank"]
+
+Divide = Callable[[Mapping[int, object], int, int], object]
+OnResize = Literal["refuse", "keep"] | Divide
+"""The answer to a load by other ranks than those that saved."""
+_KEY = re.compile(r"rank(0|[1-9]\d{0,8})")
+SHOWN = 8
+
+
+class PerRank:
+    """An object whose state is saved once for each rank; `per_rank` makes it."""
+
+    def __init__(self, held: Stateful, on_resize: OnResize) -> None:
+        self.held = held
+        self.on_resize = on_resize
+
+    def __repr__(self) -> str:
+        return f"per_rank({self.held!r}, on_resize={self.on_resize!r})"
+
+    def state_dict(self) -> dict[str, object]:
+        """The state of this rank's object, under the name of this rank."""
+        return {key_of(this_rank()): self.held.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Give this rank's object the state of this rank, if there is one."""
+        self.install({rank: state_dict[key] for rank, key in ranks_in(state_dict).items()})
+
+    def problem(self, saved: Collection[int], here: Collection[int]) -> str | None:
+        """Why a state of the ranks `saved` is not loaded by the ranks `here`; None if it is."""
+        if self.on_resize != "refuse" or set(saved) == set(here):
+            return None
+        return (
+            f"{_shown(saved)} saved a state each, and {_shown(here)} would load them: pass "
+            'on_resize="keep" to per_rank to give each rank its own where there is one, a function '
+            "to divide them anew, or leave the entry out with exclude="
+        )
+
+    def wanted(self, saved: Collection[int], here: Collection[int]) -> list[int]:
+        """The ranks whose states this rank needs."""
+        if callable(self.on_resize) and set(saved) != set(here):
+            return sorted(saved)
+        return [rank for rank in saved if rank == this_rank()]
+
+    def install(self, states: Mapping[int, object], new_ranks: Sequence[int] = ()) -> None:
+        """Give this rank's object its state, which the function makes for `new_ranks` if given."""
+        here = this_rank()
+        if new_ranks and callable(self.on_resize):
+            state = self.on_resize(states, list(new_ranks).index(here), len(new_ranks))
+        else:
+            state = states.get(here)
+        if state is not None:
+            self.held.load_state_dict(state)  # type: ignore[arg-type]
+
+
+def per_rank(held: Stateful, *, on_resize: OnResize = "refuse") -> PerRank:
+    """An entry of a state for an object that differs between ranks, such as a data loader.
+
+    `held` is any object with `state_dict()` and `load_state_dict()`. Each rank saves the state of
+    its own object as `rank0`, `rank1` and so on, and gets it back. A load takes such a state whole,
+    on the CPU, and does not call `state_dict()`. `on_resize` answers other ranks than those that
+    saved:
+
+    - "refuse": a MismatchError on all ranks, before anything was touched.
+    - "keep": a rank gets its own state where one was saved; a new rank's object stays as it is, and
+      states of ranks that are no more are left alone.
+    - a function of all saved states by rank, this rank and the number of ranks: it returns the
+      state for this rank's object, or None to leave that as it is.
+
+    Raises ArgumentTypeError for an object without the two methods, and ArgumentError for another
+    `on_resize`.
+
+    >>> import ckpt, tempfile
+    >>> class Loader:
+    ...     position = 0
+    ...     def state_dict(self):
+    ...         return {"position": self.position}
+    ...     def load_state_dict(self, state):
+    ...         self.position = state["position"]
+    >>> loader = Loader()
+    >>> loader.position = 7
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ckpt.save(folder, {"loader": ckpt.per_rank(loader)})
+    ...     fresh = Loader()
+    ...     _ = ckpt.load(folder, {"loader": ckpt.per_rank(fresh)})
+    ...     ckpt.read(folder), fresh.position
+    ({'loader': {'rank0': {'position': 7}}}, 7)
+    """
+    if isinstance(held, type) or not isinstance(held, Stateful):
+        raise ArgumentTypeError(
+            f"per_rank takes an object with state_dict() and load_state_dict(), not "
+            f"{type(held).__qualname__}; give a plain value a key of its rank, as "
+            'f"seen-rank{rank}"'
+        )
+    if not callable(on_resize) and on_resize not in ("refuse", "keep"):
+        raise ArgumentError(
+            f'on_resize={on_resize!r}: it can be "refuse", "keep" or a function of the saved '
+            "states, the rank and the number of ranks"
+        )
+    return PerRank(held, on_resize)
+
+
+def this_rank() -> int:
+    """This process's rank in the default process group; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def key_of(rank: int) -> str:
+    """The name of a rank's state.
+
+    >>> key_of(3)
+    'rank3'
+    """
+    return f"rank{rank}"
+
+
+def ranks_in(nest: object) -> dict[int, str]:
+    """The ranks with a state in a nest, and their keys; none where a key is no rank's."""
+    if not isinstance(nest, Mapping):
+        return {}
+    found = [_KEY.fullmatch(key) if isinstance(key, str) else None for key in nest]
+    known = [match for match in found if match is not None]
+    return {int(match[1]): match[0] for match in known} if len(known) == len(found) else {}
+
+
+def _shown(ranks: Collection[int]) -> str:
+    """Ranks in a few words.
+
+    >>> _shown(range(4)), _shown([2]), _shown([1, 3])
+    ('ranks 0 to 3', 'rank 2', 'ranks 1, 3')
+    """
+    found = sorted(ranks)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
+        return f"ranks {found[0]} to {found[-1]}"
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "ranks " + ", ".join(map(str, found[:SHOWN])) + more
