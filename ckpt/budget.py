@@ -8,16 +8,15 @@ between ranks. A checksummed chunk, and a row of a tensor that is cast, are neve
 from __future__ import annotations
 
 import os
-import re
 
+from formats.sizes import parse_size
 from sharding.errors import ArgumentError
 
 VARIABLE = "CKPT_MEMORY_BUDGET"
 DEFAULT_BYTES = 64 << 20
 LEAST_BYTES = 8 << 20
 """With less, reads would be so small that nothing else would matter."""
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+MOST_BYTES = 1 << 60
 
 
 def memory_budget() -> int:
@@ -35,11 +34,13 @@ def parsed(text: str) -> int:
     >>> parsed("64MiB"), parsed("100000000")
     (67108864, 100000000)
     """
-    found = re.fullmatch(r"([0-9]{1,15}) ?(KiB|MiB|GiB)?", text)
-    nbytes = int(found[1]) * _UNITS[found[2] or ""] if found is not None else 0
-    if nbytes < LEAST_BYTES:
+    try:
+        nbytes = parse_size(text)
+    except ArgumentError:
+        nbytes = 0
+    if not LEAST_BYTES <= nbytes <= MOST_BYTES:
         raise ArgumentError(
-            f"{VARIABLE} is {text!r}: it takes a number of bytes, like 64MiB, 1GiB or 100000000, "
+            f"{VARIABLE} is {text!r}: it takes a number of bytes, like 64MiB, 1GB or 100000000, "
             f"and at least {LEAST_BYTES >> 20}MiB"
         )
     return nbytes
