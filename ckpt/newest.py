@@ -36,6 +36,8 @@ __all__ = ["latest"]
 
 HEAD_BYTES = 4096
 """Of a manifest: what the writer says of itself, its time with it, stands near the beginning."""
+LONG_HEAD_BYTES = 1 << 20
+"""Of one whose writer says more than that."""
 WORKERS = 8
 """Folders that are looked into at once: a server takes time to answer."""
 SHOWN = 5
@@ -174,16 +176,18 @@ def _committed(store: Store, name: str) -> Committed | OSError | None:
     """What stands in a folder of a store: None without a manifest, or why that cannot be read."""
     manifest = f"{name}/{MANIFEST}"
     try:
-        head = store.read(manifest, 0, min(HEAD_BYTES, store.size(manifest)))
+        size = store.size(manifest)
+        metadata = _metadata_in(store.read(manifest, 0, min(HEAD_BYTES, size)))
+        if not metadata and size > HEAD_BYTES:
+            metadata = _metadata_in(store.read(manifest, 0, min(LONG_HEAD_BYTES, size)))
     except FileNotFoundError:
         return None
     except FormatError:  # replaced by a shorter one since its size was asked for, or no file
-        head = b""
+        metadata = {}
     except OSError as error:
         if not _is_out_of_reach(error):
             raise
         return error
-    metadata = _metadata_in(head)
     time = metadata.get("time", "")
     if not _TIME.fullmatch(time):
         time = _store_time(store, manifest)

@@ -13,6 +13,7 @@ from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
 from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
+from tools.quantities import size_of
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
 from tools.text import json_text
 
@@ -59,9 +60,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-shard-size",
         dest="max_shard_bytes",
         metavar="SIZE",
-        type=_size,
+        type=size_of,
         default=MAX_SHARD_BYTES,
-        help="the largest file of a Hugging Face folder: 5GB, 500MB, 2GiB; default 5GB",
+        help="the largest file of a Hugging Face folder: 5GB, 500M, 2GiB; default 5GB",
     )
     add(
         "--overwrite",
@@ -168,16 +169,6 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - SHOWN_LEFT_OUT
     first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
     return first + (f" and {more} more" if more > 0 else "")
-
-
-def _size(text: str) -> int:
-    """Bytes in a size such as `5GB`, for argparse."""
-    from formats.sizes import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
 
 
 def _ranks(text: str) -> int:

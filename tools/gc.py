@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
+from tools.quantities import age, duration
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ckpt.collecting import LeftOver
 
 SUMMARY = "list what unfinished saves have left behind, and remove it with --delete"
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +47,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_storage_options(parser)
 
 
-def duration(text: str) -> float:
-    """Seconds, for argparse.
-
-    >>> duration("90m"), duration("1.5d"), duration("0")
-    (5400.0, 129600.0, 0.0)
-    """
-    matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    if not matched:
-        raise ArgumentTypeError(f"{text!r} is no age; say 90m, 2h or 3d")
-    return float(matched[1]) * SECONDS[matched[2] or "s"]
-
-
 def run(options: Options) -> int:
     """Print the list."""
     from ckpt.collecting import gc, is_folder
@@ -75,7 +62,7 @@ def run(options: Options) -> int:
         print(json_text({"url": options.url, "left_overs": [asdict(one) for one in found]}))
         return ExitCode.FINE
     rows = [
-        (printable(_path(one)), one.kind, size(one.nbytes), _age(one.age_seconds), _state(one))
+        (printable(_path(one)), one.kind, size(one.nbytes), age(one.age_seconds), _state(one))
         for one in found
     ]
     for line in columns([("NAME", "KIND", "SIZE", "AGE", "STATE"), *rows], right=[2, 3]):
@@ -93,14 +80,6 @@ def _state(one: LeftOver) -> str:
     if one.was_removed:
         return "removed"
     return "left over" if one.is_old else "young: perhaps being saved"
-
-
-def _age(seconds: float) -> str:
-    """An age in its largest unit."""
-    for letter, unit in reversed(SECONDS.items()):
-        if seconds >= unit:
-            return f"{seconds / unit:.0f} {letter}"
-    return "0 s"
 
 
 def _sum(found: Sequence[LeftOver], delete: bool) -> str:

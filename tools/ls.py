@@ -1,16 +1,18 @@
 """`ckpt ls`: the checkpoints in a folder, or the tensors in a checkpoint, one a line.
 
 A checkpoint whose save was not finished, or whose files are missing or damaged, is listed as such:
-the list is what somebody looks at who must decide what to resume from and what to delete.
+the list is what somebody looks at who must decide what to resume from and what to delete. The
+checkpoints of a run (`ckpt.run`) show their steps, ages and metrics.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt.display import printable, size
 from ckpt.errors import NotACheckpointError
@@ -20,8 +22,9 @@ from formats.native.borrowed import beside
 from formats.native.manifest import MANIFEST
 from formats.storage import Reader
 from tools.exit_codes import ExitCode
+from tools.quantities import age
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text
+from tools.text import columns, json_text, shortened
 
 if TYPE_CHECKING:
     from ckpt.stores.store import Store
@@ -39,6 +42,7 @@ class Options:
 
     url: str
     as_json: bool
+    verbose: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
 
@@ -56,6 +60,13 @@ class Row:
     """When, by the writer's clock; empty where the format does not say."""
     state: str
     """`complete`, `unfinished` (no commit), or what is missing or damaged."""
+    step: int | None = None
+    """Of a run; None for a checkpoint that no run saved."""
+    age_seconds: float | None = None
+    """Since the save began."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    program: Mapping[str, object] = field(default_factory=dict)
+    """Of the run: its command line, git revision, versions and hosts."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -64,6 +75,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "url", metavar="FOLDER", nargs="?", default=".", help="a path or URL; default: here"
     )
     parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="below each checkpoint of a run, the program that saved it",
+    )
     add_storage_options(parser)
 
 
@@ -82,6 +99,18 @@ def run(options: Options) -> int:
     if options.as_json:
         print(json_text({"url": options.url, "checkpoints": [asdict(row) for row in rows]}))
         return ExitCode.FINE
+    is_run = any(row.step is not None for row in rows)
+    lines = _run_lines(rows) if is_run else _lines(rows)
+    print(lines[0])
+    for line, row in zip(lines[1:], rows, strict=True):
+        print(line)
+        if options.verbose:
+            for key, value in row.program.items():
+                print(f"    {printable(key)}: {shortened(_text(value))}")
+    return ExitCode.FINE
+
+
+def _lines(rows: Sequence[Row]) -> list[str]:
     head = ("NAME", "FORMAT", "TENSORS", "SIZE", "RANKS", "TIME", "STATE")
     cells = [
         (
@@ -95,9 +124,28 @@ def run(options: Options) -> int:
         )
         for row in rows
     ]
-    for line in columns([head, *cells], right=[2, 3, 4]):
-        print(line)
-    return ExitCode.FINE
+    return columns([head, *cells], right=[2, 3, 4])
+
+
+def _run_lines(rows: Sequence[Row]) -> list[str]:
+    head = ("NAME", "STEP", "AGE", "SIZE", "RANKS", "STATE", "METRICS")
+    cells = [
+        (
+            printable(row.name),
+            "-" if row.step is None else str(row.step),
+            "-" if row.age_seconds is None else age(row.age_seconds),
+            size(row.bytes),
+            printable(row.world_size or "-"),
+            printable(row.state),
+            ", ".join(f"{printable(name)}={value:.6g}" for name, value in row.metrics.items()),
+        )
+        for row in rows
+    ]
+    return columns([head, *cells], right=[1, 2, 3, 4])
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _print_tensors(options: Options, catalog: Catalog) -> None:
@@ -146,6 +194,8 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
 
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     """What is at a place; None where that is no checkpoint and never began to be one."""
+    from ckpt.newest import Committed
+    from ckpt.run.history import STEP, run_step
     from ckpt.sources import open_source
     from ckpt.stores.store import open_store
 
@@ -161,6 +211,11 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
         return Row(name, "", 0, 0, "", "", f"{error.kind}: {error}")
     except OSError as error:
         return Row(name, "", 0, 0, "", "", f"unreadable: {error}")
+    found = run_step(Committed(name, catalog.metadata.get("time", ""), catalog.metadata))
+    said: dict[str, Any] = {}
+    if found is not None and STEP in catalog.metadata:
+        said = {"step": found.step, "age_seconds": time.time() - found.time}
+        said |= {"metrics": found.metrics, "program": found.program}
     return Row(
         name,
         catalog.format,
@@ -169,6 +224,7 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
         catalog.metadata.get("world_size", ""),
         catalog.metadata.get("time", ""),
         wrong or (f"its base {', '.join(gone)} missing" if gone else "complete"),
+        **said,
     )
 
 

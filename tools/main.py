@@ -24,7 +24,7 @@ from typing import Generic, NoReturn, TypeVar
 from ckpt.display import printable
 from ckpt.version import __version__
 from sharding.url_secrets import without_secrets
-from tools import convert, diff, gc, inspect, latest, ls, rm, verify
+from tools import completion, convert, diff, gc, inspect, latest, ls, rm, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.text import tell
 
@@ -68,6 +68,13 @@ _COMMANDS = (
     _Command("latest", latest.SUMMARY, latest.Options, latest.add_arguments, latest.run),
     _Command("rm", rm.SUMMARY, rm.Options, rm.add_arguments, rm.run),
     _Command("gc", gc.SUMMARY, gc.Options, gc.add_arguments, gc.run),
+    _Command(
+        "completion",
+        completion.SUMMARY,
+        completion.Options,
+        completion.add_arguments,
+        completion.run,
+    ),
 )
 
 
@@ -89,8 +96,10 @@ def _run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may be in any script
+    found = parser()
+    completion.answer(found)
     try:
-        arguments = parser().parse_args(argv)
+        arguments = found.parse_args(argv)
     except SystemExit as end:  # argparse: --help, --version, wrong arguments
         return end.code if isinstance(end.code, int) else ExitCode.FINE
     return int(arguments.command(arguments))

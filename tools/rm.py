@@ -1,12 +1,19 @@
-"""`ckpt rm`: delete checkpoints, each whole, and none that another borrows from."""
+"""`ckpt rm`: delete checkpoints, each whole, and none that another borrows from.
+
+With `--keep` its arguments are runs, and it deletes what a policy does not keep: the same policy,
+and the same code, as of `ckpt.Checkpointer(keep=...)`.
+"""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
 
-from ckpt.display import printable
+from ckpt.display import count, printable
+from ckpt.errors import NotACheckpointError
+from ckpt.run.retention import Keep
 from tools.exit_codes import ExitCode
+from tools.quantities import keep_of
 from tools.storage_options import Option, add_storage_options, mapping
 
 SUMMARY = "delete checkpoints of ckpt's own format, unless others borrow from them"
@@ -18,23 +25,91 @@ class Options:
 
     urls: list[str]
     missing_ok: bool
+    keep: Keep | None
+    dry_run: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs, in order")
+    parser.add_argument(
+        "urls",
+        metavar="CHECKPOINT",
+        nargs="+",
+        help="paths or URLs, in order; with --keep, folders of runs",
+    )
     parser.add_argument(
         "--missing-ok", action="store_true", help="go on where there is no checkpoint"
+    )
+    parser.add_argument(
+        "--keep",
+        metavar="RULES",
+        type=keep_of,
+        help="delete the checkpoints of runs that none of these rules keeps: last=3, every=1000, "
+        "best=2 with metric=loss and mode=max, younger_than=2d, joined by commas; the newest stays",
+    )
+    parser.add_argument(
+        "-n", "--dry-run", action="store_true", help="only say what would be deleted"
     )
     add_storage_options(parser)
 
 
 def run(options: Options) -> int:
     """Delete one after another; the first that cannot be deleted ends the command."""
+    if options.keep is not None:
+        for url in options.urls:
+            _thin(url, options.keep, options)
+        return ExitCode.FINE
     from ckpt.deleting import was_deleted
 
     for url in options.urls:
+        if options.dry_run:
+            _tell(url, options)
+            continue
         found = was_deleted(url, options.missing_ok, mapping(options.storage_options))
         print(f"deleted {printable(url)}" if found else f"not there {printable(url)}")
     return ExitCode.FINE
+
+
+def _thin(url: str, keep: Keep, options: Options) -> None:
+    """Delete what no rule keeps of one run. Raises NotACheckpointError where there is no run."""
+    from ckpt.run.history import run_steps
+    from ckpt.run.removal import removals
+    from ckpt.stores.store import join_url
+
+    storage = mapping(options.storage_options)
+    steps = len(run_steps(url, storage_options=storage))
+    if not steps and not options.missing_ok:
+        raise NotACheckpointError(f"{url}: no run is here: it has no checkpoint named step-N")
+    gone = 0
+    for one in removals(url, keep, storage, dry_run=options.dry_run):
+        place = printable(join_url(url, one.step.name))
+        if one.needed_by:
+            print(f"kept {place}: {printable(one.needed_by)}")
+        else:
+            gone += 1
+            print(f"{_done(options)} {place}")
+    print(f"{printable(url)}: {count(steps - gone, 'checkpoint')} of {steps:,} stay")
+
+
+def _tell(url: str, options: Options) -> None:
+    """Say what a deletion would do, or raise what it would raise."""
+    from ckpt.sources import open_source
+    from ckpt.transfer.bases import check_unused
+
+    storage = mapping(options.storage_options)
+    try:
+        with open_source(url, storage) as source:
+            if source.catalog.format != "ckpt":
+                raise NotACheckpointError(f"{url}: no checkpoint of ckpt's own format is here")
+    except NotACheckpointError:
+        if not options.missing_ok:
+            raise
+        print(f"not there {printable(url)}")
+        return
+    check_unused(url, storage)
+    print(f"{_done(options)} {printable(url)}")
+
+
+def _done(options: Options) -> str:
+    return "would delete" if options.dry_run else "deleted"

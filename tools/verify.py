@@ -1,4 +1,4 @@
-"""`ckpt verify`: whether a stored checkpoint is what was written."""
+"""`ckpt verify`: whether stored checkpoints are what was written."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field
 
 from ckpt.display import count, printable, size
+from ckpt.errors import CkptError
 from ckpt.report import Report
-from tools.exit_codes import ExitCode
+from sharding.url_secrets import without_secrets
+from tools.exit_codes import ExitCode, code_of
 from tools.progress import file_bytes, progress
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import json_text
+from tools.text import json_text, tell
 
 SUMMARY = "check every checksum, file and size; without the model's code"
 SHOWN_PROBLEMS = 20
@@ -20,30 +22,59 @@ SHOWN_PROBLEMS = 20
 class Options:
     """What to verify."""
 
-    url: str
+    urls: list[str]
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("url", metavar="CHECKPOINT", help="a path or URL")
-    parser.add_argument("--json", dest="as_json", action="store_true", help="the report as JSON")
+    parser.add_argument("urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs")
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="the report as JSON; of several checkpoints, a list of them under `reports`",
+    )
     add_storage_options(parser)
 
 
 def run(options: Options) -> int:
-    """Print the report; DIFFERENT where something is wrong."""
+    """Print the reports, each when it is known; DIFFERENT where something is wrong.
+
+    An error at one checkpoint is told and does not keep the others from being verified; the command
+    then ends as it would for the first such error.
+    """
+    reports: list[dict[str, object]] = []
+    failed: Exception | None = None
+    is_sound = True
+    for url in options.urls:
+        try:
+            report = _verified(url, options)
+        except (CkptError, OSError) as error:
+            if len(options.urls) == 1:
+                raise
+            failed = failed or error
+            tell(f"ckpt: {printable(without_secrets(str(error)))}")
+            reports.append({"url": url, "sound": False, "error": str(error)})
+            continue
+        is_sound = is_sound and report.sound
+        reports.append({**asdict(report), "sound": report.sound})
+        if not options.as_json:
+            _print(report)
+    if options.as_json:
+        print(json_text({"reports": reports} if len(reports) > 1 else reports[0]))
+    if failed is not None:
+        return code_of(failed)
+    return ExitCode.FINE if is_sound else ExitCode.DIFFERENT
+
+
+def _verified(url: str, options: Options) -> Report:
     from ckpt.verifying import verify
 
     told = mapping(options.storage_options)
-    with progress("verify", lambda: file_bytes(options.url, told)) as advance:
-        report = verify(options.url, advance, storage_options=told)
-    if options.as_json:
-        print(json_text({**asdict(report), "sound": report.sound}))
-    else:
-        _print(report)
-    return ExitCode.FINE if report.sound else ExitCode.DIFFERENT
+    with progress("verify", lambda: file_bytes(url, told)) as advance:
+        return verify(url, advance, storage_options=told)
 
 
 def _print(report: Report) -> None:

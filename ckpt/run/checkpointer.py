@@ -23,22 +23,20 @@ from warnings import warn
 
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import COPIED, When
-from ckpt.deleting import delete
 from ckpt.errors import (
     ArgumentError,
     CkptError,
     ClosedError,
     ExistsError,
-    InUseError,
-    NotACheckpointError,
     RankError,
     SaveFailedWarning,
 )
 from ckpt.loading import load_first
 from ckpt.run.exchange import RunRanks
-from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, folder_name, metrics_text, run_steps
+from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, folder_name, metrics_text
 from ckpt.run.preemption import PreemptionSignals
-from ckpt.run.retention import Keep, best_first, removable
+from ckpt.run.removal import removals
+from ckpt.run.retention import Keep, best_first
 from ckpt.run.schedule import Schedule, next_exchange
 from ckpt.save_protocol import Compress
 from ckpt.saving import save
@@ -263,7 +261,7 @@ class Checkpointer:
             RankError: another rank failed.
         """
         self._settle()
-        steps = self._all() if step is None else [step]
+        steps = [one.step for one in self._ranks.steps()] if step is None else [step]
         self._is_restored = True
         if not steps:
             return None
@@ -394,12 +392,8 @@ class Checkpointer:
     def _tidy(self) -> None:
         """Remove the checkpoints that no rule keeps. Runs in a thread of rank 0."""
         try:
-            steps = run_steps(self.url, storage_options=self._options)
-            for one in removable(steps, self._keep, time.time()):
-                try:
-                    delete(join_url(self.url, one.name), storage_options=self._options)
-                except (InUseError, NotACheckpointError):
-                    continue  # another checkpoint needs it, or another process has removed it
+            for _ in removals(self.url, self._keep, self._options):
+                pass
         except Exception as error:
             self._tidy_error = error
 
@@ -414,4 +408,4 @@ class Checkpointer:
             )
 
     def _all(self) -> list[int]:
-        return [one.step for one in self._ranks.steps()]
+        return [one.step for one in self._ranks.steps() if not one.is_damaged]

@@ -102,16 +102,19 @@ class RunRanks:
         return StepAgreement(*agreed)
 
     def steps(self) -> list[RunStep]:
-        """The committed checkpoints as rank 0 sees them, newest first."""
+        """The committed checkpoints as rank 0 sees them, newest first, without their programs."""
 
         def listed(records: Sequence[bytes]) -> bytes:
             found = run_steps(self.url, storage_options=self._options)
             return json.dumps(
-                [[one.step, one.name, one.time, dict(one.metrics)] for one in found]
+                [[one.step, one.name, one.time, dict(one.metrics), one.is_damaged] for one in found]
             ).encode()
 
         rows = self._joined("listing the checkpoints of the run", None, listed)
-        return [RunStep(*row) for row in rows]
+        return [
+            RunStep(step, name, time, metrics, is_damaged=is_damaged)
+            for step, name, time, metrics, is_damaged in rows
+        ]
 
     def _joined(
         self, stage: str, record: object, join: Callable[[Sequence[bytes]], bytes]

@@ -6,7 +6,8 @@ Rules:
    are not the run's, and the run never touches them.
 2. Step, metrics and provenance are text in the manifest, at its beginning: a listing reads a few
    KiB of each checkpoint.
-3. A manifest that cannot be read counts as no step. `restore` tells of it and passes over it.
+3. A manifest that cannot be read is damaged. `restore` tells of it and passes over it, and no
+   policy counts or removes it: nobody knows which files are its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
 """Keys of the metadata in a manifest."""
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _SECONDS = re.compile(r"\d{1,12}\.\d{6}")
+MOST = 1 << 1000
+"""Larger integers are no metrics: no float is as large."""
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -65,15 +68,18 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
         found = committed(url, storage_options)
     except FileNotFoundError:
         return []
-    steps = [step for one in found if (step := _run_step(one)) is not None]
+    steps = [step for one in found if (step := run_step(one)) is not None]
     return sorted(steps, key=lambda one: one.age_key, reverse=True)
 
 
-def _run_step(found: Committed) -> RunStep | None:
+def run_step(found: Committed) -> RunStep | None:
+    """A checkpoint as one of a run; None where its folder is no step's."""
     step = step_of(found.name)
     if step is None:
         return None
-    return RunStep(step, found.name, _began(found), metrics_of(found.metadata))
+    said = found.metadata
+    metrics, program = metrics_of(said), program_of(said)
+    return RunStep(step, found.name, _began(found), metrics, program, is_damaged=not said)
 
 
 def _began(found: Committed) -> float:
@@ -89,17 +95,24 @@ def _began(found: Committed) -> float:
 
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
     """The metrics in a manifest's metadata; none where they are not numbers by name."""
-    try:
-        found = json.loads(metadata.get(METRICS, "{}"))
-    except ValueError:
-        return {}
-    if not isinstance(found, dict):
-        return {}
     return {
         name: float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        for name, value in _object(metadata, METRICS).items()
+        if isinstance(value, float) or (type(value) is int and abs(value) < MOST)
     }
+
+
+def program_of(metadata: Mapping[str, str]) -> dict[str, object]:
+    """The program that saved, as a manifest's metadata tell of it; empty where they do not."""
+    return _object(metadata, PROVENANCE)
+
+
+def _object(metadata: Mapping[str, str], key: str) -> dict[str, object]:
+    try:
+        found = json.loads(metadata.get(key, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def metrics_text(metrics: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ Rules:
    from its own step 200, not from the step 300 that it gave up.
 4. Of equally good checkpoints the newest counts as the best. A checkpoint without the metric, or
    with a metric that is NaN, is never the best.
+5. A damaged checkpoint takes nobody's place, and is not removed.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class RunStep:
     time: float
     """When its save began, by the clock of rank 0, in seconds since 1970."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    program: Mapping[str, object] = field(default_factory=dict)
+    """`command`, `git` (a revision, `+` where files differ), `python`, `torch`, `hosts`."""
+    is_damaged: bool = False
+    """Whether its manifest cannot be read."""
 
     @property
     def age_key(self) -> tuple[float, int]:
@@ -97,6 +102,7 @@ def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]
     """
     if keep.keeps_all:
         return []
+    steps = [one for one in steps if not one.is_damaged]
     newest_first = sorted(steps, key=lambda one: one.age_key, reverse=True)
     kept = {one.name for one in newest_first[: keep.last or 1]}
     if keep.every is not None:

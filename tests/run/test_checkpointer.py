@@ -169,8 +169,34 @@ def test_the_program_of_a_run_is_written_into_its_checkpoints(tmp_path: Path) ->
     assert told["step"] == "1"
     assert told["note"] == "a try"
     assert told["metrics"] == metrics_text({"loss": 1}) == '{"loss": 1.0}'
-    assert "command" in told["run"]
-    assert "python" in told["run"]
+    [one] = ckpt.run_steps(tmp_path / "run")
+    assert {"command", "python", "torch", "hosts", "host_count"} <= one.program.keys()
+
+
+def test_long_metadata_hide_no_metrics(tmp_path: Path) -> None:
+    keep = ckpt.Keep(best=1, metric="loss")
+    more = {"note": "x" * 10_000}
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=keep, metadata=more) as run:
+        for step, loss in enumerate((0.1, 0.9, 0.8), 1):
+            run.save(step, state_of(step), {"loss": loss})
+        run.wait_until_finished()
+        assert run.all_steps() == [3, 1]
+
+
+def test_a_damaged_manifest_takes_nobody_s_place_and_stays(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1, keep=ckpt.Keep(last=2)) as run:
+        train(run, state_of(0), range(1, 3))
+        run.wait_until_finished()
+        (tmp_path / "step-2" / "manifest.json").write_bytes(b"{}")
+        assert run.all_steps() == [1]
+        train(run, state_of(0), range(3, 4))
+        run.wait_until_finished()
+        assert run.all_steps() == [3, 1]
+        assert (tmp_path / "step-2").exists()
+    (tmp_path / "step-3" / "manifest.json").write_bytes(b"{}")
+    run = ckpt.Checkpointer(tmp_path, every_steps=1)
+    with run, pytest.warns(ckpt.FallbackWarning, match="step-3"):
+        assert run.restore(state_of(0)) == 1
 
 
 def test_a_handler_of_the_user_still_gets_its_signal(tmp_path: Path) -> None:

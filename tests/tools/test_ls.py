@@ -3,6 +3,7 @@ import shutil
 
 import torch
 
+import ckpt
 from ckpt.saving import save
 from tools.exit_codes import ExitCode
 
@@ -97,3 +98,38 @@ def test_a_link_that_leads_to_itself_hides_no_checkpoint(run, saved):
     assert [line.split()[0] for line in ended.out.splitlines()] == ["NAME", saved.name]
     for command in ("latest", "gc"):
         assert run(command, saved.parent).code == 0
+
+
+def trained(folder):
+    """A run of three steps, of which the second is cut."""
+    with ckpt.Checkpointer(folder, every_steps=10, signals=()) as run:
+        for step in (10, 20, 30):
+            run.save(step, {"w": torch.zeros(4)}, {"loss": 10 / step, "accuracy": 0.5})
+    with next((folder / "step-20").glob("*.safetensors")).open("ab") as shard:
+        shard.write(b"x")
+
+
+def test_the_checkpoints_of_a_run_show_steps_ages_soundness_and_metrics(run, tmp_path):
+    trained(tmp_path)
+    save(tmp_path / "final", {"w": torch.zeros(4)})
+    lines = run("ls", tmp_path).out.splitlines()
+    assert lines[0].split() == ["NAME", "STEP", "AGE", "SIZE", "RANKS", "STATE", "METRICS"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["final", "-"],
+        *([f"step-{step}", str(step)] for step in (10, 20, 30)),
+    ]
+    assert lines[2].split()[-3:] == ["complete", "accuracy=0.5,", "loss=1"]
+    assert lines[3].endswith("1 of 2 files cut or appended to  accuracy=0.5, loss=0.5")
+    assert lines[4].split()[3] == "s"
+
+
+def test_the_program_of_a_run_is_shown_on_request(run, tmp_path):
+    trained(tmp_path)
+    assert "command: " not in run("ls", tmp_path).out
+    text = run("ls", tmp_path, "-v").out
+    assert text.count("    command: ") == text.count("    hosts: ") == 3
+    assert f"    torch: {torch.__version__}\n" in text
+    row = json.loads(run("ls", tmp_path, "--json").out)["checkpoints"][2]
+    assert (row["step"], row["metrics"]) == (30, {"accuracy": 0.5, "loss": 10 / 30})
+    assert row["program"]["host_count"] == 1
+    assert 0 <= row["age_seconds"] < 600

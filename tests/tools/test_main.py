@@ -188,6 +188,17 @@ def test_looking_into_a_checkpoint_imports_neither_torch_nor_numpy(command, kind
     assert "w" in ended.stdout
 
 
+def test_the_package_and_the_help_of_the_command_start_without_torch():
+    code = (
+        "import sys, ckpt; from tools.main import main; main(['rm', '--help']); "
+        "sys.exit(sorted({'torch', 'numpy', 'fsspec', 'tqdm', 'argcomplete'} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr == "[]\n"
+
+
 def test_json_goes_to_stdout_alone(run, saved):
     for arguments in (["ls", saved], ["inspect", saved], ["verify", saved], ["diff", saved, saved]):
         ended = run(*arguments, "--json")

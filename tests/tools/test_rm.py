@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
 from tools.exit_codes import ExitCode
@@ -53,3 +54,83 @@ def test_files_and_checkpoints_of_other_formats_are_no_missing_checkpoints(run, 
             ckpt.delete(url, missing_ok=True)
     assert file.exists()
     assert (folder / file.name).exists()
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run of six steps; step 5 borrows from step 4, and beside them lies what is no step."""
+    folder = tmp_path / "trained"
+    weights = {"w": torch.arange(100_000.0), "step": torch.zeros(1)}
+    ckpt.save(folder / "final", weights)
+    for step in range(1, 7):
+        base = folder / "step-4" if step == 5 else None
+        weights["step"] += 1
+        ckpt.save(
+            folder / f"step-{step}",
+            weights,
+            base=base,
+            metadata={"step": str(step), "metrics": f'{{"loss": {abs(step - 2)}}}'},
+        )
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_policy_removes_what_no_rule_keeps_and_no_base(run, trained: Path):
+    ended = run("rm", trained, "--keep", "last=2,every=3")
+    assert ended.code == ExitCode.FINE
+    lines = ended.out.splitlines()
+    assert lines[0].startswith(f"kept {trained}/step-4: ")
+    assert "step-5" in lines[0]
+    assert lines[1:] == [
+        f"deleted {trained}/step-2",
+        f"deleted {trained}/step-1",
+        f"{trained}: 4 checkpoints of 6 stay",
+    ]
+    assert names(trained) == ["final", "step-3", "step-4", "step-5", "step-6"]
+    assert run("rm", trained, "--keep", "last=1").code == ExitCode.FINE  # the borrower goes first
+    assert names(trained) == ["final", "step-6"]
+
+
+def test_a_dry_run_tells_the_same_and_deletes_nothing(run, trained: Path):
+    before = names(trained)
+    for rules in ("last=2,every=3", "best=2,metric=loss", "younger_than=1h", "last=1"):
+        told = run("rm", trained, "--keep", rules, "-n").out
+        assert names(trained) == before
+        assert told.replace("would delete", "deleted").count("deleted") == told.count("would")
+    told = run("rm", trained, "--keep", "last=1", "--dry-run").out
+    assert told.replace("would delete", "deleted") == run("rm", trained, "--keep", "last=1").out
+    assert run("rm", "-n", trained / "step-6").out == f"would delete {trained}/step-6\n"
+    assert names(trained) == ["final", "step-6"]
+
+
+def test_the_best_stay_by_their_metric(run, trained: Path):
+    run("rm", trained, "--keep", "best=2,metric=loss,mode=max")
+    assert names(trained) == ["final", "step-4", "step-5", "step-6"]  # step-5 needs step-4
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ("last", "is no rule; there are last=, every="),
+        ("last=2,last=3", "each once"),
+        ("newest=2", "is no rule"),
+        ("last=two", "is no whole number"),
+        ("best=2", "metric= belong together"),
+        ("younger_than=soon", "is no age"),
+        ("mode=max", "keeps every checkpoint"),
+    ],
+)
+def test_rules_that_mean_nothing_are_told(run, trained: Path, rules: str, told: str):
+    ended = run("rm", trained, "--keep", rules)
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert told in ended.err
+    assert len(names(trained)) == 7
+
+
+def test_a_folder_without_steps_is_no_run(run, saved: Path):
+    assert run("rm", saved, "--keep", "last=1").code == ExitCode.NOT_A_CHECKPOINT
+    assert run("rm", saved.parent / "none", "--keep", "last=1").code == ExitCode.NOT_A_CHECKPOINT
+    assert ckpt.verify(saved).sound

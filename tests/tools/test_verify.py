@@ -3,6 +3,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from ckpt.saving import save
 from tools.exit_codes import ExitCode
 
 
@@ -59,3 +60,24 @@ def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
     out = run("verify", tmp_path / "c").out
     assert "... and 10 more; --json lists all\n" in out
     assert "NOT SOUND, 30 problems" in out
+
+
+def test_several_checkpoints_are_verified_and_one_that_is_wrong_keeps_none_from_it(
+    run, damaged, tmp_path
+):
+    for name in ("a", "b"):
+        save(tmp_path / name, {"w": torch.ones(3)})
+    ended = run("verify", tmp_path / "a", damaged, tmp_path / "b")
+    assert ended.code == ExitCode.DIFFERENT
+    assert [
+        line.split(": ")[1][:9] for line in ended.out.splitlines() if "sound" in line.lower()
+    ] == [
+        "sound",
+        "NOT SOUND",
+        "sound",
+    ]
+    ended = run("verify", "--json", tmp_path / "none", tmp_path / "a", damaged)
+    assert ended.code == ExitCode.NOT_A_CHECKPOINT
+    assert "none" in ended.err
+    reports = json.loads(ended.out)["reports"]
+    assert [report["sound"] for report in reports] == [False, True, False]

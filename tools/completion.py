@@ -1,0 +1,52 @@
+"""`ckpt completion`: a script by which a shell completes commands and options.
+
+The shell asks the command itself, by way of argcomplete (decision 032). Then argcomplete, which
+knows the parser, answers in place of the command.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser
+from dataclasses import dataclass
+
+from tools.exit_codes import ExitCode
+
+SUMMARY = "print a script that makes a shell complete commands and options"
+SHELLS = ("bash", "zsh", "fish")
+ASKED = "_ARGCOMPLETE"
+"""The variable of the environment that is set where a shell asks for completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Which shell."""
+
+    shell: str
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "shell",
+        metavar="SHELL",
+        choices=SHELLS,
+        help='bash or zsh: put `eval "$(ckpt completion bash)"` into ~/.bashrc, or the same with '
+        "zsh into ~/.zshrc; fish: put `ckpt completion fish | source` into config.fish",
+    )
+
+
+def run(options: Options) -> int:
+    """Print the script."""
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["ckpt"], shell=options.shell))
+    return ExitCode.FINE
+
+
+def answer(parser: ArgumentParser) -> None:
+    """Answer a shell that asks for completions, and end the process; else return at once."""
+    if ASKED in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)

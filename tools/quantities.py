@@ -1,0 +1,83 @@
+"""Sizes, ages and policies as people write them on a command line, and ages as they read them."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import Any
+
+from ckpt.run.retention import Keep
+from formats.sizes import parse_size
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def size_of(text: str) -> int:
+    """Bytes in a size such as `5GB`, for argparse."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def duration(text: str) -> float:
+    """Seconds, for argparse.
+
+    >>> duration("90m"), duration("1.5d"), duration("0")
+    (5400.0, 129600.0, 0.0)
+    """
+    matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if not matched:
+        raise ArgumentTypeError(f"{text!r} is no age; say 90m, 2h or 3d")
+    return float(matched[1]) * SECONDS[matched[2] or "s"]
+
+
+def age(seconds: float) -> str:
+    """An age in its largest unit.
+
+    >>> age(7260), age(3), age(-1)
+    ('2 h', '3 s', '0 s')
+    """
+    for letter, unit in reversed(SECONDS.items()):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {letter}"
+    return "0 s"
+
+
+def keep_of(text: str) -> Keep:
+    """A policy such as `last=3,every=1000,best=2,metric=loss,mode=max,younger_than=2d`.
+
+    >>> keep_of("last=3,younger_than=2h")
+    Keep(last=3, every=None, best=None, metric=None, mode='min', younger_than=7200.0)
+    """
+    found: dict[str, Any] = {}
+    for rule in text.split(","):
+        name, _, value = rule.strip().partition("=")
+        if name not in _RULES or not value or name in found:
+            known = ", ".join(f"{name}=" for name in _RULES)
+            raise ArgumentTypeError(f"{rule.strip()!r} is no rule; there are {known}, each once")
+        found[name] = _RULES[name](value)
+    try:
+        keep = Keep(**found)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    if keep.keeps_all:
+        raise ArgumentTypeError(f"{text!r} keeps every checkpoint; say last=, every= or best=")
+    return keep
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+_RULES: dict[str, Callable[[str], Any]] = {
+    "last": _number,
+    "every": _number,
+    "best": _number,
+    "metric": str,
+    "mode": str,
+    "younger_than": duration,
+}
