@@ -165,12 +165,13 @@ def load_first(
 ) -> str:
     """The first of these checkpoints that is sound, which `state` now holds, as by `load`.
 
-    To be called by all ranks of `group`. Raises as `load` does.
+    To be called by all ranks of `group`. A place may be another folder on each host. Raises as
+    `load` does.
     """
     ranks = Ranks(group, timeout)
     held = None if isinstance(group, str) else group
     options = _LoadOptions(
-        True, None, Selection.of(None, None), None, True, held, None, "auto", storage_options
+        True, None, Selection.of(None, None), None, True, held, None, "auto", storage_options, True
     )
     once = partial(_load, ranks, state=state, options=options)
     return load_or_older(ranks, urls[0], urls[1:], once, storage_options)[1]
@@ -189,6 +190,8 @@ class _LoadOptions:
     progress: Progress | None
     replicas: str
     storage: Options
+    by_host: bool = False
+    """Whether hosts may open folders of their own, with the files of one save."""
 
     @classmethod
     def checked(
@@ -258,10 +261,12 @@ class _Matched:
     """Whether replicas exchange what they read."""
     plans: _Plans | None
     """Made at once where nothing differs here and nothing is exchanged."""
+    by_host: bool
 
     def fingerprints(self) -> tuple[int, int, int, int]:
         """Of names, of the selection, of whether there is a plan, and of the checkpoint."""
-        return (*marks(self.match), int(self.plans is not None), self.source.fingerprint)
+        source = self.source.attempt if self.by_host else self.source.fingerprint
+        return (*marks(self.match), int(self.plans is not None), source)
 
     def plan(self, ranks: Ranks, exchanges: bool) -> _Plans:
         """This rank's plans. Raises HoleError, and CorruptError for files that it opens."""
@@ -291,7 +296,7 @@ def _matched(
     )
     found.differences.extend(shared.differences(found.shared))
     exchanges = _are_exchanged(options.replicas, source) and not ranks.is_single_process
-    matched = _Matched(source, found, budget, exchanges, None)
+    matched = _Matched(source, found, budget, exchanges, None, options.by_host)
     if exchanges or found.differences or found.unexpected or found.idle:
         return matched
     # An error shows again when all ranks plan, and is told to all ranks then.

@@ -8,17 +8,19 @@ when rank 0 has committed. It may run in the background, by connections of its o
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from warnings import warn
 
 import torch
 
 from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
+from ckpt.plan.host_plan import host_layouts
 from ckpt.plan.save_plan import stored_layouts
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.merged_state import (
@@ -55,6 +57,8 @@ class SaveOptions:
     metadata: Mapping[str, str]
     base: str | None = None
     replicas: Replicas = "sample"
+    host: tuple[int, ...] = ()
+    """The ranks that share this rank's folder, which other hosts do not; empty for one folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ def agreed_plan(
     )
     whole = held.whole
     _warn_of_values(ranks, held)
-    tensors = stored_layouts(whole.tensors, _differing(ranks, held, hashes))
+    given = host_layouts(whole.tensors, options.host) if options.host else whole.tensors
+    tensors = stored_layouts(given, _differing(ranks, held, hashes))
     return SavePlan(
         write_items(held.flat, tensors, ranks.global_rank),
         StateSpec(tensors, whole.aliases, whole.tree),
@@ -211,7 +216,9 @@ def finish(
         raise
     failure = None
     ranks.doing("committing")
-    if ranks.rank == 0:
+    if plan.options.host:
+        records, plan = _told_to_hosts(ranks, plan, records)
+    if ranks.rank == 0 or ranks.global_rank == min(plan.options.host, default=0):
         _, failure = result_or_error(lambda: write_manifest(store, plan, records))
     # From here on the manifest may be there, whatever goes wrong: the files stay.
     try:
@@ -228,10 +235,20 @@ def _is_without_word(error: Exception) -> bool:
     return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
 
 
+def _told_to_hosts(
+    ranks: Ranks, plan: SavePlan, records: Sequence[bytes]
+) -> tuple[list[bytes], SavePlan]:
+    """The records of all ranks and rank 0's metadata, on every rank. Called by all ranks."""
+    told = [[record.decode() for record in records], dict(plan.options.metadata)]
+    found, metadata = json.loads(ranks.broadcast(json.dumps(told).encode()))
+    options = replace(plan.options, metadata=metadata)
+    return [record.encode() for record in found], replace(plan, options=options)
+
+
 def write_manifest(store: Store, plan: SavePlan, records: Sequence[bytes]) -> None:
     """The checkpoint exists when this returns. `records` has what each rank packed, by rank.
 
-    To be called by rank 0 alone, when all ranks have written.
+    To be called by rank 0 alone, or by one rank of each host, when all ranks have written.
     """
     options = plan.options
     files = []
@@ -254,4 +271,5 @@ def write_manifest(store: Store, plan: SavePlan, records: Sequence[bytes]) -> No
     d = plan.described
     manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
     lender = None if base is None or not used else (base, next(iter(used)))
-    commit(store, manifest, plan.began, options.overwrite, lender)
+    here = [file for file in files if not options.host or file.rank in options.host]
+    commit(store, manifest, plan.began, options.overwrite, lender, here)

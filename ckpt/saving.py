@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, get_args, overload
 
@@ -153,6 +153,39 @@ def save(
     ...     ckpt.read(f"{folder}/step-1")
     {'w': tensor([1., 1.]), 'step': 1}
     """
+    return save_with(
+        url,
+        state,
+        lambda: SaveOptions(
+            overwrite,
+            compress,
+            metadata or {},
+            None if base is None else os.fspath(base),
+            replicas,
+        ),
+        group,
+        progress,
+        blocking,
+        staging,
+        when_busy,
+        storage_options,
+        timeout,
+    )
+
+
+def save_with(
+    url: str | os.PathLike[str],
+    state: object,
+    make_options: Callable[[], SaveOptions],
+    group: Group,
+    progress: Progress | None,
+    blocking: bool,
+    staging: When,
+    when_busy: WhenBusy,
+    storage_options: Options,
+    timeout: float,
+) -> SaveHandle | None:
+    """As `save`, with options that are made in the call: other ranks are told of their error."""
     started = time.perf_counter()
     ranks = Ranks(group, timeout)
     later = None if blocking else Ranks(group, timeout, "saves in the background")
@@ -161,13 +194,7 @@ def save(
     name = "ckpt.save" if blocking else "ckpt.save(blocking=False)"
     with in_flight.told_by_this_call() as begun, ranks.call(name, later):
         check_order("ckpt.save", url, state)
-        options = SaveOptions(
-            overwrite,
-            compress,
-            metadata or {},
-            None if base is None else os.fspath(base),
-            replicas,
-        )
+        options = make_options()
         if when_busy == "wait":
             in_flight.wait()
         with open_store(url, storage_options) as store, collected_later(), ExitStack() as stack:

@@ -37,6 +37,12 @@ class Source:
         described = self.catalog.files[0] if self.catalog.format == "ckpt" else None
         return int(described.digest[:15], 16) if described is not None else 0
 
+    @property
+    def attempt(self) -> int:
+        """Of a native checkpoint, the number of the save that made it: in all of its folders."""
+        name = self.catalog.files[1].name if len(self.catalog.files) > 1 else ""
+        return int(name[:15], 16) if is_shard(name) else self.fingerprint
+
 
 @contextmanager
 def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterator[Source]:

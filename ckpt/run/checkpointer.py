@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -33,14 +32,22 @@ from ckpt.errors import (
 )
 from ckpt.loading import load_first
 from ckpt.run.exchange import RunRanks
-from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, folder_name, metrics_text
+from ckpt.run.history import (
+    BEGAN,
+    METRICS,
+    PROVENANCE,
+    STEP,
+    metrics_text,
+    now_text,
+)
+from ckpt.run.local_tier import LocalTier, local_options
 from ckpt.run.preemption import PreemptionSignals
-from ckpt.run.removal import removals
+from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep, best_first
 from ckpt.run.schedule import Schedule, next_exchange
-from ckpt.save_protocol import Compress
-from ckpt.saving import save
-from ckpt.stores.store import Options, absolute, join_url
+from ckpt.save_protocol import Compress, SaveOptions
+from ckpt.saving import save_with
+from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.connected import ENDED, LATE
@@ -83,6 +90,9 @@ class Checkpointer:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         continuously: bool = False,
+        local: str | os.PathLike[str] | None = None,
+        local_every_steps: int | None = None,
+        local_keep: int = 2,
         blocking: bool = False,
         staging: When = COPIED,
         compress: Compress = False,
@@ -104,6 +114,11 @@ class Checkpointer:
             every_steps: save at each step that is a multiple of this.
             every_seconds: save when so many seconds have passed since the last save began.
             continuously: save as soon as the last checkpoint is durable.
+            local: a folder of each host, on a disk or in memory, as /dev/shm/run, which may differ
+                between hosts. Checkpoints are saved there too, and restored from there where that
+                is the newest step and each host has its part.
+            local_every_steps: save there at each step that is a multiple of this.
+            local_keep: how many checkpoints stay there.
             blocking: whether `save` returns only when the checkpoint exists.
             staging, compress, replicas, metadata, storage_options: as `ckpt.save` takes them.
             on_failure: "continue" warns of a save that failed and tries again at the next step;
@@ -135,8 +150,7 @@ class Checkpointer:
         self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
         self._signals = PreemptionSignals(signals)
         self._handle: SaveHandle | None = None
-        self._tidying: threading.Thread | None = None
-        self._tidy_error: Exception | None = None
+        self._tidying = Tidying()
         self._is_restored = self._is_retrying = self._is_preempted = self._is_closed = False
         self._last_step: int | None = None
         """Of the last save that began, or of the checkpoint that was restored."""
@@ -146,10 +160,20 @@ class Checkpointer:
         self._exchanged = (0, time.monotonic())
         self._began = time.monotonic()
         """When the last save began."""
-        how = (blocking, staging, compress, replicas, on_failure)
-        self._provenance, self._newest_before = self._ranks.introduce(
-            repr((self.url, self._keep, self._schedule, how))
+        options = local_options(local, local_every_steps, local_keep)
+        self._local: LocalTier | None = None
+        self._tier: LocalTier | None = None
+        """Where the last save went: None for the folder of the run."""
+        how = (blocking, staging, compress, replicas, on_failure, local_every_steps, local_keep)
+        self._provenance, self._newest_before, places = self._ranks.introduce(
+            repr((self.url, self._keep, self._schedule, how)), options.folder if options else ""
         )
+        if options is not None:
+            self._local = self._ranks.local_tier(options, places)
+            for one in self._ranks.local_steps(self._local.steps):
+                self._newest_before = max(self._newest_before or 0, one.step)
+            if self._ranks.global_rank == min(self._local.host):
+                self._local.remove_left_overs()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -187,7 +211,9 @@ class Checkpointer:
             ArgumentTypeError: a metric is no number.
             RankError: another rank failed.
         """
-        if not (force or self.should_save(step)):
+        is_due = force or self.should_save(step)
+        tier = None if is_due else self._local_due(step)
+        if not is_due and tier is None:
             return False
         if self._last_step is not None and step <= self._last_step:
             if step == self._last_step and not force and not self._is_retrying:
@@ -197,41 +223,67 @@ class Checkpointer:
                 f"call restore(state, step=...)"
             )
         text = metrics_text(metrics or {})
+        began = now_text()
+        if tier is not None:
+            handle = self._handle
+            is_saving = handle is not None and not handle.done()
+            agreed = self._ranks.agree_on_local(step, is_saving)
+            if agreed is None:
+                return False
+            began = agreed
         self._settle()
         self._check_place(step)
-        self._decided = (step, False)
-        self._last_step, self._is_retrying, self._began = step, False, time.monotonic()
-        blocking = self._blocking or self._is_preempted
-        metadata = {
-            **self._metadata,
-            STEP: str(step),
-            METRICS: text,
-            PROVENANCE: self._provenance,
-            BEGAN: f"{time.time():.6f}",
-        }
+        self._last_step = step
+        if tier is None:
+            self._decided = (step, False)
+            self._is_retrying, self._began = False, time.monotonic()
+        metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance, BEGAN: began}
+        return self._begin(step, state, {**self._metadata, **metadata}, tier)
+
+    def _local_due(self, step: int) -> LocalTier | None:
+        """The tier of this host, if a local checkpoint is due at this step."""
+        is_due = self._local is not None and self._local.is_due(step)
+        return self._local if is_due and not self._is_preempted else None
+
+    def _begin(
+        self, step: int, state: object, metadata: dict[str, str], tier: LocalTier | None
+    ) -> bool:
+        """Begin a save to the folder of the run, or of this host; False where it has failed."""
         seconds = self._timeout
         if self._is_preempted and self._deadline is not None:
             seconds = min(seconds, self._deadline)
+        place = self._place(step) if tier is None else tier.place(step)
+        if tier is not None:
+            metadata |= tier.metadata
+        options = SaveOptions(
+            True,
+            self._compress if tier is None else False,
+            metadata,
+            None,
+            self._replicas,
+            () if tier is None else tier.host,
+        )
+        self._tier = tier
         try:
-            self._handle = save(
-                self._place(step),
+            self._handle = save_with(
+                place,
                 state,
-                overwrite=True,
-                blocking=False,
-                staging=self._staging,
-                compress=self._compress,
-                replicas=self._replicas,
-                metadata=metadata,
-                group=self._group,
-                storage_options=self._options,
-                timeout=seconds,
+                lambda: options,
+                self._group,
+                None,
+                False,
+                self._staging,
+                "wait",
+                self._options if tier is None else None,
+                seconds,
             )
         except Exception as error:
             self._failed(step, error)
             return False
-        if blocking:
+        if self._blocking or self._is_preempted:
+            failures = self.failures
             self._settle()
-            return not self._is_retrying
+            return self.failures == failures
         return True
 
     def should_save(self, step: int) -> bool:
@@ -250,9 +302,10 @@ class Checkpointer:
     def restore(self, state: object, step: int | None = None) -> int | None:
         """The step whose checkpoint `state` now holds; None where the run has none.
 
-        It is `step`, or else the newest sound checkpoint; newer ones that are damaged are told of
-        with a FallbackWarning. Tensors, modules, optimizers, dicts and lists are filled in place,
-        as by `ckpt.load`. To be called by all ranks.
+        It is `step`, or else the newest sound checkpoint of both tiers, the same one on all ranks;
+        newer ones that are damaged are told of with a FallbackWarning. Tensors, modules,
+        optimizers, dicts and lists are filled in place, as by `ckpt.load`. To be called by all
+        ranks.
 
         Raises:
             NotACheckpointError: there is no checkpoint of `step`.
@@ -261,19 +314,18 @@ class Checkpointer:
             RankError: another rank failed.
         """
         self._settle()
-        steps = [one.step for one in self._ranks.steps()] if step is None else [step]
+        found = self._ranks.restorable(step, self._local)
         self._is_restored = True
-        if not steps:
+        if not found:
             return None
-        places = [self._place(one) for one in steps]
-        found = load_first(
-            places,
+        taken = load_first(
+            [place for place, _ in found],
             state,
             group=self._group,
             storage_options=self._options,
             timeout=self._timeout,
         )
-        restored = steps[places.index(found)]
+        restored = dict(found)[taken]
         self._last_step, self._decided = restored, None
         self._exchange_at = 0
         return restored
@@ -309,9 +361,8 @@ class Checkpointer:
         Raises what a save failed with where `on_failure` is "raise".
         """
         self._settle()
-        if self._tidying is not None:
-            self._tidying.join()
-        self._tell_of_tidying()
+        self._tidying.wait()
+        self._tidying.tell(stacklevel=2)
 
     def close(self) -> None:
         """`wait_until_finished`; the old handlers of signals come back. It may be called twice."""
@@ -324,7 +375,7 @@ class Checkpointer:
             self._signals.close()
 
     def _place(self, step: int) -> str:
-        return join_url(self.url, folder_name(step))
+        return self._ranks.place(step)
 
     def _exchange(self, step: int) -> bool:
         """Whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
@@ -343,7 +394,7 @@ class Checkpointer:
         self._is_preempted = self._is_preempted or answer.has_signal
         if handle is not None and not answer.is_saving:
             self._settle()
-        self._tell_of_tidying()
+        self._tidying.tell(stacklevel=4)
         return answer.is_due
 
     def _check_place(self, step: int) -> None:
@@ -353,24 +404,27 @@ class Checkpointer:
                 f"{self.url} has checkpoints of an earlier run, up to step {self._newest_before}; "
                 "call restore(state) before the first save to go on with it, or give another folder"
             )
-        if self._tidying is not None:
-            self._tidying.join()  # it may be removing an older checkpoint of this very step
+        self._tidying.wait()  # it may be removing an older checkpoint of this very step
 
     def _settle(self) -> None:
         """Wait for the save in the background, and act upon its end. Called by all ranks."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        step = self._last_step
+        step, tier = self._last_step, self._tier
         assert step is not None
         try:
             handle.wait()
         except Exception as error:
             self._failed(step, error)
             return
-        if self._ranks.is_first and not self._keep.keeps_all:
-            self._tidying = threading.Thread(target=self._tidy, name="ckpt-keep", daemon=True)
-            self._tidying.start()
+        keep, url, options = self._keep, self.url, self._options
+        is_first = self._ranks.is_first
+        if tier is not None:
+            keep, url, options = tier.keep, tier.options.folder, None
+            is_first = self._ranks.global_rank == min(tier.host)
+        if is_first and not keep.keeps_all:
+            self._tidying.begin(url, keep, options)
 
     def _failed(self, step: int, error: Exception) -> None:
         """Count a failure and warn of it, or raise it."""
@@ -379,30 +433,15 @@ class Checkpointer:
         if self._on_failure == "raise" or not may_pass:
             raise error
         self.failures += 1
-        self._is_retrying = True
         self._last_step = step - 1
+        tier = self._tier
+        self._is_retrying = self._is_retrying or tier is None
+        place = self._place(step) if tier is None else tier.place(step)
+        again = "the next step" if tier is None else "the next local step"
         if self._ranks.is_first:
             warn(
-                f"{self._place(step)} was not saved: {kind}: {error}; the next step saves again "
+                f"{place} was not saved: {kind}: {error}; {again} saves again "
                 f"(failure {self.failures} of this run)",
-                SaveFailedWarning,
-                stacklevel=4,
-            )
-
-    def _tidy(self) -> None:
-        """Remove the checkpoints that no rule keeps. Runs in a thread of rank 0."""
-        try:
-            for _ in removals(self.url, self._keep, self._options):
-                pass
-        except Exception as error:
-            self._tidy_error = error
-
-    def _tell_of_tidying(self) -> None:
-        error, self._tidy_error = self._tidy_error, None
-        if error is not None:
-            warn(
-                f"{self.url}: checkpoints that need not stay were not removed: "
-                f"{type(error).__name__}: {error}; the next save tries again",
                 SaveFailedWarning,
                 stacklevel=4,
             )

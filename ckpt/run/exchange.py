@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.run.history import run_steps
-from ckpt.run.provenance import host_name, provenance
+from ckpt.run.history import folder_name, now_text, run_steps, seconds_of
+from ckpt.run.local_tier import LocalOptions, LocalTier
+from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep
-from ckpt.stores.store import Options
+from ckpt.stores.store import Options, join_url
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
 
@@ -48,10 +49,21 @@ class RunRanks:
         """Whether this is rank 0 of the run."""
         return self._ranks.rank == 0
 
-    def introduce(self, arguments: str) -> tuple[str, int | None]:
-        """The provenance for manifests, and the newest step that the folder already has.
+    @property
+    def global_rank(self) -> int:
+        """This rank in the default process group."""
+        return self._ranks.global_rank
 
-        Raises ArgumentError where the arguments of a rank differ from those of rank 0.
+    def local_tier(self, options: LocalOptions, places: Sequence[str]) -> LocalTier:
+        """The tier of this host, where each rank has told its place."""
+        ranks = [self._ranks.mesh.rank((at,)) for at in range(self._ranks.world_size)]
+        return LocalTier.of(options, self.url, places, ranks, self._ranks.rank)
+
+    def introduce(self, arguments: str, folder: str) -> tuple[str, int | None, list[str]]:
+        """The provenance for manifests, the newest step that the run has, and all ranks' places.
+
+        A place is the same text on ranks of one host that have the same local `folder`. Raises
+        ArgumentError where the arguments of a rank differ from those of rank 0.
         """
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -59,15 +71,18 @@ class RunRanks:
             others = [rank for rank, row in enumerate(rows) if row[1] != arguments]
             steps = run_steps(self.url, storage_options=self._options)
             newest = steps[0].step if steps else None
-            return json.dumps([others, provenance([row[0] for row in rows]), newest]).encode()
+            told = provenance([row[0] for row in rows])
+            return json.dumps([others, told, newest, [row[2] for row in rows]]).encode()
 
-        others, text, newest = self._joined("comparing arguments", [host_name(), arguments], join)
+        place = f"{host_name()} {machine()} {folder}"
+        record = [host_name(), arguments, place if folder else ""]
+        others, text, newest, places = self._joined("comparing arguments", lambda: record, join)
         if others:
             raise ArgumentError(
                 f"{self.url}: rank {others[0]} made its Checkpointer with other arguments than "
                 "rank 0; make all of them alike"
             )
-        return text, newest
+        return text, newest, places
 
     def agree_on_step(
         self,
@@ -92,14 +107,39 @@ class RunRanks:
             return json.dumps([others, has_signal, saving, is_due(saving), next_exchange]).encode()
 
         record = [step, received, is_saving]
-        others, *agreed = self._joined("agreeing on a step", record, join)
-        if others:
-            rank, other = others[0]
-            raise ArgumentError(
-                f"rank {rank} is at step {other} where rank 0 is at another; call save() and "
-                "should_save() with the same steps on all ranks"
-            )
+        others, *agreed = self._joined("agreeing on a step", lambda: record, join)
+        _check_same_step(others)
         return StepAgreement(*agreed)
+
+    def agree_on_local(self, step: int, is_saving: bool) -> str | None:
+        """When a local save begins, by rank 0's clock; None while any rank is saving.
+
+        Raises ArgumentError where a rank is at another step than rank 0.
+        """
+
+        def join(records: Sequence[bytes]) -> bytes:
+            rows = [json.loads(record) for record in records]
+            others = [[rank, row[0]] for rank, row in enumerate(rows) if row[0] != step]
+            return json.dumps([others, any(row[1] for row in rows), now_text()]).encode()
+
+        record = [step, is_saving]
+        others, saving, began = self._joined("agreeing on a local step", lambda: record, join)
+        _check_same_step(others)
+        return None if saving else str(began)
+
+    def local_steps(self, own: Callable[[], list[tuple[str, int]]]) -> list[RunStep]:
+        """The steps that all ranks have, by the beginnings of their saves, newest first.
+
+        `own` has those of this rank. What it raises on one rank is raised on all.
+        """
+
+        def join(records: Sequence[bytes]) -> bytes:
+            first, *others = ({tuple(one) for one in json.loads(record)} for record in records)
+            return json.dumps(sorted(first.intersection(*others))).encode()
+
+        rows = self._joined("comparing local steps", own, join)
+        steps = [RunStep(step, folder_name(step), seconds_of(began)) for began, step in rows]
+        return sorted(steps, key=lambda one: one.age_key, reverse=True)
 
     def steps(self) -> list[RunStep]:
         """The committed checkpoints as rank 0 sees them, newest first, without their programs."""
@@ -110,17 +150,44 @@ class RunRanks:
                 [[one.step, one.name, one.time, dict(one.metrics), one.is_damaged] for one in found]
             ).encode()
 
-        rows = self._joined("listing the checkpoints of the run", None, listed)
+        rows = self._joined("listing the checkpoints of the run", lambda: None, listed)
         return [
             RunStep(step, name, time, metrics, is_damaged=is_damaged)
             for step, name, time, metrics, is_damaged in rows
         ]
 
+    def place(self, step: int) -> str:
+        """The folder of a step of the run."""
+        return join_url(self.url, folder_name(step))
+
+    def restorable(self, step: int | None, tier: LocalTier | None) -> list[tuple[str, int]]:
+        """The places and steps to restore from, the best first: of `step`, or of all steps."""
+        near = [] if tier is None else self.local_steps(tier.steps)
+        found = [(one, tier.place(one.step)) for one in near if tier is not None]
+        if step is not None:
+            of_step = [(place, step) for one, place in found if one.step == step]
+            return of_step or [(self.place(step), step)]
+        found += [(one, self.place(one.step)) for one in self.steps()]
+        found.sort(key=lambda one: one[0].age_key, reverse=True)
+        return [(place, one.step) for one, place in found]
+
     def _joined(
-        self, stage: str, record: object, join: Callable[[Sequence[bytes]], bytes]
+        self,
+        stage: str,
+        record: Callable[[], object],
+        join: Callable[[Sequence[bytes]], bytes],
     ) -> list[Any]:
         with self._ranks.call(CALL):
-            answer: list[Any] = json.loads(
-                self._ranks.joined(stage, json.dumps(record).encode(), join)
-            )
+            data = json.dumps(record()).encode()
+            answer: list[Any] = json.loads(self._ranks.joined(stage, data, join))
         return answer
+
+
+def _check_same_step(others: Sequence[tuple[int, int]]) -> None:
+    """Raise ArgumentError where ranks are at other steps than rank 0."""
+    if others:
+        rank, other = others[0]
+        raise ArgumentError(
+            f"rank {rank} is at step {other} where rank 0 is at another; call save() and "
+            "should_save() with the same steps on all ranks"
+        )

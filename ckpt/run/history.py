@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from calendar import timegm
 from collections.abc import Mapping
-from time import strptime
 
 from ckpt.newest import Committed, committed
 from ckpt.run.retention import RunStep
@@ -84,13 +84,23 @@ def run_step(found: Committed) -> RunStep | None:
 
 def _began(found: Committed) -> float:
     """When the save began; for a checkpoint that no run saved, the time of its commit."""
-    text = found.metadata.get(BEGAN, "")
-    if _SECONDS.fullmatch(text):
-        return float(text)
+    seconds = seconds_of(found.metadata.get(BEGAN, ""))
+    if seconds:
+        return seconds
     try:
-        return float(timegm(strptime(found.time, _TIME_FORMAT)))
+        return float(timegm(time.strptime(found.time, _TIME_FORMAT)))
     except ValueError:
         return 0.0
+
+
+def now_text() -> str:
+    """The time now, as manifests have it."""
+    return f"{time.time():.6f}"
+
+
+def seconds_of(text: str) -> float:
+    """The time that a manifest has, in seconds since 1970; 0 where it has none."""
+    return float(text) if _SECONDS.fullmatch(text) else 0.0
 
 
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:

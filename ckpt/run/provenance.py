@@ -42,6 +42,15 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def machine() -> str:
+    """A text that no other machine has, nor this one before it was started; empty where unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def git_revision(folder: str | None = None) -> str:
     """The commit that a folder is at, with `+` where files differ from it; empty without git."""
     here = folder or os.getcwd()

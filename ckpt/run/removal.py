@@ -9,12 +9,14 @@ Rules:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from warnings import warn
 
 from ckpt.deleting import was_deleted
-from ckpt.errors import CkptError, InUseError
+from ckpt.errors import CkptError, InUseError, SaveFailedWarning
 from ckpt.run.history import run_steps
 from ckpt.run.retention import Keep, RunStep, removable
 from ckpt.stores.store import Options, join_url
@@ -56,3 +58,43 @@ def removals(url: str, keep: Keep, options: Options, *, dry_run: bool = False) -
         yield Removal(one, needed_by)
     if failed is not None:
         raise failed
+
+
+class Tidying:
+    """Removals in a thread, one after another, for one rank of a run."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failed: tuple[str, Exception] | None = None
+
+    def begin(self, url: str, keep: Keep, options: Options) -> None:
+        """Begin to remove what no rule keeps, once the removal before is over."""
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._run, args=(url, keep, options), name="ckpt-keep", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no removal is under way."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def tell(self, stacklevel: int) -> None:
+        """Warn of a removal that has failed since the last call."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            url, error = failed
+            warn(
+                f"{url}: checkpoints that need not stay were not removed: "
+                f"{type(error).__name__}: {error}; the next save tries again",
+                SaveFailedWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+    def _run(self, url: str, keep: Keep, options: Options) -> None:
+        try:
+            for _ in removals(url, keep, options):
+                pass
+        except Exception as error:
+            self._failed = url, error

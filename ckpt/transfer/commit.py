@@ -43,18 +43,20 @@ def commit(
     began: float,
     overwrite: bool,
     base: tuple[str, str] | None = None,
+    here: Sequence[ShardFile] | None = None,
 ) -> None:
     """The checkpoint exists when this returns, and the one that it replaces is gone.
 
     `began` is what `now` said before the first file was begun. `base` is the URL and the mark of
-    the checkpoint that was borrowed from, where one was.
+    the checkpoint that was borrowed from, where one was. `here` are the files that this folder
+    has to have, where hosts have folders of their own; by default all.
 
     Raises:
         StoreError: files are missing or not as they were written, the attempt took too long, or the
             base has gone; there is no new checkpoint.
         ExistsError: there is a checkpoint, of whatever format, and `overwrite` is False.
     """
-    names = _check_all_are_seen(store, manifest.files)
+    names = _check_all_are_seen(store, manifest.files if here is None else here)
     if not overwrite:
         check_no_other(store.url, names)
     old = _committed(store) if overwrite else None

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +195,8 @@ def test_a_damaged_manifest_takes_nobody_s_place_and_stays(tmp_path: Path) -> No
         assert run.all_steps() == [3, 1]
         assert (tmp_path / "step-2").exists()
     (tmp_path / "step-3" / "manifest.json").write_bytes(b"{}")
+    later = time.time() + 10  # a file's time is all that tells of it
+    os.utime(tmp_path / "step-3" / "manifest.json", (later, later))
     run = ckpt.Checkpointer(tmp_path, every_steps=1)
     with run, pytest.warns(ckpt.FallbackWarning, match="step-3"):
         assert run.restore(state_of(0)) == 1
