@@ -115,10 +115,14 @@ def words(step: int) -> tuple[Tensor, Tensor]:
 
 def average_gradients(module: nn.Module) -> None:
     """Make every gradient the mean over ranks: what a replica does that nothing shards."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for gradient, mean in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+            gradient.copy_(mean.view(gradient.shape))
 
 
 def train(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -46,20 +46,26 @@ def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 def average_gradients(replica: nn.Module, divide: float | None = None) -> None:
     """The gradients, summed over ranks in rank order and divided; None where no rank has one."""
     size = dist.get_world_size()
-    for parameter in replica.parameters():
-        if not parameter.requires_grad:
-            continue
-        flag = torch.tensor(int(parameter.grad is not None))
-        dist.all_reduce(flag)
-        if not flag:
-            continue
-        mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        parts = [torch.empty_like(parameter) for _ in range(size)]
-        dist.all_gather(parts, mine.detach().contiguous())
+    trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    has = torch.tensor([int(parameter.grad is not None) for parameter in trained])
+    dist.all_reduce(has)
+    averaged = [parameter for parameter, count in zip(trained, has.tolist(), strict=True) if count]
+    for dtype in dict.fromkeys(parameter.dtype for parameter in averaged):
+        alike = [parameter for parameter in averaged if parameter.dtype == dtype]
+        mine = torch.cat([_gradient(parameter).flatten() for parameter in alike])
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        parameter.grad = total / (size if divide is None else divide)
+        total /= size if divide is None else divide
+        sums = total.split([parameter.numel() for parameter in alike])
+        for parameter, sum_ in zip(alike, sums, strict=True):
+            parameter.grad = sum_.view(parameter.shape).clone()
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,22 +73,52 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def assert_equal(model: nn.Module, replica: nn.Module, exact: bool = True) -> None:
-    """Equal names, parameters and gradients, bit for bit."""
+def assert_equal(
+    model: nn.Module, replica: nn.Module, exact: bool = True, parameters: bool = True
+) -> None:
+    """Equal names, gradients and (if asked for) parameters, bit for bit (if asked for).
+
+    Each rank compares its own parts. All ranks call it, and all raise where one finds a difference.
+    """
+    try:
+        _assert_equal_here(model, replica, exact, parameters)
+        error = None
+    except AssertionError as raised:
+        error = raised
+    differ = torch.tensor(int(error is not None))
+    dist.all_reduce(differ)
+    if error is not None:
+        raise error
+    assert not differ, "a model and its replica differ on another rank"
+
+
+def _assert_equal_here(model: nn.Module, replica: nn.Module, exact: bool, parameters: bool) -> None:
     sharded, plain = dict(model.named_parameters()), dict(replica.named_parameters())
     assert list(sharded) == list(plain)
     for name, parameter in sharded.items():
         other = plain[name]
         assert (parameter.grad is None) == (other.grad is None), name
-        compared = [(parameter, other)]
+        compared = [(parameter, other)] if parameters else []
         if parameter.grad is not None and other.grad is not None:
             compared.append((parameter.grad, other.grad))
         for a, b in compared:
-            mine = whole(a)
+            mine, wanted = here(a.detach()), part_of(b.detach(), a)
             if exact:
-                assert torch.equal(mine, b.detach()), (name, mine, b)
+                assert torch.equal(mine, wanted), (name, mine, wanted)
             else:
-                torch.testing.assert_close(mine, b.detach(), msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(mine, wanted, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a plain tensor that is placed as this one; nothing is sent."""
+    if not isinstance(like, DTensor):
+        return plain
+    return here(distribute_tensor(plain, like.device_mesh, like.placements, src_data_rank=None))
 
 
 def train(
@@ -94,7 +130,7 @@ def train(
     exact: bool = True,
     **settings: object,
 ) -> None:
-    """Train both, and assert equal losses, gradients and parameters at every step."""
+    """Train both, and assert equal losses and gradients at every step, and all at the end."""
     trained = [p for p in model.parameters() if p.requires_grad]
     ours = optimizer(trained, lr=0.1, **settings)
     theirs = optimizer([p for p in replica.parameters() if p.requires_grad], lr=0.1, **settings)
@@ -106,7 +142,7 @@ def train(
             losses.append(result.item())
         assert not exact or losses[0] == losses[1], losses
         average_gradients(replica)
-        assert_equal(model, replica, exact)
+        assert_equal(model, replica, exact, parameters=False)
         ours.step()
         theirs.step()
         ours.zero_grad()

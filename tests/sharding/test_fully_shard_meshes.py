@@ -64,36 +64,40 @@ def sharded(library: Library, model: nn.Module, **settings: object) -> nn.Module
     return library.fully_shard(model, **settings)
 
 
-def value(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole value of a DTensor, put together from what the layout algebra says of it."""
+def values(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The whole values of DTensors, put together from what the layout algebra says of them."""
     world = dist.get_world_size()
-    local, layout = describe(tensor.detach(), "value", Mesh.grid(("world",), (world,)))
-    parts: list[torch.Tensor] = [local] * world
-    dist.all_gather_object(parts, local.flatten().clone())
-    result = torch.full(tuple(tensor.shape), float("nan"), dtype=tensor.dtype)
-    for rank, part in enumerate(parts):
-        for piece in layout.pieces(rank):
-            box = tuple(slice(lo, hi) for lo, hi in zip(piece.box.lo, piece.box.hi, strict=True))
-            result[box] = part.as_strided(piece.box.shape, piece.strides, piece.at)
-    return result
+    mesh = Mesh.grid(("world",), (world,))
+    described = [describe(tensor.detach(), "value", mesh) for tensor in tensors]
+    ranks: list[list[torch.Tensor]] = [[]] * world
+    dist.all_gather_object(ranks, [local.flatten().clone() for local, _ in described])
+    results = []
+    for number, (tensor, (_, layout)) in enumerate(zip(tensors, described, strict=True)):
+        result = torch.full(tuple(tensor.shape), float("nan"), dtype=tensor.dtype)
+        for rank, parts in enumerate(ranks):
+            for piece in layout.pieces(rank):
+                bounds = zip(piece.box.lo, piece.box.hi, strict=True)
+                box = tuple(slice(lo, hi) for lo, hi in bounds)
+                part = parts[number].as_strided(piece.box.shape, piece.strides, piece.at)
+                result[box] = part
+        results.append(result)
+    return results
 
 
 def assert_values(model: nn.Module, replica: nn.Module) -> None:
     """Names, parameters and gradients are the replica's."""
     sharded, plain = dict(model.named_parameters()), dict(replica.named_parameters())
     assert list(sharded) == list(plain)
+    compared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for name, parameter in sharded.items():
-        torch.testing.assert_close(
-            value(parameter), plain[name].detach(), msg=lambda text, name=name: f"{name}: {text}"
-        )
+        compared.append((name, parameter, plain[name].detach()))
         assert (parameter.grad is None) == (plain[name].grad is None), name
         if parameter.grad is not None:
             assert parameter.grad.placements == parameter.placements, name
-            torch.testing.assert_close(
-                value(parameter.grad),
-                plain[name].grad,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+            compared.append((name, parameter.grad, plain[name].grad))
+    found = values([tensor for _, tensor, _ in compared])
+    for value, (name, _, wanted) in zip(found, compared, strict=True):
+        torch.testing.assert_close(value, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def assert_as_torchs(ours: nn.Module, torchs: nn.Module) -> None:
@@ -175,12 +179,12 @@ def clipped_and_saved() -> None:
         assert_values(model, replica)
     state = model.state_dict()
     for name, tensor in state.items():
-        assert torch.equal(value(tensor), replica.state_dict()[name])
+        assert torch.equal(values([tensor])[0], replica.state_dict()[name])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     model.load_state_dict({name: torch.zeros_like(tensor) + 1 for name, tensor in state.items()})
-    assert torch.equal(value(model[0].up.weight), torch.ones(5, 7))
+    assert torch.equal(values([model[0].up.weight])[0], torch.ones(5, 7))
 
 
 @pytest.mark.skipif(
@@ -298,7 +302,7 @@ def tensor_parallel_units(width: int, hidden: int, sequence: bool) -> None:
     for each in models:
         assert_values(each, replica)
         for name, tensor in each.state_dict().items():
-            torch.testing.assert_close(value(tensor), replica.state_dict()[name])
+            torch.testing.assert_close(values([tensor])[0], replica.state_dict()[name])
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
@@ -398,7 +402,7 @@ def on_both_dimensions() -> None:
                 )
                 library.fully_shard(model, mesh=dp, shard_placement_fn=lambda p, d=dim: Shard(d))
                 model(data(0, dp.get_local_rank(), 6)).backward()
-                assert torch.equal(value(model.weight), whole)
+                assert torch.equal(values([model.weight])[0], whole)
                 trained.append(model)
             assert_as_torchs(trained[0], trained[-1])
 

@@ -95,14 +95,20 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 def average_gradients(replica: nn.Module) -> None:
     """Each gradient becomes its mean over the ranks; a rank without one counts as zero."""
-    for parameter in replica.parameters():
-        has = torch.tensor(0.0 if parameter.grad is None else 1.0)
-        dist.all_reduce(has)
-        if has > 0:
+    parameters = list(replica.parameters())
+    has = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    dist.all_reduce(has)
+    averaged = [parameter for parameter, count in zip(parameters, has, strict=True) if count > 0]
+    for dtype in dict.fromkeys(parameter.dtype for parameter in averaged):
+        alike = [parameter for parameter in averaged if parameter.dtype == dtype]
+        for parameter in alike:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        flat = torch.cat([parameter.grad.flatten() for parameter in alike])
+        dist.all_reduce(flat)
+        means = (flat / dist.get_world_size()).split([parameter.numel() for parameter in alike])
+        for parameter, mean in zip(alike, means, strict=True):
+            parameter.grad.copy_(mean.view(parameter.shape))
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
