@@ -53,8 +53,11 @@ class Program:
     arguments: list[str]
 
     def run(self) -> None:
-        """Run the code as the main module; then the interpreter ends as any other."""
-        gc.unfreeze()
+        """Run the code as the main module; then the interpreter ends as any other.
+
+        The garbage collector passes over all that was there before the code: at the end of an
+        interpreter it would copy the memory of every object, which takes a second.
+        """
         sys.argv = ["-c", *self.arguments]
         sys.modules["__main__"] = module = ModuleType("__main__")
         exec(compile(self.code, "<string>", "exec"), vars(module))  # noqa: S102 - the tests' own

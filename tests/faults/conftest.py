@@ -6,17 +6,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import Program
 from tests.faults.steps import Kill
 from tests.faults.zygote import LIMIT_SECONDS, Ended, Job
 
-START = "import sys; sys.path[:] = sys.argv[2:]; from tests.faults.zygote import main; main()"
+ZYGOTE = "from tests.faults.zygote import main; main()"
+QUIET = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1); "
+"""Nobody reads the zygote's standard output until it ends."""
+START = f"import sys; sys.path[:] = sys.argv[2:]; {ZYGOTE}"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -25,17 +29,29 @@ ENVIRONMENT = {
 }
 
 
+def own_process(socket: str) -> Callable[[], None]:
+    """Start a fresh Python as a zygote; the function ends it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, socket, *sys.path], env={**os.environ, **ENVIRONMENT}
+    )
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    return end
+
+
 class Jobs:
     """Runs commands on ranks of their own, and says how each ended and what steps it took."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(
+        self, folder: str, start: Callable[[str], Callable[[], object]] = own_process
+    ) -> None:
         self._folder = folder
         self._count = 0
         with Listener(f"{folder}/socket", family="AF_UNIX") as listener:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", START, f"{folder}/socket", *sys.path],
-                env={**os.environ, **ENVIRONMENT},
-            )
+            self._end = start(f"{folder}/socket")
             self._connection: Connection = listener.accept()
 
     def run(
@@ -80,14 +96,17 @@ class Jobs:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
 
 @pytest.fixture(scope="session")
-def jobs() -> Iterator[Jobs]:
+def jobs(programs: Callable[..., Program]) -> Iterator[Jobs]:
     """Where commands are run to be killed."""
+
+    def forked(socket: str) -> Callable[[], object]:
+        return programs(QUIET + ZYGOTE, socket, **ENVIRONMENT).communicate
+
     with tempfile.TemporaryDirectory(prefix="ckpt-jobs-") as folder:
-        found = Jobs(folder)
+        found = Jobs(folder, forked)
         yield found
         found.close()

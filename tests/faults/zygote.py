@@ -7,6 +7,7 @@ given when every process of the job is gone, writers and all.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -72,6 +73,8 @@ def main() -> None:
     with suppress(ImportError):  # what the first request would import
         import_module("s3fs")
         import_module("aiobotocore.session")
+    gc.collect()
+    gc.freeze()  # a rank collects only its own garbage
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     with Client(sys.argv[1], family="AF_UNIX") as connection:
         while True:
