@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from hypothesis import settings
 
 import tests.old_torch  # noqa: F401
-from tests.selection import half, pairs
+from tests import selection
+from tests.selection import pairs, quick
 from tests.stores.fixtures import azurite_server, gcs_server, moto, racers, radosgw_server, servers
 
 __all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "servers"]
@@ -272,6 +274,16 @@ def clusters(rank_servers: list[RankServer]) -> Iterator[Callable[[int], Cluster
         _running.pop(world_size).close()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give properties fewer examples in `make test`: see tests/selection.py."""
+    selection.is_quick = "not thorough" in config.option.markexpr
+    if selection.is_quick:
+        full = settings.get_profile("ci")
+        settings.register_profile("quick", full, max_examples=selection.examples(100))
+        settings.load_profile("quick")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what the run has cost: the processes that it has started are over."""
     spent = os.times()
@@ -295,7 +307,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             functions.setdefault((item.path, item.originalname), []).append(item)
     for (_, name), cases in functions.items():
         told = [{key: repr(value) for key, value in c.callspec.params.items()} for c in cases]
-        in_quick, in_all = half(told, name), pairs(told, name)
+        in_quick, in_all = quick(told, name), pairs(told, name)
         for index, case in enumerate(cases):
             if index not in in_all:
                 case.add_marker(pytest.mark.slow)

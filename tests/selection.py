@@ -4,12 +4,14 @@ Only tests on clusters of ranks and tests with the mark `costly` are divided. A 
 a *setting*, by which many tests are run (a strategy, a form, a number of ranks), or the subject of
 the test. Rules:
 
-1. `make test` has each value of each subject at least once, and half of the values of each setting.
-   Which half, differs from test to test: the tests of a file together have all of them.
+1. `make test` has each value of each subject at least once, and a third of the values of each
+   setting (one of up to five; and one rank, which costs little, is not counted). Which third,
+   differs from test to test: the tests of a file together have all values.
 2. `make test-all` has every pair of values of two parameters; so of one or two parameters it has
    every case.
 3. The rest has the mark `slow`.
 4. A case that has the mark `thorough` or `slow` by hand takes no part in this.
+5. A property has a third of its examples in `make test`: the first ones, for all are seeded.
 
 The choice depends on the name of the test and the values, and on nothing else.
 """
@@ -37,6 +39,15 @@ def thorough(value: object) -> ParameterSet:
     return pytest.param(value, marks=pytest.mark.thorough)
 
 
+is_quick = False
+"""Whether this run is `make test`; the options of the command line decide."""
+
+
+def examples(count: int) -> int:
+    """How many examples of a property this run has, of as many in all."""
+    return max(20, count // 3) if is_quick else count
+
+
 Case = dict[str, str]
 """The values of the parameters by their names."""
 
@@ -56,19 +67,28 @@ def turned(values: list[str], turn: int) -> list[str]:
     return values[turn:] + values[:turn]
 
 
-def half(cases: Sequence[Case], name: str) -> set[int]:
+def third(known: list[str], name: str) -> list[str]:
+    """A third of the values of a setting, which one by the name; and one rank.
+
+    >>> third(["1", "2", "3", "4"], "test world_size")
+    ['1', '3']
+    """
+    others = [value for value in known if value != "1"]
+    count = max(1, len(others) // 3)
+    return ["1"] * ("1" in known) + turned(others, crc32(name.encode()))[:count]
+
+
+def quick(cases: Sequence[Case], name: str) -> set[int]:
     """Which cases `make test` has of the test with this name (rule 1).
 
     >>> cases = [{"world_size": n, "kind": k} for n in "123" for k in "ab"]
-    >>> [tuple(cases[i].values()) for i in sorted(half(cases, "test"))]
-    [('2', 'a'), ('3', 'b')]
+    >>> [tuple(cases[i].values()) for i in sorted(quick(cases, "test"))]
+    [('1', 'a'), ('2', 'b')]
     """
     values = values_of(cases)
     wanted = {}
     for each, known in values.items():
-        turn = crc32(f"{name} {each}".encode())
-        count = -(-len(known) // 2) if each in SETTINGS else len(known)
-        wanted[each] = turned(known, turn)[:count]
+        wanted[each] = third(known, f"{name} {each}") if each in SETTINGS else known
     chosen: set[int] = set()
     allowed = [i for i, case in enumerate(cases) if all(case[n] in wanted[n] for n in wanted)]
     if not allowed:  # the cases are no product
@@ -95,7 +115,7 @@ def pairs(cases: Sequence[Case], name: str) -> set[int]:
     """
     if len(cases[0]) < 3:
         return set(range(len(cases)))
-    chosen = half(cases, name)
+    chosen = quick(cases, name)
     covered = [set(combinations(sorted(case.items()), 2)) for case in cases]
     lacking = set().union(*covered) - set().union(*(covered[i] for i in chosen))
     while lacking:

@@ -14,7 +14,10 @@ from torch import nn
 import ckpt
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.ckpt.trainers import KINDS, Snapshot, snapshot, train, trainer
+from tests.selection import thorough
 
+QUICK_KINDS = ("plain", "wrapper-flat", "composable", "torch-fsdp2", "fully_shard-hybrid")
+"""The trainers of `make test`: each way in which parameters and optimizer states are stored."""
 LATER: Any = {"blocking": False, "staging": "overlapped"}
 
 
@@ -52,7 +55,9 @@ def train_while_saving(kind: str, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK_KINDS else thorough(kind) for kind in KINDS]
+)
 def test_training_on_changes_nothing_of_what_is_stored(
     clusters: Callable, tmp_path: Path, kind: str
 ) -> None:

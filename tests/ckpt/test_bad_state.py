@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,12 @@ def save_what_differs(made: str, kinds: tuple[str, ...], folder: str) -> dict[st
     return found
 
 
-def load(made: str, folder: str, include: str | None) -> dict[str, Outcome]:
+def load(
+    made: str, folder: str, include: str | None, kinds: Sequence[str] = TARGETS
+) -> dict[str, Outcome]:
     """What becomes of targets of each kind, fresh and stepped, on this rank."""
     found: dict[str, Outcome] = {}
-    for kind in TARGETS:
+    for kind in kinds:
         for stepped in (False, True):
             target = MADE[made](kind)
             train(target, 7, int(stepped))
@@ -322,13 +324,24 @@ WORLDS: dict[str, Callable[[dict[str, Any]], object]] = {
 """Changes of a manifest so that its ranks are not those that saved."""
 
 
+EVERY_TARGET = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+"""A checkpoint that no target can load: one target by turns, and every target."""
+
+
+def some(number: int, every: bool) -> Sequence[str]:
+    """The kinds of targets: one by this number, or every one."""
+    return TARGETS if every else (TARGETS[number % len(TARGETS)],)
+
+
+@EVERY_TARGET
 @pytest.mark.parametrize("lie", WORLDS)
 def test_another_world_size_than_that_of_the_shards_is_refused(
-    clusters: Callable[[int], Any], sound: Path, tmp_path: Path, lie: str
+    clusters: Callable[[int], Any], sound: Path, tmp_path: Path, lie: str, every: bool
 ) -> None:
     folder, _ = copied(sound, tmp_path / "broken")
     rewritten(folder, WORLDS[lie])
-    outcomes = clusters(RANKS).run(load, "alike", str(folder), None)
+    kinds = some([*WORLDS].index(lie), every)
+    outcomes = clusters(RANKS).run(load, "alike", str(folder), None, kinds)
     check(outcomes, ("FormatError", "CorruptError", "HostileError"), str(folder))
 
 
@@ -336,13 +349,20 @@ def test_another_world_size_than_that_of_the_shards_is_refused(
 
 
 @pytest.mark.costly
+@EVERY_TARGET
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 1.0])
 def test_a_shard_file_that_was_cut_short_is_named(
-    clusters: Callable[[int], Any], sound: Path, tmp_path: Path, rank: int, part: float
+    clusters: Callable[[int], Any],
+    sound: Path,
+    tmp_path: Path,
+    rank: int,
+    part: float,
+    every: bool,
 ) -> None:
     folder, files = copied(sound, tmp_path / "broken")
     data = (folder / files[rank]).read_bytes()
     (folder / files[rank]).write_bytes(data[: int(part * (len(data) - 1))])
-    outcomes = clusters(RANKS).run(load, "alike", str(folder), None)
+    kinds = some(rank + 2 * int(10 * part), every)
+    outcomes = clusters(RANKS).run(load, "alike", str(folder), None, kinds)
     check(outcomes, "SizeError", files[rank], "bytes")

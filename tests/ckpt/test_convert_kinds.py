@@ -45,6 +45,7 @@ from sharding.kind import Kind
 from sharding.layout import Layout, Mesh, Piece
 from sharding.layout import Shard as Rows
 from sharding.reshard.kinds import converted
+from tests.selection import examples
 from tools.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -228,7 +229,7 @@ def times_stored(manifest: Manifest, folder: Path) -> dict[str, set[int]]:
     return found
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(tensors, kinds_at_sizes, kinds_at_sizes, st.sampled_from([32, 16 << 20]), st.booleans())
 def test_any_kind_becomes_any_kind_at_any_world_size_to_the_bit(
     given_tensors: list[tuple[str, tuple[int, ...]]],

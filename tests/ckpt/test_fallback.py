@@ -22,6 +22,7 @@ from ckpt.fallback import DAMAGE, Loaded, load_or_older
 from formats.errors import FormatError
 from sharding.agreement.ranks import Ranks
 from tests.conftest import RankDied
+from tests.selection import examples
 from tests.stores.server import Server, s3_client
 
 ROWS = 40_000
@@ -293,7 +294,7 @@ STATES = st.sampled_from([None, None, *DAMAGES])
 """Of a checkpoint: sound, or what befell it."""
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=examples(25))
 @given(befell=st.lists(STATES, min_size=5, max_size=5), asked=st.integers(1, 5))
 def test_what_is_loaded_is_the_newest_sound_one_up_to_what_was_asked_for(
     tmp_path_factory: pytest.TempPathFactory, befell: list[Callable | None], asked: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tests.ckpt.wrappings import (
     wrapped,
 )
 from tests.networks import ScaledBlock
+from tests.selection import thorough
 
 Run = tuple[str, int]
 """A wrapping and its number of ranks."""
@@ -61,13 +63,13 @@ RUNS: list[Run] = [
     ("torch-flat HYBRID_SHARD", 4),
     ("flat NO_SHARD", 2),
 ]
-APART = (0, 1, 2, 4, 7, 8, 11)
-"""How far from a run, around the list, those are which it loads: itself and six others."""
+QUICK_APART, APART = (0, 4), (1, 2, 7, 8, 11)
+"""How far from a run, around the list, those are which it loads: in `make test`, and the others."""
 
 
-def sources_of(run: Run) -> list[Run]:
+def sources_of(run: Run, apart: tuple[int, ...]) -> list[Run]:
     """The runs of which this one loads what they saved."""
-    return [RUNS[(RUNS.index(run) + apart) % len(RUNS)] for apart in APART]
+    return [RUNS[(RUNS.index(run) + each) % len(RUNS)] for each in apart]
 
 
 def named(run: Run) -> str:
@@ -106,43 +108,50 @@ def on_ranks(clusters: Callable[[int], Any], run: Run, function: Any, *arguments
     return clusters(ranks).run(function, how, *arguments)[0]
 
 
+Saved = Callable[[Run], tuple[Path, list[float]]]
+"""A function from a run to the folder that it saved, and the losses that it trained with."""
+
+
 @pytest.fixture(scope="module")
-def saved(
-    clusters: Callable[[int], Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[Run, list[float]]]:
-    """A folder with what every run saved, and the losses each trained with."""
-    folder = tmp_path_factory.mktemp("saved")
-    losses = {
-        run: on_ranks(clusters, run, train_and_save, str(folder / named(run))) for run in RUNS
-    }
-    return folder, losses
+def saved(clusters: Callable[[int], Any], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The function; a run is made when it is first asked for."""
+    root = tmp_path_factory.mktemp("saved")
+
+    @cache
+    def made(run: Run) -> tuple[Path, list[float]]:
+        folder = root / named(run)
+        return folder, on_ranks(clusters, run, train_and_save, str(folder))
+
+    return made
 
 
 @pytest.mark.parametrize("run", RUNS[1:], ids=named)
 def test_a_checkpoint_has_the_names_shapes_and_values_of_the_model_that_is_not_sharded(
-    saved: tuple[Path, dict[Run, list[float]]], run: Run
+    saved: Saved, run: Run
 ) -> None:
-    folder, losses = saved
-    assert losses[run] == pytest.approx(losses[PLAIN], rel=1e-6)
-    found, plain = (ckpt.read(folder / named(each)) for each in (run, PLAIN))
+    (folder, losses), (plain_folder, plain_losses) = saved(run), saved(PLAIN)
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+    found, plain = ckpt.read(folder), ckpt.read(plain_folder)
     assert_alike(found, plain, exact=False)
 
 
+@pytest.mark.parametrize("apart", [QUICK_APART, thorough(APART)], ids=["quick", "others"])
 @pytest.mark.parametrize("run", RUNS, ids=named)
 def test_what_one_strategy_saved_loads_into_another_bit_for_bit_and_trains_on(
     clusters: Callable[[int], Any],
-    saved: tuple[Path, dict[Run, list[float]]],
+    saved: Saved,
     tmp_path: Path,
     run: Run,
+    apart: tuple[int, ...],
 ) -> None:
-    folder, losses = saved
-    sources = sources_of(run)
-    pairs = [(str(folder / named(source)), str(tmp_path / named(source))) for source in sources]
+    sources = sources_of(run, apart)
+    pairs = [(str(saved(source)[0]), str(tmp_path / named(source))) for source in sources]
     found = on_ranks(clusters, run, load_and_train, pairs)
-    assert found[0] == losses[run][2:]
+    if sources[0] == run:
+        assert found[0] == saved(run)[1][2:]
     for source, (given, again), after in zip(sources, pairs, found, strict=True):
         assert_alike(ckpt.read(again), ckpt.read(given), exact=True)
-        assert after == pytest.approx(losses[PLAIN][2:], rel=1e-6), source
+        assert after == pytest.approx(saved(PLAIN)[1][2:], rel=1e-6), source
 
 
 # What does not fit, and what is left out.
@@ -164,11 +173,11 @@ def load_some(how: str, folder: str, again: str) -> None:
 @pytest.mark.parametrize("how", ["flat", "original"])
 def test_what_is_not_selected_of_a_flat_parameter_stays_as_it_was(
     clusters: Callable[[int], Any],
-    saved: tuple[Path, dict[Run, list[float]]],
+    saved: Saved,
     tmp_path: Path,
     how: str,
 ) -> None:
-    folder = saved[0] / named(PLAIN)
+    folder = saved(PLAIN)[0]
     clusters(2).run(load_some, how, str(folder), str(tmp_path / "some"))
     before, after, given = (
         flat_dict(ckpt.read(place))

@@ -18,6 +18,7 @@ from formats.catalog import Extent, PieceTable, StoredPiece, TensorRecord
 from formats.dtypes import BY_NAME
 from formats.errors import CorruptError
 from sharding.layout import Box, Piece, row_major
+from tests.selection import examples
 
 LIMITS = Limits(read_bytes=96, direct_bytes=160, scratch_bytes=64, gap_bytes=16)
 """Limits by which a record of some hundred bytes is cut into many reads."""
@@ -87,7 +88,7 @@ def views(draw: st.DrawFn) -> tuple[int, list[tuple[tuple[int, int], int, tuple[
     return size, found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     case=views(),
     flip=st.integers(0, 400 * 8 - 1),

@@ -17,6 +17,7 @@ from torch import nn
 
 import ckpt
 from sharding.torch_versions import movable
+from tests.selection import examples
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -325,7 +326,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(state=PLAIN)
 def test_any_nest_of_plain_values_comes_back(
     tmp_path_factory: pytest.TempPathFactory, state: object

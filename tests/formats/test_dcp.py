@@ -38,6 +38,7 @@ from tests.dcp_alone import save as torch_save
 from tests.formats.counting import Counting
 from tests.formats.save_with_fsdp2 import train_and_save
 from tests.old_torch import COPIES_FLOAT4, runs_fsdp2
+from tests.selection import examples
 
 METADATA = ".metadata"
 ITEMS = "__0_0.distcp"
@@ -526,7 +527,9 @@ nests = st.recursive(
 )
 states = st.dictionaries(words, nests, max_size=4)
 unhurried = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

@@ -35,6 +35,7 @@ from sharding.layout import (
     Split,
     StridedShard,
 )
+from tests.selection import examples
 
 
 class MemoryFile:
@@ -253,7 +254,7 @@ def streams(draw: st.DrawFn) -> tuple[DType, tuple[int, ...], list[bytes]]:
     return dtype, shape, [data[a:b] for a, b in pairwise([0, *cuts, nbytes])]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     parts=st.lists(streams(), max_size=5), compress=st.booleans(), chunk=st.sampled_from([16, 48])
 )
@@ -307,7 +308,7 @@ def test_a_stream_of_another_length_is_refused_by_name(blocks: list[bytes], comp
         written(outgoing("w", "F32", (2,), *blocks), compress=compress)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     width=st.sampled_from([1, 2, 4, 8]),
     elements=st.integers(1, 3000),

@@ -24,6 +24,7 @@ from formats.native.manifest_loader import load
 from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import RECORD, TABLE
 from formats.safetensors_header import build, parse
+from tests.selection import examples
 
 Json = Any
 
@@ -323,7 +324,7 @@ def places(node: Json, path: tuple[str | int, ...] = ()) -> list[tuple[str | int
     return found
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(data=st.data())
 def test_a_changed_manifest_is_sound_or_a_format_error(data: st.DataObject) -> None:
     content = copy.deepcopy(real()[1])

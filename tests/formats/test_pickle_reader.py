@@ -26,6 +26,7 @@ from formats.limits import INTEGER_BYTES
 from formats.pickle_reader import load
 from formats.pickle_records import RECORDS, Metadata, MetadataIndex, Storage, StoredTensor
 from formats.pickle_writer import Call, dump
+from tests.selection import examples
 
 DCP = "torch.distributed.checkpoint.metadata"
 
@@ -365,7 +366,7 @@ HONEST = pickle.dumps(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_damaged_bytes_give_a_value_or_a_format_error(data: st.DataObject) -> None:
     damaged = bytearray(HONEST)
@@ -381,7 +382,7 @@ OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
 NAMED = [f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n".encode() for name in RECORDS]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.sampled_from(OPCODES) | st.sampled_from(NAMED) | st.binary(max_size=4), max_size=40)
 )

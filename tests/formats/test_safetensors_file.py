@@ -22,6 +22,7 @@ from formats.outgoing import Outgoing, OutgoingTensor
 from formats.safetensors_file import DTYPES_KEY, TIED_KEY, left_out, read, write
 from formats.safetensors_header import build
 from sharding.layout import Box
+from tests.selection import examples
 
 FILE = "model.safetensors"
 TORCH_DTYPES = {
@@ -38,7 +39,7 @@ LIBRARY_DTYPES = [
 seeded = settings(
     derandomize=True,
     deadline=None,
-    max_examples=60,
+    max_examples=examples(60),
     suppress_health_check=[HealthCheck.too_slow],
 )
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from ckpt.stores.store import open_store
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.safetensors_header import BITS, MAX_HEADER_BYTES, Entry, build, parse, read_header
+from tests.selection import examples
 
 PAIR = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
 
@@ -46,7 +47,10 @@ NUMPY_DTYPES = {
 }
 
 seeded = settings(
-    derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=300
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=examples(300),
 )
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(

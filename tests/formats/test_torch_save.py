@@ -31,6 +31,7 @@ from formats.zip_writer import ZIP64_BYTES
 from sharding.layout import Box
 from tests.formats.counting import Counting
 from tests.old_torch import needs
+from tests.selection import examples
 
 FILE = "model.pt"
 TORCH_DTYPES = [
@@ -359,7 +360,7 @@ def test_every_truncation_is_an_error_that_names_the_file(tmp_path: Path) -> Non
             read(open_store(tmp_path), FILE)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_damaged_file_gives_a_catalog_or_a_format_error(
     tmp_path: Path, data: st.DataObject
@@ -431,7 +432,7 @@ nests = st.recursive(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(words, nests, max_size=4))
 def test_any_nest_that_torch_saves_is_read_equal(tmp_path: Path, nest: dict[str, object]) -> None:
     catalog = saved(tmp_path, nest)
@@ -461,7 +462,7 @@ def outgoing_nest(nest: Any) -> Outgoing:
     return Outgoing(tensors=found, tree=tree(nest, ()))
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(words, nests, max_size=4))
 def test_any_nest_that_is_written_is_loaded_equal(tmp_path: Path, nest: dict[str, object]) -> None:
     write(open_store(tmp_path), FILE, outgoing_nest(nest))

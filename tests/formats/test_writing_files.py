@@ -13,6 +13,7 @@ from formats import zip_writer
 from formats.gathered import GATHER_BYTES, LARGE_BYTES, Gathered
 from formats.storage import Buffer
 from formats.zip_writer import ZipWriter
+from tests.selection import examples
 
 
 class Memory:
@@ -36,7 +37,7 @@ class Memory:
 SIZES = st.sampled_from([0, 1, 3, 4096, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 5])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sizes=st.lists(SIZES, max_size=12))
 def test_what_is_gathered_arrives_in_order_and_in_large_writes(sizes: list[int]) -> None:
     memory, expected = Memory(), b""
@@ -72,7 +73,7 @@ def test_many_small_buffers_make_few_writes() -> None:
     assert len(memory.writes) == -(-20_000_000 // (GATHER_BYTES // 1000 * 1000))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     records=st.lists(st.lists(SIZES, max_size=3), max_size=6),
     align=st.sampled_from([1, 64]),

@@ -23,6 +23,7 @@ from sharding.layout import (
     StridedShard,
     copies_to,
 )
+from tests.selection import examples
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 ArrayOf = Callable[[Layout, Sequence[int]], np.ndarray]
@@ -43,7 +44,10 @@ def window(storage: np.ndarray, piece: Piece) -> np.ndarray:
 
 
 @settings(
-    derandomize=True, deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True,
+    deadline=None,
+    max_examples=examples(300),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_layout_fills_any_other_with_every_element_once(

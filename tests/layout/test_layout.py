@@ -23,11 +23,12 @@ from sharding.layout import (
     Split,
     StridedShard,
 )
+from tests.selection import examples
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 ArrayOf = Callable[[Layout, Sequence[int]], np.ndarray]
 
-seeded = settings(derandomize=True, deadline=None, max_examples=300)
+seeded = settings(derandomize=True, deadline=None, max_examples=examples(300))
 
 
 def gathered(layout: Layout, pieces: Sequence[Piece]) -> list[int]:

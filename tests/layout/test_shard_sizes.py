@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from ckpt.plan.shard_sizes import elements_held, positions
 from sharding.layout import FlatShard, Layout, Mesh, Only, Replicate, Shape
+from tests.selection import examples
 
 LayoutsOf = Callable[[Shape], st.SearchStrategy[Layout]]
 EXACT = (FlatShard, Only, Replicate)
 
-seeded = settings(derandomize=True, deadline=None, max_examples=300)
+seeded = settings(derandomize=True, deadline=None, max_examples=examples(300))
 
 
 @seeded

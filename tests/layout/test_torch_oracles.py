@@ -34,6 +34,7 @@ from sharding.layout import (
     StridedShard,
 )
 from tests.old_torch import CUTS_UNEVEN_STRIDES, torch_cuts
+from tests.selection import examples
 
 AsRank = Callable[[int, int], AbstractContextManager[None]]
 
@@ -42,7 +43,7 @@ compute_local = (
 )
 """Torch's arithmetic without a process group; not in 2.6, and wrong for strided shards in 2.8."""
 
-seeded = settings(derandomize=True, deadline=None, max_examples=300)
+seeded = settings(derandomize=True, deadline=None, max_examples=examples(300))
 
 
 def taken(numbers: torch.Tensor, pieces: Sequence[Piece]) -> list[int]:

@@ -40,6 +40,7 @@ from replica import (
 
 import sharding
 from tests.old_torch import TORCH_TRAINS_ON_CPU
+from tests.selection import thorough
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
@@ -828,17 +829,17 @@ def test_modules_without_parameters_are_units_too(clusters: Callable) -> None:
 # torch.compile.
 
 
-def compiled(way: str) -> None:
+def compiled(way: str, backend: str) -> None:
     for reshard in (True, False):
         model, replica = pair(blocks)
         for index, block in enumerate(model[:3]):
             if way == "in place, then sharded":
-                block.compile(backend="aot_eager")
+                block.compile(backend=backend)
             elif way == "wrapped, then sharded":
-                model[index] = block = torch.compile(block, backend="aot_eager")
+                model[index] = block = torch.compile(block, backend=backend)
             OURS.fully_shard(block, reshard_after_forward=reshard)
             if way == "sharded, then in place":
-                block.compile(backend="aot_eager")
+                block.compile(backend=backend)
         OURS.fully_shard(model)
         plain = dict(replica.named_parameters())
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, replica)]
@@ -855,8 +856,9 @@ def compiled(way: str) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("backend", ["eager", thorough("aot_eager")])
 @pytest.mark.parametrize(
     "way", ["in place, then sharded", "wrapped, then sharded", "sharded, then in place"]
 )
-def test_compiled_blocks_train_as_the_replica(clusters: Callable, way: str) -> None:
-    clusters(2).run(compiled, way)
+def test_compiled_blocks_train_as_the_replica(clusters: Callable, way: str, backend: str) -> None:
+    clusters(2).run(compiled, way, backend)

@@ -330,6 +330,7 @@ def test_a_buffer_that_was_cast_is_described_in_its_own_dtype_and_loaded_in_its_
         assert found == ("torch.float32", "torch.bfloat16", "[2.0, 2.0, 2.0]")
 
 
+@pytest.mark.thorough
 def test_nobody_imports_torchs_fsdp_for_a_module_that_does_not_use_it() -> None:
     program = (
         "import sys, torch; from sharding.describe.describing import describe_module, part_of\n"

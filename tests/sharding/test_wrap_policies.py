@@ -34,6 +34,7 @@ from sharding.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from tests.selection import examples
 
 
 class Wrapper(nn.Module):
@@ -151,7 +152,7 @@ def test_an_option_can_be_copied_compared_and_pickled() -> None:
 # --- Policies asked module by module -------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shape=SHAPES, ignored=st.integers(0, 12))
 @pytest.mark.parametrize("name", CALLABLE_POLICIES)
 def test_a_callable_policy_is_asked_and_obeyed_as_in_torch(
@@ -260,7 +261,7 @@ TREE_POLICIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(shape=SHAPES, ignored=st.integers(0, 12))
 @pytest.mark.parametrize("name", TREE_POLICIES)
 def test_a_tree_policy_wraps_what_it_does_in_torch(name: str, shape: Any, ignored: int) -> None:

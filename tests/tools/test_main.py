@@ -162,6 +162,7 @@ def test_ctrl_c_ends_the_command_with_one_line(wide):
     assert err == "ckpt: interrupted\n"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 @pytest.mark.parametrize("kind", ["ckpt", "zstd", "safetensors", "torch", "dcp"])
 def test_looking_into_a_checkpoint_imports_neither_torch_nor_numpy(command, kind, tmp_path):
