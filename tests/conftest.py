@@ -25,9 +25,9 @@ from hypothesis import settings
 import tests.old_torch  # noqa: F401
 from tests import selection
 from tests.selection import pairs, quick
-from tests.stores.fixtures import azurite_server, gcs_server, moto, racers, radosgw_server, servers
+from tests.stores.fixtures import azurite_server, gcs_server, moto, radosgw_server, servers
 
-__all__ = ["azurite_server", "gcs_server", "moto", "racers", "radosgw_server", "servers"]
+__all__ = ["azurite_server", "gcs_server", "moto", "radosgw_server", "servers"]
 
 SERVER = Path(__file__).parent / "rank_server.py"
 START_SECONDS = 120

@@ -4,7 +4,6 @@ Plays all ranks of a world one after the other: each writes its shard file from 
 as a save does, and reads its own part, as a load does.
 """
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +115,9 @@ def save(folder: Path, world_size: int) -> None:
         store.commit(MANIFEST, dump(Manifest(stored, {}, tree, files)), replace=False)
 
 
-@pytest.mark.parametrize(("saving", "loading"), list(product((8, 16), (1, 8, 12, 16))))
+@pytest.mark.costly
+@pytest.mark.parametrize("loading", [1, 8, 12, 16])
+@pytest.mark.parametrize("saving", [8, 16])
 def test_every_layout_loads_into_every_layout_at_eight_and_sixteen_ranks(
     tmp_path: Path, saving: int, loading: int
 ) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,39 +12,47 @@ import safetensors.torch
 import torch
 
 import ckpt
+from tests.conftest import Program
 from tests.fuzz.folders import Files
 from tests.fuzz.seeds import Seed, seeds
 
-REPOSITORY = Path(__file__).parents[2]
+
+@pytest.fixture
+def touches(programs: Callable[..., Program], tmp_path: Path) -> Callable[[int, int], object]:
+    """What reading the hostile checkpoints of these numbers by every public way touches."""
+
+    def found(first: int, end: int) -> object:
+        code = Path(__file__).with_name("outside.py").read_text()
+        program = programs(code, tmp_path, first, end)
+        said, complained = program.communicate(timeout=3600)
+        assert program.returncode == 0, complained
+        return json.loads(said.splitlines()[-1])
+
+    return found
 
 
-def touched(folder: Path, first: int, end: int) -> None:
-    """Check that reading these hostile checkpoints by every public way touches nothing else."""
-    program = Path(__file__).with_name("outside.py")
-    ran = subprocess.run(
-        [sys.executable, str(program), str(folder), str(first), str(end)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1]) == {"touched": [], "bugs": []}
+NOTHING = {"touched": [], "bugs": []}
 
 
-def test_reading_hostile_checkpoints_touches_nothing_else(tmp_path: Path) -> None:
-    touched(tmp_path, 0, 1)
+def test_reading_hostile_checkpoints_touches_nothing_else(
+    touches: Callable[[int, int], object],
+) -> None:
+    assert touches(0, 1) == NOTHING
 
 
 @pytest.mark.thorough
-def test_reading_more_hostile_checkpoints_touches_nothing_else(tmp_path: Path) -> None:
-    touched(tmp_path, 1, 5)
+def test_reading_more_hostile_checkpoints_touches_nothing_else(
+    touches: Callable[[int, int], object],
+) -> None:
+    assert touches(1, 5) == NOTHING
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_reading_many_hostile_checkpoints_touches_nothing_else(tmp_path: Path) -> None:
-    touched(tmp_path, 1000, 2000)
+def test_reading_many_hostile_checkpoints_touches_nothing_else(
+    touches: Callable[[int, int], object],
+) -> None:
+    assert touches(1000, 2000) == NOTHING
 
 
 def written(folder: Path, files: Files) -> Path:

@@ -15,7 +15,6 @@ import pytest
 
 from tests.stores import azurite, gcs_emulator, moto_server, radosgw
 from tests.stores.child import DidNotStart, NotInstalled
-from tests.stores.racers import Racers
 from tests.stores.server import Server
 
 REQUIRED = "CKPT_STORES_REQUIRED"
@@ -46,14 +45,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             return running[name]
 
         yield server
-
-
-@pytest.fixture(scope="session")
-def racers() -> Iterator[Racers]:
-    """Eight writers, in processes that are started once."""
-    racers = Racers()
-    yield racers
-    racers.close()
 
 
 @pytest.fixture(scope="session")

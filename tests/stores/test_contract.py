@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE
 from tests.stores.contents import content_of, fail_to_put, put
 from tests.stores.places import KINDS, LOCAL, S3, STRONG, Place, place_at
-from tests.stores.racers import Racers
+from tests.stores.racers import race
 from tests.stores.server import Server, s3_client
 
 CONTENT = random.Random(0).randbytes(1000)
@@ -448,12 +449,13 @@ def test_nothing_is_left_of_a_file_whose_writing_fails(
 
 
 def test_of_eight_commits_at_once_by_threads_and_processes_one_succeeds(
-    place: Place, racers: Racers
+    place: Place, clusters: Callable[[int], Any]
 ) -> None:
     if place.kind not in STRONG:
         pytest.skip("this store has no condition for a commit")
     for number in range(5):
-        winners = racers.race(place.url, place.options, f"manifest-{number}")
+        ranks = clusters(4).run(race, place.url, place.options, f"manifest-{number}")
+        winners = [winner for rank in ranks for winner in rank]
         assert len(winners) == 1
         with place.open() as store:
             assert content_of(store, f"manifest-{number}") == bytes(winners) * 1000
