@@ -21,6 +21,8 @@ STAMP := $(VENV)/installed
 # Two processes of a test would otherwise start a thread per core each.
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Ranks import one test file after the other: all but the first read what that one has compiled.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -11,7 +11,7 @@ the test. Rules:
    every case.
 3. The rest has the mark `slow`.
 4. A case that has the mark `thorough` or `slow` by hand takes no part in this.
-5. A property has a third of its examples in `make test`: the first ones, for all are seeded.
+5. A property has a third of its examples in `make test`, and so have a few tests of their trials.
 
 The choice depends on the name of the test and the values, and on nothing else.
 """
@@ -43,9 +43,9 @@ is_quick = False
 """Whether this run is `make test`; the options of the command line decide."""
 
 
-def examples(count: int) -> int:
-    """How many examples of a property this run has, of as many in all."""
-    return max(20, count // 3) if is_quick else count
+def examples(count: int, least: int = 20) -> int:
+    """How many examples of a property, or trials of another test, this run has of as many."""
+    return min(count, max(least, count // 3)) if is_quick else count
 
 
 Case = dict[str, str]

@@ -486,14 +486,8 @@ if rank != {first}:
     assert ckpt.read(tmp_path / "checkpoint")["w"].equal(torch.arange(1e6))  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    "closed",
-    [
-        pytest.param((0,), marks=pytest.mark.thorough),
-        pytest.param((1,), marks=pytest.mark.thorough),
-        (0, 1, 2),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
 def test_a_trainer_without_standard_streams_saves_in_the_background(
     tmp_path: Path, closed: tuple[int, ...]
 ) -> None:

@@ -20,6 +20,7 @@ from ckpt.stores.store import Store, open_store
 from ckpt.stores.uploads import PART_BYTES, PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError
 from tests.conftest import Program
+from tests.selection import thorough
 from tests.stores.child import HOST
 from tests.stores.fault_proxy import FaultProxy
 from tests.stores.faults import Fault, Request, dead_between, once, seeded, times
@@ -96,7 +97,7 @@ def test_a_large_file_goes_in_parts(store: Store, proxy: FaultProxy) -> None:
     assert store.unfinished() == []
 
 
-@pytest.mark.parametrize("nbytes", [4, PART, PART + 3, 2 * PART])
+@pytest.mark.parametrize("nbytes", [4, thorough(PART), PART + 3, thorough(2 * PART)])
 def test_the_start_of_a_large_file_is_sent_last(
     store: Store, proxy: FaultProxy, nbytes: int
 ) -> None:
@@ -107,6 +108,7 @@ def test_the_start_of_a_large_file_is_sent_last(
     assert content_of(store, "large") == start + CONTENT[nbytes:]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rewritable", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_upload_that_an_exception_ends_leaves_nothing(
@@ -130,7 +132,7 @@ def test_an_upload_of_which_a_part_fails_for_good_leaves_nothing(
     assert store.sizes() == {}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
 def test_what_passes_is_tried_again(store: Store, proxy: FaultProxy, seed: int) -> None:
     faults = [Fault.DROP_REQUEST, Fault.DROP_ANSWER, Fault.BROKEN, Fault.SLOW_DOWN]
     proxy.schedule = seeded(seed, 0.3, faults)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
 from tests.kept_groups import kept
+from tests.selection import thorough
 
 SHAPES = ((7, 5), (8, 4), (3,), (1, 3), (0, 4), (5, 2, 3), (16, 8))
 WORLDS = (1, 2, 3, 4)
@@ -115,7 +116,7 @@ def load_every_way(folder: str, names: list[str]) -> int:
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["raw", "zstd"])
-@pytest.mark.parametrize("saving", WORLDS)
+@pytest.mark.parametrize("saving", [thorough(1), thorough(2), 3, 4])
 def test_every_layout_loads_into_every_layout_at_every_world_size(
     clusters: Callable, tmp_path: Path, saving: int, compress: bool
 ) -> None:

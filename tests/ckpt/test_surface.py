@@ -189,6 +189,7 @@ del cycle
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+@pytest.mark.thorough
 def test_a_checkpoint_left_open_is_closed_when_the_interpreter_ends_without_a_word(
     saved: Path,
 ) -> None:

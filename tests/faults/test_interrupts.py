@@ -15,6 +15,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt import in_flight
 from tests.interrupts import Interrupt
+from tests.selection import examples
 
 SECONDS = 20.0
 """The time-out of a call, which nobody should wait for."""
@@ -118,7 +119,7 @@ def check(
 def test_an_interrupt_anywhere_is_told_and_the_next_call_is_in_step(
     clusters: Callable, tmp_path: Path, call: str, victim: int
 ) -> None:
-    check(clusters(2), tmp_path, call, victim, 5, 0, SAMPLE)
+    check(clusters(2), tmp_path, call, victim, 5, 0, examples(SAMPLE, 1))
 
 
 @pytest.mark.slow

@@ -295,12 +295,13 @@ def test_plain_zeros_keep_shape_and_strides() -> None:
     ("statements", "absent"),
     [
         ("import sharding, sharding.layout, sharding.errors", "torch"),
-        (
+        pytest.param(
             (
                 "import torch, sharding.describe.dtensor as d, sharding.layout as l; "
                 "d.describe(torch.ones(2), 'w', l.Mesh.grid(('world',), (2,)))"
             ),
             "torch.distributed.tensor",
+            marks=pytest.mark.thorough,
         ),
     ],
 )

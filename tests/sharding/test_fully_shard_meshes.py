@@ -33,6 +33,7 @@ import sharding
 from sharding.describe.dtensor import describe
 from sharding.layout import Mesh
 from tests.old_torch import TORCH_TRAINS_ON_CPU
+from tests.selection import thorough
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
@@ -301,11 +302,12 @@ def tensor_parallel_units(width: int, hidden: int, sequence: bool) -> None:
             optimizer.step()
     for each in models:
         assert_values(each, replica)
-        for name, tensor in each.state_dict().items():
-            torch.testing.assert_close(values([tensor])[0], replica.state_dict()[name])
+        state = each.state_dict()
+        for name, value in zip(state, values(list(state.values())), strict=True):
+            torch.testing.assert_close(value, replica.state_dict()[name])
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("sequence", [thorough(False), True], ids=["plain", "sequence"])
 def test_tensor_parallel_layers_are_sharded_further_as_torchs(
     clusters: Callable, sequence: bool
 ) -> None:
