@@ -223,9 +223,20 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def box(self, record: TensorRecord, box: Box) -> torch.Tensor:
         """A region of a tensor, read into memory of its own."""
         tensor = empty_for(record, box.shape)
-        requests = requests_for(record, [Piece.packed(box)])
-        self._read(requests, [memory_of(tensor)], stacklevel=4)
+        self.fill([(record, box, tensor)], stacklevel=5)
         return tensor
+
+    def fill(
+        self, wanted: Sequence[tuple[TensorRecord, Box, torch.Tensor]], stacklevel: int = 3
+    ) -> None:
+        """Regions of tensors, read into contiguous CPU tensors of the records' dtypes."""
+        copies = BoxCopies()
+        requests = [
+            request
+            for number, (record, box, _) in enumerate(wanted)
+            for request in requests_for(record, [Piece.packed(box)], number, copies)
+        ]
+        self._read(requests, [memory_of(tensor) for *_, tensor in wanted], stacklevel)
 
     def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
         """The saved nest with its tensors read (see `read`)."""

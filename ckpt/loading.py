@@ -177,6 +177,38 @@ def load_first(
     return load_or_older(ranks, urls[0], urls[1:], once, storage_options)[1]
 
 
+def load_partly(
+    url: Url,
+    state: object,
+    *,
+    allows_missing: bool,
+    verify: Verify,
+    group: Group,
+    storage_options: Options,
+) -> None:
+    """`state` is filled with what a checkpoint has of it, which may have more names.
+
+    To be called by all ranks of `group`. As DCP does: tensors are cast to the target's dtypes, and
+    with `allows_missing` the target may have more names as well. Raises as `load` does.
+    """
+    forgiven = frozenset(("unexpected", "missing") if allows_missing else ("unexpected",))
+    options = _LoadOptions(
+        strict=True,
+        rename=None,
+        selection=Selection.of(None, None),
+        casting=Casting.UNSAFE,
+        verify=verify,
+        group=None if isinstance(group, str) else group,
+        progress=None,
+        replicas="auto",
+        storage=storage_options,
+        forgiven=forgiven,
+    )
+    ranks = Ranks(group)
+    once = partial(_load, ranks, state=state, options=options)
+    load_or_older(ranks, url, False, once, storage_options)
+
+
 @dataclass(frozen=True, slots=True)
 class _LoadOptions:
     """The arguments of a load, checked."""
@@ -192,6 +224,8 @@ class _LoadOptions:
     storage: Options
     by_host: bool = False
     """Whether hosts may open folders of their own, with the files of one save."""
+    forgiven: frozenset[str] = frozenset()
+    """The kinds of differences, of `Difference.problem`, that do not count."""
 
     @classmethod
     def checked(
@@ -291,6 +325,10 @@ def _matched(
     source = stack.enter_context(open_source(url, options.storage))
     saved = Saved(source.catalog, options.rename)
     found = match(saved, state, options.selection, ranks.mesh, options.casting)
+    if options.forgiven:
+        counted = [each for each in found.differences if each.problem not in options.forgiven]
+        unexpected = [] if "unexpected" in options.forgiven else found.unexpected
+        found = replace(found, differences=counted, unexpected=unexpected)
     shared = SharedTargets(
         source.store, source.catalog, found.targets, ranks.global_rank, budget // 2, options.verify
     )

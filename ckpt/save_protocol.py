@@ -99,7 +99,7 @@ def agreed_plan(
 
     def described() -> FlatState:
         check()
-        _check_place(ranks, store, options)
+        _check_arguments(ranks, store, options)
         flat = flatten(state, ranks.mesh)
         check_members(spec_of(flat).tensors, ranks.mesh)
         return flat
@@ -125,14 +125,23 @@ def agreed_plan(
     )
 
 
-def _check_place(ranks: Ranks, store: Store, options: SaveOptions) -> None:
-    if ranks.rank == 0 and not options.overwrite:
+def check_place(store: Store, overwrite: bool) -> None:
+    """Raise ExistsError for a place that is taken, InUseError for one that others borrow from.
+
+    To be called by rank 0 alone.
+    """
+    if not overwrite:
         names = store.names()
         if MANIFEST in names and store.exists(MANIFEST):  # a listing may be out of date
             raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
         check_no_other(store.url, names)
-    if ranks.rank == 0 and options.overwrite and store.exists(MANIFEST):
+    elif store.exists(MANIFEST):
         check_unused(store.url, store.options)
+
+
+def _check_arguments(ranks: Ranks, store: Store, options: SaveOptions) -> None:
+    if ranks.rank == 0:
+        check_place(store, options.overwrite)
     if options.compress not in (False, True, "delta"):
         raise ArgumentError(f"compress is {options.compress!r:.80}; it can be a bool or 'delta'")
     if options.compress == "delta" and options.base is None:
@@ -259,13 +268,7 @@ def write_manifest(store: Store, plan: SavePlan, records: Sequence[bytes]) -> No
             files.append(summary.named(plan.file_of(rank), plan.mesh.rank((rank,))))
             if summary.used:
                 used[summary.base_mark] = used.get(summary.base_mark, 0) | summary.used
-    writer = {
-        "ckpt": __version__,
-        "torch": torch.__version__,
-        "world_size": str(plan.mesh.size),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **options.metadata,
-    }
+    writer = writer_of(plan.mesh.size, options.metadata)
     base = options.base
     bases = borrowed_from(store.url, base, used, store.options) if base is not None else ()
     d = plan.described
@@ -273,3 +276,14 @@ def write_manifest(store: Store, plan: SavePlan, records: Sequence[bytes]) -> No
     lender = None if base is None or not used else (base, next(iter(used)))
     here = [file for file in files if not options.host or file.rank in options.host]
     commit(store, manifest, plan.began, options.overwrite, lender, here)
+
+
+def writer_of(world_size: int, metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a manifest says of the program that wrote it, with the text that a user added."""
+    return {
+        "ckpt": __version__,
+        "torch": torch.__version__,
+        "world_size": str(world_size),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **metadata,
+    }

@@ -46,6 +46,8 @@ class SaveHandle:
         self._error: Exception | None = None
         self._saved: Saved | None = None
         self._is_told = False
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[Exception | None], None]] = []
 
     def __repr__(self) -> str:
         return f"<SaveHandle of {printable(without_secrets(self.url))}: {self._state()}>"
@@ -110,6 +112,17 @@ class SaveHandle:
         told, self._is_told = self._is_told, True
         return None if told else self._error
 
+    def when_finished(self, follow: Callable[[Exception | None], None]) -> None:
+        """Call `follow` with the error, or None, once the save is over; tells nobody.
+
+        By the thread that does the save; at once where it is over.
+        """
+        with self._lock:
+            if not self._finished.is_set():
+                self._followers.append(follow)
+                return
+        follow(self._error)
+
     # What follows is for the thread that does the save.
 
     def staging(self, help_copying: Callable[[], None]) -> None:
@@ -136,4 +149,8 @@ class SaveHandle:
         seconds = time.perf_counter() - self._started
         self._error = error
         self._saved = None if error else Saved(self.url, written, self._staged_seconds, seconds)
-        self._finished.set()
+        with self._lock:
+            self._finished.set()
+            followers, self._followers = self._followers, []
+        for follow in followers:
+            follow(error)

@@ -141,6 +141,9 @@ class Saved:
         if isinstance(tree, dict):
             for key, item in tree.items():
                 self._index(item, join(path, key))
+        elif isinstance(tree, list) and any(isinstance(item, dict | list) for item in tree):
+            for index, item in enumerate(tree):  # a target of DCP's has names for what is in them
+                self._index(item, join(path, index))
 
     def _index_renamed(
         self, tree: Tree, path: str, renamed: Mapping[str, str]

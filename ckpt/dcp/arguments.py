@@ -1,0 +1,68 @@
+"""The arguments of DCP's functions, and who serves a call: `ckpt`, or torch with our storage.
+
+A call goes to `ckpt.save` or `ckpt.load` when storage and planner are DCP's defaults or ours. A
+planner of the program's own plans by torch's functions, with our storage. A storage class of the
+program's own is used by torch's functions as ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckpt.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from sharding.agreement.ranks import Group
+
+T = TypeVar("T")
+
+
+def storage_of(
+    given: T | None, kind: type[T], checkpoint_id: str | os.PathLike[str] | None, argument: str
+) -> T:
+    """The storage of a call, at `checkpoint_id` where it is ours; by default a new one of `kind`.
+
+    Raises ArgumentError where nothing says where the checkpoint is.
+    """
+    if given is None:
+        if not checkpoint_id:
+            raise ArgumentError(f"no checkpoint_id and no {argument}: pass one of the two")
+        return kind(checkpoint_id)  # type: ignore[call-arg]
+    if isinstance(given, kind) and checkpoint_id is not None:
+        given.reset(checkpoint_id)  # type: ignore[attr-defined]
+    return given
+
+
+def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:
+    """The `group=` of `ckpt.save` and `ckpt.load`."""
+    return "self" if no_dist else process_group
+
+
+def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
+    """The state dict, with `state_dict()` called of each Stateful entry.
+
+    Raises ArgumentTypeError unless it is a mapping.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(f"state_dict is a dict, not a {type(state_dict).__name__}")
+    return {
+        key: entry.state_dict() if isinstance(entry, Stateful) else entry
+        for key, entry in state_dict.items()
+    }
+
+
+def check_coordinator(rank: int) -> None:
+    """Raise ArgumentError for another coordinator than rank 0, which commits."""
+    if rank != 0:
+        raise ArgumentError(f"coordinator_rank is {rank}; rank 0 commits: leave it out")
+
+
+def taken(**arguments: Any) -> dict[str, Any]:
+    """The arguments that were given: older versions of torch lack the newer ones."""
+    return {name: value for name, value in arguments.items() if value not in (None, False)}

@@ -1,0 +1,80 @@
+"""Layouts that describe the parts in which DCP's planners divide a tensor.
+
+DCP lists a box for each part and the native format has symbolic layouts. Parts that form a grid,
+each dimension of which is cut by torch.chunk's rule, perhaps again and again, have a layout: all
+that DTensors and the sharded tensors of FSDP give. Parts of other sizes are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from math import prod
+
+from formats.errors import UnsupportedError
+from sharding.layout import Box, Layout, Mesh, Shape, Shard
+from sharding.layout.segments import chunk
+
+
+def layout_of(name: str, shape: Shape, ranks: Mapping[Box, int]) -> Layout:
+    """The layout in which each of these boxes, none of them empty, lies at its rank.
+
+    Raises UnsupportedError where no layout has these boxes; it names the tensor.
+
+    >>> boxes = {Box((0, 0), (3, 2)): 1, Box((3, 0), (5, 2)): 0}
+    >>> layout = layout_of("w", (5, 2), boxes)
+    >>> str(layout), layout.holders(Box((4, 0), (5, 1)))
+    ('cut0.0:2=S(0)', (0,))
+    """
+    if not prod(shape):
+        return Layout.single(shape)
+    cuts = [sorted({(box.lo[d], box.hi[d]) for box in ranks}) for d in range(len(shape))]
+    grid = [
+        Box(tuple(lo for lo, _ in cell), tuple(hi for _, hi in cell)) for cell in product(*cuts)
+    ]
+    sizes = [_axes(cut, size) for cut, size in zip(cuts, shape, strict=True)]
+    if len(grid) != len(ranks) or any(box not in ranks for box in grid) or None in sizes:
+        raise UnsupportedError(
+            f"{name}: it is divided into {len(ranks)} parts ({', '.join(map(str, [*ranks][:3]))}, "
+            "...) that are not those of torch.chunk, and no layout describes them; give it as a "
+            "DTensor, or let ckpt.dcp.save plan: leave out planner="
+        )
+    axes = [(d, i, n) for d, found in enumerate(sizes) for i, n in enumerate(found or ())]
+    names = [f"cut{d}.{i}" for d, i, _ in axes]
+    mesh = Mesh.of_ranks(names, [n for *_, n in axes], [ranks[box] for box in grid])
+    return Layout(shape, mesh, tuple(Shard(d) for d, *_ in axes))
+
+
+def _axes(cut: Sequence[tuple[int, int]], size: int) -> tuple[int, ...] | None:
+    """The sizes of the mesh axes that cut a dimension so, the outermost first; None if none do."""
+    if cut[0][0] != 0 or cut[-1][1] != size or any(a[1] != b[0] for a, b in pairwise(cut)):
+        return None
+    return _nested(tuple(hi - lo for lo, hi in cut))
+
+
+def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The numbers of chunks, cut one in the other, that have these lengths.
+
+    >>> _nested((3, 3, 3, 1)), _nested((3, 2, 3, 2)), _nested((1, 3))
+    ((4,), (2, 2), None)
+    """
+    count = len(lengths)
+    if count == 1:
+        return ()
+    if lengths == _chunks(sum(lengths), count):
+        return (count,)
+    for outer in range(2, count // 2 + 1):
+        step = count // outer
+        groups = [lengths[at : at + step] for at in range(0, count, step)]
+        if count % outer or tuple(map(sum, groups)) != _chunks(sum(lengths), outer):
+            continue
+        inner = {_nested(group) for group in groups}
+        [found] = inner if len(inner) == 1 else [None]
+        if found is not None:
+            return (outer, *found)
+    return None
+
+
+def _chunks(size: int, count: int) -> tuple[int, ...]:
+    """The lengths of torch.chunk's chunks."""
+    return tuple(hi - lo for lo, hi in (chunk(size, count, i) for i in range(count)))

@@ -1,0 +1,69 @@
+"""DCP's Metadata of any checkpoint, and of a state that was saved.
+
+Each tensor is one chunk, whatever files it lies in: a planner of DCP asks for a part of that chunk,
+and the reader finds the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckpt.state.memory import torch_dtype
+from ckpt.state.saved import by_name
+from formats.catalog import Catalog, TensorRef, Tree
+from formats.dcp_nest import flattened
+from formats.torch_tree import KeyPath
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
+
+
+def items_of(catalog: Catalog) -> dict[str, tuple[KeyPath, Tree]]:
+    """The key path and the node of each item, by its name in DCP.
+
+    Raises UnsupportedError for a state that is no dict, StateError where two names are the same.
+    """
+    return by_name(
+        (".".join(map(str, path)), (path, node)) for path, node in flattened(catalog.tree)
+    )
+
+
+def metadata_of(catalog: Catalog, items: Mapping[str, tuple[KeyPath, Tree]]) -> Metadata:
+    """DCP's Metadata of a checkpoint of any format."""
+
+    def entry(node: Tree) -> Entry:
+        if not isinstance(node, TensorRef):
+            return BytesStorageMetadata()
+        record = catalog.tensors[node.name]
+        return _tensor(record.shape, torch_dtype(record.dtype.torch_name))
+
+    entries: dict[str, Entry] = {name: entry(node) for name, (_, node) in items.items()}
+    return Metadata(entries, {name: path for name, (path, _) in items.items()})
+
+
+def metadata_of_state(state: Mapping[str, object]) -> Metadata:
+    """DCP's Metadata of a state, by the names that this rank has. Communicates nothing."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state))
+    entries: dict[str, Entry] = {
+        name: _tensor(leaf.shape, leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else BytesStorageMetadata()
+        for name, leaf in planner.state_dict.items()
+    }
+    return Metadata(entries, dict(planner.mappings))
+
+
+def _tensor(shape: Iterable[int], dtype: torch.dtype) -> TensorStorageMetadata:
+    size = torch.Size(shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype), size, [whole])

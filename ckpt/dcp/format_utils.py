@@ -1,0 +1,33 @@
+"""Conversions between torch.save files and checkpoints, with the names of torch's module."""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+)
+
+from ckpt.converting import convert
+
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "dcp_to_torch_save",
+    "torch_save_to_dcp",
+]
+
+
+def dcp_to_torch_save(
+    dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]
+) -> None:
+    """The checkpoint, of any format, as a torch.save file; streamed, in little memory."""
+    convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
+
+
+def torch_save_to_dcp(
+    torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]
+) -> None:
+    """The torch.save file as a checkpoint of the native format, which `ckpt.dcp.load` reads."""
+    convert(torch_save_path, dcp_checkpoint_dir, to="ckpt", overwrite=True)

@@ -1,0 +1,112 @@
+"""The items of a rank's plan as the native format takes them: parts of tensors, and values.
+
+Rules:
+
+1. `resolve_data` may take memory. A planner that may do more than look a tensor up is asked when
+   the tensor's turn to be written has come.
+2. A value that the planner has as an object is stored as it is. Another planner's bytes are read
+   by torch's restricted unpickler: they come from this process, and still run no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TypeGuard
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from ckpt.errors import StateError
+from ckpt.state.flatten import Leaf, flatten
+from ckpt.transfer.write import WriteItem as WritePart
+from formats.catalog import Tree
+from formats.dtypes import dtype_of_torch
+from formats.outgoing import OutgoingTensor
+from sharding.layout import Box, Layout, Mesh
+
+_ALONE = Mesh.grid(("world",), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingPart:
+    """A box of a tensor on its way to a file."""
+
+    tensor: OutgoingTensor
+    """Its elements, under the whole tensor's name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+
+
+def outgoing_item(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPart]]:
+    """The value of an item, with a reference for each tensor in it, and the tensors to write.
+
+    Of an item that is a tensor or a part of one the value is None. Raises StateError for a value
+    that cannot be stored, UnsupportedError for such a dtype.
+    """
+    if item.type == WriteItemType.BYTE_IO:
+        return _value(item, planner)
+    data, name = item.tensor_data, item.index.fqn
+    assert data is not None  # by DCP's definition of an item that is no value
+    lo, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    box = Box(lo, tuple(start + size for start, size in zip(lo, shape, strict=True)))
+    dtype = dtype_of_torch(str(data.properties.dtype), name)
+
+    def part() -> OutgoingTensor:
+        found = planner.resolve_data(item)
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
+            what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise StateError(f"{name}: the plan has a part {box}, and resolve_data gives {what}")
+        local = found.detach().to(data.properties.dtype)
+        leaf = Leaf(name, dtype, local, Layout.single(shape), local)
+        return WritePart(leaf, 0, local.numel(), shape).outgoing()
+
+    def blocks() -> Iterator[memoryview]:
+        yield from part().blocks()
+
+    lazy = OutgoingTensor(name, shape, dtype, blocks)
+    tensor = part() if _only_looks_up(planner) and box.numel else lazy
+    return None, [OutgoingPart(tensor, tuple(data.size), box)]
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPart]]:
+    name = item.index.fqn
+    if _only_looks_up(planner):
+        value = planner.lookup_object(item.index)
+    else:
+        value = _unpickled(name, planner.resolve_data(item))
+    flat = flatten({name: value}, _ALONE)
+    assert isinstance(flat.tree, dict)
+    parts = []
+    for leaf in flat.leaves.values():
+        shape = tuple(leaf.local.shape)
+        outgoing = WritePart(leaf, 0, leaf.local.numel(), shape).outgoing()
+        parts.append(OutgoingPart(outgoing, shape, Box.whole(shape)))
+    return flat.tree[name], parts
+
+
+def _unpickled(name: str, data: object) -> object:
+    if not isinstance(data, BytesIO):
+        raise StateError(f"{name}: resolve_data gives a {type(data).__name__}, not a BytesIO")
+    data.seek(0)
+    try:
+        return torch.load(data, weights_only=True)
+    except Exception as error:
+        raise StateError(
+            f"{name}: the planner's bytes hold no plain value, and no pickle is stored: give the "
+            f"value as numbers, texts, lists, dicts and tensors ({error})"
+        ) from error
+
+
+def _only_looks_up(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether what a planner resolves is what it looks up, as DCP's own does."""
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    kind, default = type(planner), DefaultSavePlanner
+    return (
+        kind.resolve_data is default.resolve_data
+        and kind.transform_object is default.transform_object
+    )

@@ -1,0 +1,3 @@
+"""The planners' protocol: torch's module, as it is."""
+
+from torch.distributed.checkpoint.planner import *

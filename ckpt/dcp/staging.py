@@ -1,0 +1,3 @@
+"""Stagers: torch's module, as it is."""
+
+from torch.distributed.checkpoint.staging import *

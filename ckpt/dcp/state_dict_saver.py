@@ -1,0 +1,176 @@
+"""`save` and `async_save` with the names and arguments of torch.distributed.checkpoint.
+
+A save is one of `ckpt.save`, which plans without collectives and commits atomically. With a planner
+of the program's own torch's function plans and our StorageWriter writes (`ckpt.dcp.arguments`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeGuard
+from warnings import warn
+
+from torch.distributed.checkpoint import state_dict_saver as _torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from ckpt.dcp.arguments import check_coordinator, group_of, state_of, storage_of, taken
+from ckpt.dcp.described import metadata_of_state
+from ckpt.dcp.save_future import SaveFuture, translated_future
+from ckpt.dcp.storage_writer import CkptStorageWriter, check_collectives
+from ckpt.dcp.torch_errors import translated_errors
+from ckpt.saving import save as _save
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.state_dict_saver import (
+        AsyncCheckpointerType,
+        AsyncSaveResponse,
+    )
+
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "async_save",
+    "save",
+    "save_state_dict",
+]
+
+State = Mapping[str, Any]
+
+
+def save(
+    state_dict: State,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """The names, shapes and dtypes of a state that is committed at `checkpoint_id`, on every rank.
+
+    As torch's function of this name; docs/dcp.md compares the two, argument by argument. To be
+    called by all ranks of `process_group`, or with `no_dist=True` by any rank by itself. An earlier
+    checkpoint at the place stays readable until the new one is complete.
+
+    Raises:
+        ArgumentError: no place was given, or an argument asks for what is not done.
+        StateError: a value cannot be stored, as no pickle is; its key path is named.
+        RankError: another rank failed; its number and error are named.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save({"model": {"w": torch.ones(2)}, "step": 1}, checkpoint_id=folder)
+    >>> sorted(saved.state_dict_metadata)
+    ['model.w', 'step']
+    """
+    check_collectives(use_collectives)
+    writer = storage_of(storage_writer, CkptStorageWriter, checkpoint_id, "storage_writer")
+    if _is_served(writer, planner):
+        state = state_of(state_dict)
+        _save(writer.checkpoint_id, state, group=group_of(process_group, no_dist), **_ways(writer))
+        return metadata_of_state(state)
+    with translated_errors(process_group, no_dist):
+        given = _given(writer, checkpoint_id, planner, process_group, no_dist)
+        metadata: Metadata = _torch.save(dict(state_dict), **given)
+        return metadata
+
+
+def async_save(
+    state_dict: State,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType | None = None,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """A future of the Metadata that `save` returns; the state may change when this returns.
+
+    As torch's function of this name (docs/dcp.md). With an `async_stager` that stages in the
+    background, torch's AsyncSaveResponse with two futures. A save that failed and whose future
+    nobody asked is told by the next save, as a BackgroundError. Raises as `save` does.
+    """
+    check_collectives(use_collectives)
+    writer = storage_of(storage_writer, CkptStorageWriter, checkpoint_id, "storage_writer")
+    if async_stager is None and _is_served(writer, planner):
+        state = state_of(state_dict)
+        group = group_of(process_group, no_dist)
+        handle = _save(writer.checkpoint_id, state, group=group, blocking=False, **_ways(writer))
+        return SaveFuture(handle, metadata_of_state(state))
+    given = _given(writer, checkpoint_id, planner, process_group, no_dist)
+    more = taken(async_checkpointer_type=async_checkpointer_type, async_stager=async_stager)
+    with translated_errors(process_group, no_dist):
+        found = _torch.async_save(dict(state_dict), **given, **more)
+    if isinstance(found, Future):
+        return translated_future(found, process_group, no_dist)
+    found.upload_completion = translated_future(found.upload_completion, process_group, no_dist)
+    return found
+
+
+def save_state_dict(
+    state_dict: State,
+    storage_writer: StorageWriter,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+) -> Metadata:
+    """As `save`, which takes its place. Raises ArgumentError for a coordinator but rank 0."""
+    warn("save_state_dict is deprecated: call save instead", FutureWarning, stacklevel=2)
+    check_coordinator(coordinator_rank)
+    return save(
+        state_dict,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def _is_served(writer: StorageWriter, planner: object) -> TypeGuard[CkptStorageWriter]:
+    """Whether `ckpt.save` itself does what these are to do."""
+    is_default = planner is None or type(planner) is DefaultSavePlanner
+    return isinstance(writer, CkptStorageWriter) and is_default
+
+
+def _ways(writer: CkptStorageWriter) -> dict[str, Any]:
+    """What a writer of ours says of the way to save, as arguments of `ckpt.save`."""
+    return {
+        "overwrite": writer.overwrite,
+        "compress": writer.compress,
+        "metadata": writer.metadata,
+        "storage_options": writer.storage_options,
+    }
+
+
+def _given(
+    writer: StorageWriter,
+    checkpoint_id: str | os.PathLike[str] | None,
+    planner: SavePlanner | None,
+    process_group: ProcessGroup | None,
+    no_dist: bool,
+) -> dict[str, Any]:
+    """The arguments for torch's function: without `no_dist` where torch finds out by itself."""
+    return taken(
+        storage_writer=writer,
+        checkpoint_id=checkpoint_id,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def __getattr__(name: str) -> object:
+    if name in ("AsyncCheckpointerType", "AsyncSaveResponse") and hasattr(_torch, name):
+        return getattr(_torch, name)  # torch 2.6 lacks them
+    raise AttributeError(f"module 'ckpt.dcp.state_dict_saver' has no attribute {name!r}")

@@ -1,0 +1,3 @@
+"""Objects with a state dict: torch's module, as it is."""
+
+from torch.distributed.checkpoint.stateful import *

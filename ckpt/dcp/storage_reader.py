@@ -1,0 +1,196 @@
+"""A StorageReader for torch.distributed.checkpoint that reads every format.
+
+DCP's planner says which box of which tensor goes where, and this class finds the bytes: it reads
+what each box needs, verified, in few large reads. Nothing from a file is unpickled but by the
+restricted reader of `formats`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckpt.budget import memory_budget
+from ckpt.dcp.described import items_of, metadata_of
+from ckpt.dcp.torch_errors import sendable_errors
+from ckpt.errors import ArgumentError, StateError
+from ckpt.lazy import Checkpoint
+from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
+from ckpt.state.typed_values import opened
+from ckpt.stores.store import Options
+from ckpt.transfer.record_sums import Verify, checked_verify
+from formats.catalog import TensorRecord, TensorRef, Tree, map_tree
+from formats.torch_tree import KeyPath
+from sharding.layout import Box
+
+
+class _Wanted(NamedTuple):
+    """A box of a stored tensor, the memory that it is read into, and where it goes from there."""
+
+    record: TensorRecord
+    box: Box
+    memory: torch.Tensor
+    target: torch.Tensor
+    item: ReadItem
+
+
+class CkptStorageReader(StorageReader):
+    """Reads any checkpoint for `torch.distributed.checkpoint.load(..., storage_reader=)`.
+
+    The native format, safetensors files and Hugging Face folders, torch.save files and folders of
+    DCP, at any path or URL. Each rank makes one. `verify` is that of `ckpt.load`,
+    `storage_options` are the fsspec driver's. The caller of torch's function gets errors in a
+    CheckpointException, the caller of `ckpt.dcp.load` those of `ckpt`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        verify: Verify = True,
+        storage_options: Options = None,
+    ) -> None:
+        super().__init__()
+        self.path = None if path is None else os.fspath(path)
+        self.verify = checked_verify(verify)
+        self.storage_options = storage_options
+        self._checkpoint: Checkpoint | None = None
+        self._items: dict[str, tuple[KeyPath, Tree]] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint that is read next. Raises ArgumentError where none was given."""
+        if self.path is None:
+            raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True: any path or URL will do."""
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next load reads this checkpoint, by default the last one again."""
+        self.close()
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self._checkpoint = None
+
+    @sendable_errors
+    def read_metadata(self) -> Metadata:
+        """Names, shapes and dtypes. Each tensor is one chunk, whatever files it lies in."""
+        self.close()
+        found = Checkpoint(self.checkpoint_id, self.verify, self.storage_options)
+        self._items = items_of(found.catalog)
+        metadata = metadata_of(found.catalog, self._items)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        self._checkpoint = found
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: what was read with the metadata is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    @sendable_errors
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """A future that is done: the items of the plan are where the planner wants them."""
+        if self._checkpoint is None:
+            self.read_metadata()
+        try:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._pickled(item.storage_index.fqn))
+            for wanted in _batches(self._wanted(plan, planner), memory_budget() // 2):
+                self._read(wanted, planner)
+        finally:
+            self.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _node(self, name: str) -> Tree:
+        if name not in self._items:
+            raise StateError(f"{self.checkpoint_id} has no {name!r}, which the plan wants to read")
+        return self._items[name][1]
+
+    def _pickled(self, name: str) -> BytesIO:
+        """A saved value as DCP's planners take it, which unpickle it: of plain types alone."""
+        checkpoint, data = self._opened, BytesIO()
+
+        def leaf(node: Tree) -> object:
+            return checkpoint[node.name][...] if isinstance(node, TensorRef) else opened(node)
+
+        torch.save(map_tree(self._node(name), leaf), data)
+        data.seek(0)
+        return data
+
+    def _wanted(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[_Wanted]:
+        catalog = self._opened.catalog
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            name, lo, shape = item.storage_index.fqn, tuple(item.storage_offsets), item.lengths
+            node = self._node(name)
+            if not isinstance(node, TensorRef):
+                raise StateError(f"{name} is no tensor in {self.checkpoint_id}")
+            record, target = catalog.tensors[node.name], planner.resolve_tensor(item).detach()
+            if target.shape != shape:
+                raise StateError(
+                    f"{name}: resolve_tensor gives shape {tuple(target.shape)} for a part of shape "
+                    f"{tuple(shape)}"
+                )
+            box = Box(lo, tuple(start + size for start, size in zip(lo, shape, strict=True)))
+            is_direct = target.dtype == torch_dtype(record.dtype.torch_name) and is_plain(target)
+            memory = target if is_direct else empty_for(record, box.shape)
+            yield _Wanted(record, box, memory, target, item)
+
+    def _read(self, wanted: Sequence[_Wanted], planner: LoadPlanner) -> None:
+        for one in wanted:
+            will_change(one.target)
+        self._opened.fill([(one.record, one.box, one.memory) for one in wanted])
+        for one in wanted:
+            if one.memory is not one.target:
+                one.target.copy_(one.memory)
+            planner.commit_tensor(one.item, one.target)
+
+    @property
+    def _opened(self) -> Checkpoint:
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+
+def _batches(wanted: Iterator[_Wanted], most_bytes: int) -> Iterator[list[_Wanted]]:
+    """Batches that take at most so much memory beside the targets, or hold one tensor."""
+    batch: list[_Wanted] = []
+    nbytes = 0
+    for one in wanted:
+        more = 0 if one.memory is one.target else one.memory.nbytes
+        if batch and nbytes + more > most_bytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(one)
+        nbytes += more
+    if batch:
+        yield batch

@@ -1,0 +1,243 @@
+"""A StorageWriter for torch.distributed.checkpoint that writes the native format.
+
+DCP plans, and this class writes: each rank its items into a shard file, and the coordinator the
+manifest when all ranks have written.
+
+Rules:
+
+1. The manifest is the commit point. Until then an earlier checkpoint at the same place is whole.
+2. Values are stored as values, never as pickles. A value that cannot be stored is a StateError.
+3. A file has one part of a tensor at most. A rank's second part goes into a second file.
+4. Every rank draws a number of its own for its files: a planner may keep a plan for later saves.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt.dcp.chunk_layouts import layout_of
+from ckpt.dcp.outgoing_items import OutgoingPart, outgoing_item
+from ckpt.dcp.torch_errors import sendable_errors
+from ckpt.errors import ArgumentError, StateError
+from ckpt.save_protocol import check_place, writer_of
+from ckpt.stores.store import Options, open_store
+from ckpt.transfer.commit import commit, now
+from formats.catalog import TensorRef, Tree
+from formats.dcp_nest import key_path, nested
+from formats.dtypes import DType, dtype_of_torch
+from formats.native.manifest import Manifest, ShardFile, StoredTensor
+from formats.native.shard_writer import write_shard
+from formats.torch_tree import KeyPath
+from sharding.layout import Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a rank among those that save: `SavePlan.storage_data`."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenPart:
+    """A box of a tensor in a file of one rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: DType
+    box: Box
+    file: ShardFile | None
+    """None for an empty box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenItem:
+    """What the coordinator is told of an item: `WriteResult.storage_data`."""
+
+    value: Tree
+    parts: tuple[_WrittenPart, ...]
+
+
+class CkptStorageWriter(StorageWriter):
+    """Writes native checkpoints for `torch.distributed.checkpoint.save(..., storage_writer=)`.
+
+    Each rank that saves makes one, with equal arguments. It may be used again, for the same or
+    another `checkpoint_id`. `overwrite` replaces the checkpoint that is there, which stays readable
+    until the new one is complete. `compress` and `metadata` are those of `ckpt.save`,
+    `storage_options` the fsspec driver's. The caller of torch's function gets errors in a
+    CheckpointException, the caller of `ckpt.dcp.save` those of `ckpt`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = True,
+        compress: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        storage_options: Options = None,
+    ) -> None:
+        super().__init__()
+        self.path = None if path is None else os.fspath(path)
+        self.overwrite, self.compress = overwrite, compress
+        self.metadata = dict(metadata or {})
+        self.storage_options = storage_options
+        self._began = now()
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder that is written next. Raises ArgumentError where none was given."""
+        if self.path is None:
+            raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True: any path or URL will do."""
+        return True
+
+    def storage_meta(self) -> StorageMeta:
+        """The place, for the planner."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next save goes to this place, by default to that of the last one."""
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    @sendable_errors
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise ArgumentError for `use_collectives=False`, ExistsError as `ckpt.save`."""
+        check_collectives(bool(kwargs.get("use_collectives", True)))
+        self._began = now()
+        if is_coordinator:
+            with open_store(self.checkpoint_id, self.storage_options) as store:
+                check_place(store, self.overwrite)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans, each with the place of its rank."""
+        return [
+            replace(plan, storage_data=_Place(rank, len(plans))) for rank, plan in enumerate(plans)
+        ]
+
+    @sendable_errors
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """A future that is done: this rank's files are complete and durable."""
+        items = [(item.index, *outgoing_item(item, planner)) for item in plan.items]
+        files = self._write(plan.storage_data, [part for *_, parts in items for part in parts])
+        results = []
+        for index, value, parts in items:
+            written = tuple(
+                _WrittenPart(p.tensor.name, p.shape, p.tensor.dtype, p.box, files.get(id(p)))
+                for p in parts
+            )
+            nbytes = sum(part.tensor.nbytes for part in parts)
+            results.append(WriteResult(index, nbytes, _WrittenItem(value, written)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write(self, place: _Place, parts: Sequence[OutgoingPart]) -> dict[int, ShardFile]:
+        """The files of the parts that are not empty, by the part's id (rules 3 and 4)."""
+        turns: dict[str, int] = defaultdict(int)
+        groups: dict[int, list[OutgoingPart]] = defaultdict(list)
+        for part in filter(lambda one: one.box.numel, parts):
+            groups[turns[part.tensor.name]].append(part)
+            turns[part.tensor.name] += 1
+        attempt, found = secrets.randbits(64), dict[int, ShardFile]()
+        with open_store(self.checkpoint_id, self.storage_options) as store:
+            try:
+                for turn, group in groups.items():
+                    rank = place.rank + turn * place.world_size
+                    name = f"{attempt:016x}-{rank:05d}.safetensors"
+                    with store.create(name, rewritable=self.compress) as file:
+                        wrote = write_shard(file, [one.tensor for one in group], self.compress)
+                    found.update(dict.fromkeys(map(id, group), wrote.named(name, rank)))
+            except BaseException:
+                self._delete(found.values())
+                raise
+        return found
+
+    def _delete(self, files: Iterable[ShardFile]) -> None:
+        """The files are gone that no manifest will name, where the store lets go of them."""
+        with open_store(self.checkpoint_id, self.storage_options) as store:
+            for name in {file.name for file in files}:
+                with suppress(OSError):
+                    store.delete(name)
+
+    @sendable_errors
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The checkpoint exists when this returns. To be called by the coordinator alone."""
+        items = [(one.index.fqn, one.storage_data) for rank in results for one in rank]
+        parts = [part for _, item in items for part in item.parts]
+        files = {part.file.name: part.file for part in parts if part.file is not None}
+        try:
+            tensors = _stored(metadata, parts)
+            tree = _tree(metadata, tensors, {name: item.value for name, item in items})
+        except BaseException:
+            self._delete(files.values())
+            raise
+        wrote = writer_of(len(results), self.metadata)
+        manifest = Manifest(tensors, {}, tree, list(files.values()), wrote)
+        with open_store(self.checkpoint_id, self.storage_options) as store:
+            commit(store, manifest, self._began, self.overwrite)
+        metadata.storage_meta = self.storage_meta()
+
+
+def _stored(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, StoredTensor]:
+    """The tensors as the manifest has them. Raises UnsupportedError as `layout_of` does."""
+    known: dict[str, tuple[tuple[int, ...], DType]] = {
+        name: (tuple(entry.size), dtype_of_torch(str(entry.properties.dtype), name))
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    boxes: dict[str, dict[Box, int]] = defaultdict(dict)
+    for part in parts:
+        known[part.name] = part.shape, part.dtype
+        if part.file is not None:
+            boxes[part.name][part.box] = part.file.rank
+    return {
+        name: StoredTensor(shape, dtype, layout_of(name, shape, boxes[name]))
+        for name, (shape, dtype) in known.items()
+    }
+
+
+def _tree(
+    metadata: Metadata, tensors: Mapping[str, StoredTensor], values: Mapping[str, Tree]
+) -> Tree:
+    """The nest of a state, by the key paths that the planner has put together; flat without."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    leaves: dict[KeyPath, Tree] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if not is_tensor and name not in values:
+            raise StateError(f"{name}: it is in the plan of all ranks and no rank has written it")
+        leaves[key_path(name, paths)] = TensorRef(name) if is_tensor else values[name]
+    return nested(leaves)
+
+
+def check_collectives(use_collectives: bool) -> None:
+    """Raise ArgumentError where each rank is to save a checkpoint of its own."""
+    if not use_collectives:
+        raise ArgumentError(
+            "use_collectives=False would make a checkpoint of each rank by itself, which nothing "
+            "else reads: leave it out (ckpt.dcp.save uses no collectives in any case), or pass "
+            "no_dist=True with another checkpoint_id for each rank"
+        )

@@ -1,0 +1,3 @@
+"""Lookups for planners: torch's module, as it is."""
+
+from torch.distributed.checkpoint.utils import *

@@ -1,0 +1,339 @@
+"""Our StorageWriter and StorageReader under torch's own `save` and `load`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import ckpt
+import ckpt.dcp as dcp
+from tests.dcp.programs import AppState, build, step, whole
+from tests.old_torch import needs
+
+pytestmark = needs((2, 8), "no_dist= and FSDP2 on a CPU came with torch 2.8")
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def arrays(value: Any) -> Any:
+    """A nest with numpy's arrays for tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy()
+    return {key: arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def same(found: Any, wanted: Any) -> None:
+    np.testing.assert_equal(found, wanted)
+
+
+def save_with_torch(folder: str) -> Any:
+    model, optimizer = build(0)
+    step(model, optimizer, 0)
+    app = AppState(model, optimizer)
+    state = {"app": app, "step": 2, "pair": (1, torch.ones(2)), "set": {1, 2}}
+    torch_dcp.save(state, storage_writer=dcp.CkptStorageWriter(folder, metadata={"run": "a"}))
+    return arrays(whole(app.state_dict()))
+
+
+def load_with_torch(folder: str) -> Any:
+    model, optimizer = build(1)
+    app = AppState(model, optimizer)
+    state = {"app": app, "step": 0, "pair": None, "set": None}
+    torch_dcp.load(state, storage_reader=dcp.CkptStorageReader(folder))
+    assert state["pair"][0] == 1
+    assert torch.equal(state["pair"][1], torch.ones(2))
+    assert (state["step"], state["set"]) == (2, {1, 2})
+    return arrays(whole(app.state_dict()))
+
+
+def load_with_ckpt(folder: str) -> Any:
+    model, optimizer = build(1)
+    ckpt.load(folder, {"app": {"model": model, "optim": optimizer}}, strict=False)
+    return arrays(whole(AppState(model, optimizer).state_dict()))
+
+
+@pytest.mark.parametrize("loading", [1, 3])
+def test_what_torch_saves_by_our_writer_is_read_at_another_world_size(
+    clusters: Callable[[int], Any], tmp_path: Path, loading: int
+) -> None:
+    saved = clusters(2).run(save_with_torch, str(tmp_path))[0]
+    assert not ckpt.verify(tmp_path).problems
+    with ckpt.open(tmp_path) as found:
+        assert found.catalog.format == "ckpt"
+        assert found.metadata["run"] == "a"
+        assert found.metadata["world_size"] == "2"
+    for loaded in clusters(loading).run(load_with_torch, str(tmp_path)):
+        same(loaded, saved)
+    for loaded in clusters(loading).run(load_with_ckpt, str(tmp_path)):
+        same(loaded, saved)
+
+
+SHAPES = {"even": (8, 4), "uneven": (7, 3), "few": (2, 3), "empty": (0, 3), "wide": (3, 9)}
+PLACED = [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(1),) * 2]
+
+
+def divided(seed: float) -> dict[str, DTensor]:
+    """Tensors of awkward shapes, divided by a mesh of 2 × (world size / 2) in all ways."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    found = {}
+    for name, shape in SHAPES.items():
+        tensor = torch.arange(float(np.prod(shape))).reshape(shape) * seed
+        for number, placements in enumerate(PLACED):
+            found[f"{name}{number}"] = distribute_tensor(tensor, mesh, placements)
+    return found
+
+
+def save_divided(folder: str) -> None:
+    torch_dcp.save(divided(1.0), storage_writer=dcp.CkptStorageWriter(folder, compress=True))
+
+
+def load_divided(folder: str) -> None:
+    state = divided(0.0)
+    torch_dcp.load(state, storage_reader=dcp.CkptStorageReader(folder))
+    for name, wanted in divided(1.0).items():
+        assert torch.equal(state[name].full_tensor(), wanted.full_tensor()), name
+
+
+def test_every_division_of_a_mesh_is_stored_and_read_back(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    clusters(4).run(save_divided, str(tmp_path))
+    clusters(2).run(load_divided, str(tmp_path))
+    read: Any = ckpt.read(tmp_path)
+    for name, shape in SHAPES.items():
+        for number in range(len(PLACED)):
+            wanted = torch.arange(float(np.prod(shape))).reshape(shape)
+            assert torch.equal(read[f"{name}{number}"], wanted)
+
+
+class FailingPlanner(torch_dcp.DefaultSavePlanner):
+    """Cannot give one tensor on rank 1."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("the memory is gone")
+        return super().resolve_data(write_item)
+
+
+def fail_on_one_rank(folder: str) -> tuple[str, str, list[str]]:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)]), "n": 1}
+    dcp.save(state, checkpoint_id=folder)
+    before = sorted(os.listdir(folder))
+    dist.barrier()
+    state["n"] = 2
+    try:
+        torch_dcp.save(
+            state, storage_writer=dcp.CkptStorageWriter(folder), planner=FailingPlanner()
+        )
+    except torch_dcp.CheckpointException as error:
+        told = str(error)
+    with pytest.raises(ckpt.RankError) as caught:
+        dcp.save(state, checkpoint_id=folder, planner=FailingPlanner())
+    return told, str(caught.value), before
+
+
+def test_a_rank_that_fails_leaves_the_earlier_checkpoint(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    for told, ours, before in clusters(2).run(fail_on_one_rank, str(tmp_path)):
+        assert "the memory is gone" in told
+        assert ours == "write failed on rank 1 with OSError: the memory is gone"
+        assert set(before) <= set(os.listdir(tmp_path))
+    assert ckpt.read(tmp_path)["n"] == 1  # type: ignore[index]
+    assert not ckpt.verify(tmp_path).problems
+
+
+def save_what_exists(folder: str) -> list[str]:
+    writer = dcp.FileSystemWriter(folder, overwrite=False)
+    dcp.save({"n": 1}, storage_writer=writer, planner=dcp.DefaultSavePlanner())
+    found = []
+    for planner in (None, FailingPlanner()):
+        try:
+            dcp.save({"n": 2}, storage_writer=writer, planner=planner)
+        except ckpt.CkptError as error:
+            found.append(error.kind)
+    return found
+
+
+def test_a_writer_that_may_not_overwrite_refuses_on_all_ranks(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    found = clusters(2).run(save_what_exists, str(tmp_path))
+    assert found == [["exists", "exists"], ["rank", "rank"]]
+    assert ckpt.read(tmp_path) == {"n": 1}
+
+
+STATE = {"a": {"w": torch.arange(6.0).reshape(2, 3)}, "b": torch.arange(4, dtype=torch.int32)}
+
+
+@alone
+@pytest.mark.parametrize("form", ["ckpt", "safetensors", "hf", "torch", "dcp"])
+def test_every_format_is_read_by_both_loads(tmp_path: Path, form: str) -> None:
+    ckpt.save(tmp_path / "native", STATE)
+    place = tmp_path / ("found.safetensors" if form == "safetensors" else "found")
+    ckpt.convert(tmp_path / "native", place, to=form)  # type: ignore[arg-type]
+
+    def target() -> dict[str, Any]:
+        return {"a": {"w": torch.zeros(2, 3)}, "b": torch.zeros(4)}
+
+    states = [target() for _ in range(4)]
+    dcp.load(states[0], checkpoint_id=place)
+    torch_dcp.load(states[1], storage_reader=dcp.CkptStorageReader(place))
+    dcp.load(states[2], storage_reader=dcp.FileSystemReader(place), planner=Planner())
+    dcp.load(states[3], storage_reader=dcp.HuggingFaceStorageReader(str(place)))
+    for state in states:
+        assert torch.equal(state["a"]["w"], STATE["a"]["w"])  # type: ignore[index]
+        assert torch.equal(state["b"], torch.arange(4.0))
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """A planner that is not DCP's own class, and does the same."""
+
+
+class Halves(dcp.DefaultSavePlanner):
+    """Stores float16 in the place of float32, as torch's documents have it."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        return found.half() if isinstance(found, torch.Tensor) else found
+
+
+class Objects(dcp.DefaultSavePlanner):
+    """Stores other bytes than DCP's own planner does."""
+
+    def transform_object(self, write_item: Any, value: Any) -> Any:
+        found = super().transform_object(write_item, value)
+        if write_item.index.fqn == "bad":
+            found.seek(0)
+            found.truncate(3)
+        return found
+
+
+@alone
+def test_planners_of_ones_own_decide_what_is_stored(tmp_path: Path) -> None:
+    state = {"w": torch.linspace(0, 1, 5), "n": {"deep": [1, 2]}}
+    dcp.save(state, checkpoint_id=tmp_path / "half", planner=Halves())
+    with ckpt.open(tmp_path / "half") as found:
+        assert found["w"].dtype == torch.float16
+        assert torch.equal(found["w"][...], state["w"].half())  # type: ignore[union-attr]
+    dcp.save(state, checkpoint_id=tmp_path / "objects", planner=Objects())
+    assert ckpt.read(tmp_path / "objects")["n"] == {"deep": [1, 2]}  # type: ignore[index]
+    with pytest.raises(ckpt.StateError, match="bad: the planner's bytes hold no plain value"):
+        dcp.save({"bad": 1}, checkpoint_id=tmp_path / "bad", planner=Objects())
+    assert not (tmp_path / "bad").exists() or not os.listdir(tmp_path / "bad")
+
+
+class Rows(dcp.DefaultSavePlanner):
+    """Gives a tensor in parts of the lengths that were asked for."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        [item] = plan.items
+        parts, lo = [], 0
+        for length in self.lengths:
+            size = torch.Size((length, 2))
+            chunk = dcp.ChunkStorageMetadata(torch.Size((lo, 0)), size)
+            data = type(item.tensor_data)(chunk, item.tensor_data.properties, torch.Size((5, 2)))
+            index = type(item.index)("w", chunk.offsets)
+            parts.append(type(item)(index, item.type.SHARD, tensor_data=data))
+            lo += length
+        return SavePlan(parts, planner_data=plan.planner_data)
+
+    def lookup_object(self, index: Any) -> Any:
+        lo = index.offset[0]
+        at = [sum(self.lengths[:i]) for i in range(len(self.lengths))].index(lo)
+        return self.state_dict[index.fqn][lo : lo + self.lengths[at]]
+
+
+@alone
+def test_parts_of_one_rank_are_stored_where_a_layout_has_them(tmp_path: Path) -> None:
+    state = {"w": torch.arange(10.0).reshape(5, 2)}
+    dcp.save(state, checkpoint_id=tmp_path / "good", planner=Rows((2, 2, 1)))
+    assert torch.equal(ckpt.read(tmp_path / "good")["w"], state["w"])  # type: ignore[index]
+    assert not ckpt.verify(tmp_path / "good").problems
+    with pytest.raises(ckpt.UnsupportedError, match=r"w: it is divided into 3 parts"):
+        dcp.save(state, checkpoint_id=tmp_path / "bad", planner=Rows((1, 3, 1)))
+    assert not os.listdir(tmp_path / "bad")
+
+
+class Wrong(dcp.DefaultLoadPlanner):
+    """Wants a tensor that the checkpoint lacks."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        name = plan.items[0].storage_index
+        object.__setattr__(name, "fqn", "other")
+        return plan
+
+
+@alone
+def test_errors_of_the_reader_are_ours(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(ckpt.StateError, match="no 'other'"):
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "a", planner=Wrong())
+    shard = next((tmp_path / "a").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    at = data.index(np.ones(2, "float32").tobytes())
+    data[at] ^= 1
+    shard.write_bytes(data)
+    for planner in (None, Planner()):
+        with pytest.raises(ckpt.CorruptError):
+            dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "a", planner=planner)
+    shard.write_bytes(data[:-1])
+    with pytest.raises(ckpt.CkptError):
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "a", planner=Planner())
+
+
+@alone
+def test_memory_of_any_kind_is_filled(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(12.0).reshape(3, 4)}, checkpoint_id=tmp_path)
+    for target in (torch.zeros(4, 3).t(), torch.zeros(3, 4, dtype=torch.float64)):
+        version = target._version
+        dcp.load({"w": target}, checkpoint_id=tmp_path, planner=Planner())
+        assert torch.equal(target.float(), torch.arange(12.0).reshape(3, 4))
+        assert target._version > version
+
+
+@alone
+def test_async_save_of_torch_takes_our_writer_and_async_save_of_ours_takes_a_stager(
+    tmp_path: Path,
+) -> None:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    state = {"model": nn.Linear(2, 2), "n": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        future = torch_dcp.async_save(state, storage_writer=dcp.CkptStorageWriter(tmp_path / "a"))
+        future.result()
+        stager = DefaultStager(StagingOptions(False, False, True, False))
+        response = dcp.async_save(state, checkpoint_id=tmp_path / "b", async_stager=stager)
+        response.staging_completion.result()  # type: ignore[union-attr]
+        response.upload_completion.result()  # type: ignore[union-attr]
+        stager.close()
+    for name in ("a", "b"):
+        read: Any = ckpt.read(tmp_path / name)
+        assert torch.equal(read["model"]["weight"], state["model"].weight)  # type: ignore[attr-defined]
