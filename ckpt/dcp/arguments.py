@@ -8,12 +8,13 @@ program's own is used by torch's functions as ever.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt.errors import ArgumentError, ArgumentTypeError
+from sharding.agreement.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,18 +40,29 @@ def storage_of(
     return given
 
 
+def check_state(state_dict: object) -> None:
+    """Raise ArgumentTypeError unless this is a mapping."""
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(f"state_dict is a dict, not a {type(state_dict).__name__}")
+
+
+def on_all_ranks(name: str, group: Group, action: Callable[[], T]) -> T:
+    """What an action returns, once it has succeeded on all ranks, which call this.
+
+    For what runs methods of the program: what fails on one rank is an error on all.
+    """
+    ranks = Ranks(group)
+    with ranks.call(name):
+        return ranks.run_on_all("state dicts of the program", action)
+
+
 def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:
     """The `group=` of `ckpt.save` and `ckpt.load`."""
     return "self" if no_dist else process_group
 
 
 def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
-    """The state dict, with `state_dict()` called of each Stateful entry.
-
-    Raises ArgumentTypeError unless it is a mapping.
-    """
-    if not isinstance(state_dict, Mapping):
-        raise ArgumentTypeError(f"state_dict is a dict, not a {type(state_dict).__name__}")
+    """The state dict, with `state_dict()` called of each Stateful entry."""
     return {
         key: entry.state_dict() if isinstance(entry, Stateful) else entry
         for key, entry in state_dict.items()

@@ -11,20 +11,30 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeGuard
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from warnings import warn
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_loader as _torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ckpt.dcp.arguments import check_coordinator, group_of, state_of, storage_of, taken
+from ckpt.dcp.arguments import (
+    check_coordinator,
+    check_state,
+    group_of,
+    on_all_ranks,
+    state_of,
+    storage_of,
+    taken,
+)
 from ckpt.dcp.storage_reader import CkptStorageReader
 from ckpt.dcp.torch_errors import translated_errors
+from ckpt.errors import StateError
 from ckpt.loading import load_partly
 from ckpt.state.typed_values import like_target
 
@@ -66,20 +76,26 @@ def load(
     >>> state
     {'model': {'w': tensor([1., 1.])}, 'step': 1}
     """
-    reader = storage_of(storage_reader, CkptStorageReader, checkpoint_id, "storage_reader")
-    if not _is_served(reader, planner):
+    group = group_of(process_group, no_dist)
+
+    def begin() -> _Begun:
+        return _begin(state_dict, storage_reader, checkpoint_id, planner)
+
+    reader, target = on_all_ranks("ckpt.dcp.load", group, begin)
+    if target is None or not isinstance(reader, CkptStorageReader):
         given = taken(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
         with translated_errors(process_group, no_dist):
             _torch.load(state_dict, storage_reader=reader, process_group=process_group, **given)
         return
-    entries = {key: state_dict[key] for key in sorted(state_dict, key=str)}  # alike on all ranks
-    nests = state_of(entries)
-    _fill(nests, reader, planner, process_group, no_dist)
-    for key, entry in entries.items():
-        if isinstance(entry, Stateful):
-            entry.load_state_dict(nests[key])  # type: ignore[arg-type]
-        else:
-            state_dict[key] = nests[key]
+    load_partly(
+        reader.checkpoint_id,
+        target.parts,
+        allows_missing=target.allows_missing,
+        verify=reader.verify,
+        group=group,
+        storage_options=reader.storage_options,
+    )
+    on_all_ranks("ckpt.dcp.load", group, partial(_install, state_dict, target.nests))
 
 
 def load_state_dict(
@@ -102,36 +118,80 @@ def load_state_dict(
     )
 
 
-def _is_served(reader: StorageReader, planner: object) -> TypeGuard[CkptStorageReader]:
-    """Whether `ckpt.load` itself does what these are to do."""
-    is_default = planner is None or type(planner) is DefaultLoadPlanner
-    return isinstance(reader, CkptStorageReader) and is_default
+class _Target(NamedTuple):
+    """A state dict taken apart."""
+
+    nests: dict[str, Any]
+    """Its entries, of Stateful ones their state dicts, in an order that all ranks have."""
+    parts: dict[str, object]
+    """The tensors, and the places of the values, by DCP's names."""
+    allows_missing: bool
 
 
-def _fill(
-    nests: dict[str, Any],
-    reader: CkptStorageReader,
+_Begun = tuple[StorageReader, _Target | None]
+
+
+def _begin(
+    state_dict: dict[str, Any],
+    given: StorageReader | None,
+    checkpoint_id: str | os.PathLike[str] | None,
     planner: LoadPlanner | None,
-    process_group: ProcessGroup | None,
-    no_dist: bool,
-) -> None:
-    """Nests whose tensors and values are those of the checkpoint. Called by all ranks."""
-    taking = planner if isinstance(planner, DefaultLoadPlanner) else DefaultLoadPlanner()
-    taking.set_up_planner(nests)
-    paths = taking.mappings if taking.flatten_state_dict else {}
-    target: dict[str, object] = {}
-    for name, leaf in taking.state_dict.items():
+) -> _Begun:
+    """The reader, and the target where `ckpt.load` serves the call.
+
+    Raises ArgumentError for what is not done.
+    """
+    reader = storage_of(given, CkptStorageReader, checkpoint_id, "storage_reader")
+    check_state(state_dict)
+    if not isinstance(reader, CkptStorageReader):
+        return reader, None
+    _ = reader.checkpoint_id  # is there one?
+    taking = DefaultLoadPlanner() if planner is None else planner
+    if type(taking) is not DefaultLoadPlanner:
+        return reader, None
+    nests: dict[str, Any] = state_of({key: state_dict[key] for key in sorted(state_dict, key=str)})
+    return reader, _Target(nests, _parts(nests, taking), taking.allow_partial_load)
+
+
+def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, object]:
+    """What nests are taken apart into: tensors to fill, and places for values.
+
+    Raises StateError where two names are the same, or a tensor on the meta device cannot be made.
+    """
+    # The planner of saves: that of loads puts None in the place of objects that it does not know.
+    taking = DefaultSavePlanner(planner.flatten_state_dict, planner.flatten_sharded_tensors)
+    try:
+        taking.set_up_planner(nests)
+        real = {name: leaf for name, leaf in taking.state_dict.items() if _is_meta(leaf)}
+        if real:
+            DefaultLoadPlanner().set_up_planner(real)
+    except ValueError as error:
+        raise StateError(
+            f"torch's planner cannot take the state dict apart: {error}; rename one of two keys "
+            "that make the same name, and give tensors on the meta device memory, by to_empty()"
+        ) from error
+    parts: dict[str, object] = {}
+    for name, leaf in {**taking.state_dict, **real}.items():
+        path = taking.mappings.get(name, (name,))
+        if name in real:
+            _put(nests, path, leaf)
         is_filled = isinstance(leaf, torch.Tensor | np.ndarray)
-        target[name] = leaf if is_filled else _Value(nests, paths.get(name, (name,)), leaf)
-    target.update(_empty_dicts(nests) if taking.flatten_state_dict else {})
-    load_partly(
-        reader.checkpoint_id,
-        target,
-        allows_missing=taking.allow_partial_load,
-        verify=reader.verify,
-        group=group_of(process_group, no_dist),
-        storage_options=reader.storage_options,
-    )
+        parts[name] = leaf if is_filled else _Value(nests, path, leaf)
+    return {**parts, **_empty_dicts(nests)} if planner.flatten_state_dict else parts
+
+
+def _is_meta(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _install(state_dict: dict[str, Any], nests: Mapping[str, Any]) -> None:
+    """Stateful entries get their nests, which take the places of the others."""
+    for key, nest in nests.items():
+        entry = state_dict[key]
+        if isinstance(entry, Stateful):
+            entry.load_state_dict(nest)
+        else:
+            state_dict[key] = nest
 
 
 class _Value:
@@ -146,11 +206,16 @@ class _Value:
 
     def load_state_dict(self, loaded: object) -> None:
         """The value is in the nest."""
-        *outer, last = self._path
-        node: Any = self._nests
-        for key in outer:
-            node = node[_own_key(node, key)]
-        node[_own_key(node, last)] = like_target(self._own, loaded)
+        _put(self._nests, self._path, like_target(self._own, loaded))
+
+
+def _put(nests: dict[str, Any], path: KeyPath, value: object) -> None:
+    """The value is in the nest at a key path of DCP's."""
+    *outer, last = path
+    node: Any = nests
+    for key in outer:
+        node = node[_own_key(node, key)]
+    node[_own_key(node, last)] = value
 
 
 def _own_key(node: Mapping[Any, object] | list[object], key: str | int) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 from torch.distributed.checkpoint import state_dict_saver as _torch
@@ -18,7 +18,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from ckpt.dcp.arguments import check_coordinator, group_of, state_of, storage_of, taken
+from ckpt.dcp.arguments import (
+    check_coordinator,
+    check_state,
+    group_of,
+    on_all_ranks,
+    state_of,
+    storage_of,
+    taken,
+)
 from ckpt.dcp.described import metadata_of_state
 from ckpt.dcp.save_future import SaveFuture, translated_future
 from ckpt.dcp.storage_writer import CkptStorageWriter, check_collectives
@@ -41,6 +49,7 @@ __all__ = [
 ]
 
 State = Mapping[str, Any]
+_Begun = tuple[StorageWriter, dict[str, object] | None]
 
 
 def save(
@@ -70,11 +79,14 @@ def save(
     >>> sorted(saved.state_dict_metadata)
     ['model.w', 'step']
     """
-    check_collectives(use_collectives)
-    writer = storage_of(storage_writer, CkptStorageWriter, checkpoint_id, "storage_writer")
-    if _is_served(writer, planner):
-        state = state_of(state_dict)
-        _save(writer.checkpoint_id, state, group=group_of(process_group, no_dist), **_ways(writer))
+    group = group_of(process_group, no_dist)
+
+    def begin() -> _Begun:
+        return _begin(state_dict, storage_writer, checkpoint_id, planner, use_collectives)
+
+    writer, state = on_all_ranks("ckpt.dcp.save", group, begin)
+    if state is not None and isinstance(writer, CkptStorageWriter):
+        _save(writer.checkpoint_id, state, group=group, **_ways(writer))
         return metadata_of_state(state)
     with translated_errors(process_group, no_dist):
         given = _given(writer, checkpoint_id, planner, process_group, no_dist)
@@ -100,11 +112,14 @@ def async_save(
     background, torch's AsyncSaveResponse with two futures. A save that failed and whose future
     nobody asked is told by the next save, as a BackgroundError. Raises as `save` does.
     """
-    check_collectives(use_collectives)
-    writer = storage_of(storage_writer, CkptStorageWriter, checkpoint_id, "storage_writer")
-    if async_stager is None and _is_served(writer, planner):
-        state = state_of(state_dict)
-        group = group_of(process_group, no_dist)
+    group = group_of(process_group, no_dist)
+    own = planner if async_stager is None else async_stager
+
+    def begin() -> _Begun:
+        return _begin(state_dict, storage_writer, checkpoint_id, own, use_collectives)
+
+    writer, state = on_all_ranks("ckpt.dcp.async_save", group, begin)
+    if state is not None and isinstance(writer, CkptStorageWriter):
         handle = _save(writer.checkpoint_id, state, group=group, blocking=False, **_ways(writer))
         return SaveFuture(handle, metadata_of_state(state))
     given = _given(writer, checkpoint_id, planner, process_group, no_dist)
@@ -137,10 +152,25 @@ def save_state_dict(
     )
 
 
-def _is_served(writer: StorageWriter, planner: object) -> TypeGuard[CkptStorageWriter]:
-    """Whether `ckpt.save` itself does what these are to do."""
-    is_default = planner is None or type(planner) is DefaultSavePlanner
-    return isinstance(writer, CkptStorageWriter) and is_default
+def _begin(
+    state_dict: State,
+    given: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    own: object,
+    use_collectives: bool,
+) -> _Begun:
+    """The writer, and the state where `ckpt.save` serves the call, as it does without `own` ways.
+
+    Raises ArgumentError for what is not done.
+    """
+    check_collectives(use_collectives)
+    writer = storage_of(given, CkptStorageWriter, checkpoint_id, "storage_writer")
+    check_state(state_dict)
+    if not isinstance(writer, CkptStorageWriter):
+        return writer, None
+    _ = writer.checkpoint_id  # is there one?
+    is_default = own is None or type(own) is DefaultSavePlanner
+    return writer, state_of(state_dict) if is_default else None
 
 
 def _ways(writer: CkptStorageWriter) -> dict[str, Any]:

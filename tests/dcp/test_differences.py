@@ -1,0 +1,316 @@
+"""What docs/dcp.md says is other than in torch: values, failures, several saves at once."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt
+import ckpt.dcp as dcp
+from tests.old_torch import needs
+
+alone = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:`_get_pg_default_device` will be deprecated"
+)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_an_optimizer_without_a_step_gets_its_state(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path)
+    other = nn.Linear(3, 2)
+    fresh = torch.optim.Adam(other.parameters())
+    dcp.load({"model": other, "optim": fresh}, checkpoint_id=tmp_path)
+    wanted = optimizer.state_dict()["state"]
+    found = fresh.state_dict()["state"]
+    assert found.keys() == wanted.keys()
+    for number, state in wanted.items():
+        for name, value in state.items():
+            assert torch.equal(found[number][name], value)
+
+
+@alone
+@pytest.mark.parametrize("save", [dcp.save, torch_dcp.save])
+def test_a_value_lands_under_the_key_that_the_state_has(tmp_path: Path, save: Any) -> None:
+    save({"state": {0: {"momentum": None, "count": 3}}}, checkpoint_id=tmp_path)
+    target = {"state": {0: {"momentum": 1, "count": 0}}}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert target == {"state": {0: {"momentum": None, "count": 3}}}
+
+
+class Unknown:
+    """Something that only a pickle could hold."""
+
+
+class Evil:
+    """Whose pickle would write a file."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.place,)
+
+
+@alone
+def test_what_only_a_pickle_could_hold_is_refused_by_its_key(tmp_path: Path) -> None:
+    for planner in (None, type("Own", (dcp.DefaultSavePlanner,), {})()):
+        with pytest.raises(ckpt.StateError, match=r"a\W+deep|a\.deep"):
+            dcp.save({"a": {"deep": Unknown()}}, checkpoint_id=tmp_path / "x", planner=planner)
+    assert not list(tmp_path.glob("x/*"))
+
+
+@alone
+def test_nothing_that_a_folder_says_is_run(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    torch_dcp.save({"w": torch.ones(2), "bad": Evil(touched)}, checkpoint_id=tmp_path / "a")
+    state = {"w": torch.zeros(2)}
+    for planner in (None, type("Own", (dcp.DefaultLoadPlanner,), {})()):
+        with pytest.raises(ckpt.CkptError):
+            dcp.load(state, checkpoint_id=tmp_path / "a", planner=planner)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Evil(touched)))
+    with pytest.raises(ckpt.HostileError):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "b"))
+    assert not touched.exists()
+
+
+def test_a_save_that_fails_in_the_background_is_told_by_its_future_or_the_next_save(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    state = {"w": torch.ones(2)}
+    future: Any = dcp.async_save(state, checkpoint_id=tmp_path / "file" / "x")
+    with pytest.raises(ckpt.StoreError):
+        future.result()
+    dcp.async_save(state, checkpoint_id=tmp_path / "a").result()  # type: ignore[union-attr]
+    future = dcp.async_save(state, checkpoint_id=tmp_path / "file" / "x")
+    future.handle.finished()
+    with pytest.raises(ckpt.BackgroundError):
+        dcp.save(state, checkpoint_id=tmp_path / "b")
+    assert isinstance(future.exception(), ckpt.StoreError)
+    dcp.save(state, checkpoint_id=tmp_path / "b")
+
+
+def test_a_future_calls_back_when_the_checkpoint_is_there(tmp_path: Path) -> None:
+    seen: list[bool] = []
+    called = threading.Event()
+
+    def call(done: Any) -> None:
+        seen.append((tmp_path / "a" / "manifest.json").exists())
+        called.set()
+
+    future: Any = dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    future.add_done_callback(call)
+    assert sorted(future.result(60).state_dict_metadata) == ["w"]
+    assert future.done()
+    assert not future.cancel()
+    assert called.wait(60)
+    future.handle.when_finished(lambda error: seen.append(error is None))
+    assert seen == [True, True]
+
+
+def stages(folder: str) -> None:
+    """Ranks with different names, as the stages of a pipeline have, and replicas that differ."""
+    rank = dist.get_rank()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state = {f"stage{rank}": torch.full((3,), float(rank)), "same": torch.full((2,), rank)}
+        dcp.save(state, checkpoint_id=folder)
+    assert [w.category for w in told] == ([ckpt.ReplicasWarning] if rank == 0 else [])
+    other = {f"stage{1 - rank}": torch.zeros(3), "same": torch.ones(2, dtype=torch.int64)}
+    dcp.load(other, checkpoint_id=folder)
+    assert other[f"stage{1 - rank}"].tolist() == [1.0 - rank] * 3
+    assert other["same"].tolist() == [0, 0]
+    empty = {"same": torch.empty(2, dtype=torch.int64, device="meta")}
+    dcp.load(empty, checkpoint_id=folder)
+    assert empty["same"].tolist() == [0, 0]
+    mesh = init_device_mesh("cpu", (2,))
+    divided = {"w": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])}
+    dcp.save(divided, checkpoint_id=f"{folder}/divided")
+    again = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
+    dcp.load(again, checkpoint_id=f"{folder}/divided", no_dist=True)  # each rank by itself
+    assert torch.equal(again["w"].full_tensor(), torch.arange(4.0))
+
+
+def test_ranks_may_have_names_of_their_own(clusters: Callable[[int], Any], tmp_path: Path) -> None:
+    clusters(2).run(stages, str(tmp_path))
+
+
+def train_while_saving(folder: str) -> list[float]:
+    """Saves by the default group, whose collectives go on meanwhile."""
+    value, futures = torch.zeros(1 << 16), []
+    for number in range(4):
+        value += dist.get_rank() + 1
+        dist.all_reduce(value)
+        state = {"w": value, "n": number}
+        futures.append(dcp.async_save(state, checkpoint_id=f"{folder}/{number}"))
+    for future in futures:
+        future.result()  # type: ignore[union-attr]
+    return [ckpt.open(f"{folder}/{number}")["w"][0].item() for number in range(4)]
+
+
+def test_saves_in_the_background_leave_the_collectives_of_the_training_alone(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    found = clusters(2).run(train_while_saving, str(tmp_path))
+    assert found[0] == found[1] == [3.0, 9.0, 21.0, 45.0]
+
+
+class Failing:
+    """Stateful, and fails on one rank: in one of the two methods."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._call("state_dict", {"n": 1})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._call("load_state_dict", state)
+
+    def _call(self, method: str, state: dict[str, Any]) -> dict[str, Any]:
+        if method == self.method and dist.get_rank() == 1:
+            raise ZeroDivisionError("the program's own")
+        return state
+
+
+def fail_in_methods(folder: str) -> list[str]:
+    found = []
+    dcp.save({"one": Failing("")}, checkpoint_id=folder)
+
+    def attempt(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (ZeroDivisionError, ckpt.CkptError) as error:
+            found.append(str(error))
+
+    attempt(lambda: dcp.save({"one": Failing("state_dict")}, checkpoint_id=folder))
+    attempt(lambda: dcp.load({"one": Failing("state_dict")}, checkpoint_id=folder))
+    attempt(lambda: dcp.load({"one": Failing("load_state_dict")}, checkpoint_id=folder))
+    attempt(lambda: dcp.save({}, checkpoint_id=folder if dist.get_rank() else ""))
+    return found
+
+
+def test_what_fails_on_one_rank_fails_on_all_at_once(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    first, second = clusters(2).run(fail_in_methods, str(tmp_path))
+    told = "failed on rank 1 with ZeroDivisionError: the program's own"
+    assert [told in each for each in first[:3]] == [True] * 3
+    assert second[:3] == ["the program's own"] * 3
+    assert "no checkpoint_id" in first[3]
+    assert "failed on rank 0 with ArgumentError" in second[3]
+
+
+class Counter:
+    """Stateful, with a tensor that is made when it is loaded."""
+
+    def __init__(self, count: int) -> None:
+        self.state: dict[str, Any] = {"count": count, "seen": torch.full((2,), count)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@alone
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("save", [dcp.save, torch_dcp.save])
+def test_the_flags_of_the_default_planners_mean_what_they_mean(
+    tmp_path: Path, save: Any, flat: bool
+) -> None:
+    state = {"w": torch.ones(2), "nest": {"a": [1, 2], "t": torch.arange(3)}, "one": Counter(5)}
+    planner = dcp.DefaultSavePlanner(
+        flatten_state_dict=flat, dedup_save_to_lowest_rank=True, enable_plan_caching=False
+    )
+    save(state, checkpoint_id=tmp_path, planner=planner)
+    target = {
+        "w": torch.zeros(2),
+        "nest": {"a": None, "t": torch.zeros(3, dtype=torch.int64)},
+        "one": Counter(0),
+    }
+    dcp.load(
+        target,
+        checkpoint_id=tmp_path,
+        planner=dcp.DefaultLoadPlanner(flatten_state_dict=flat, flatten_sharded_tensors=flat),
+    )
+    assert target["w"].tolist() == [1, 1]  # type: ignore[attr-defined]
+    assert target["nest"]["a"] == [1, 2]  # type: ignore[index]
+    assert target["nest"]["t"].tolist() == [0, 1, 2]  # type: ignore[index]
+    assert target["one"].state["count"] == 5  # type: ignore[attr-defined]
+    assert target["one"].state["seen"].tolist() == [5, 5]  # type: ignore[attr-defined]
+
+
+@alone
+@pytest.mark.parametrize("save", [dcp.save, torch_dcp.save])
+def test_arrays_and_numbers_are_loaded_in_their_types(tmp_path: Path, save: Any) -> None:
+    save({"w": torch.ones(2), "n": {"x": 2.0}}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"w": torch.zeros(2), "n": {"x": np.float32(0)}}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["w"].tolist() == [1, 1]
+    assert type(state["n"]["x"]) is np.float32
+    for wrong in ({"w": torch.zeros(2, device="meta")}, {"a.b": 1, "a": {"b": 1}}):
+        with pytest.raises(ckpt.StateError, match="cannot take the state dict apart"):
+            dcp.load(wrong, checkpoint_id=tmp_path)
+    dcp.save({"array": np.arange(3.0)}, checkpoint_id=tmp_path / "arrays")
+    target = {"array": np.zeros(3)}
+    dcp.load(target, checkpoint_id=tmp_path / "arrays")
+    assert isinstance(target["array"], np.ndarray)
+    assert target["array"].tolist() == [0, 1, 2]
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    tensor = torch.ones(1 << 12)
+    dcp.save({"a": tensor, "b": tensor}, checkpoint_id=tmp_path)
+    with ckpt.open(tmp_path) as found:
+        assert found.catalog.aliases == {"b": "a"}
+
+
+@needs((2, 7), "process-based saves came with torch 2.7")
+def test_both_kinds_of_background_are_one(tmp_path: Path) -> None:
+    from ckpt.dcp.state_dict_saver import AsyncCheckpointerType
+
+    for kind in AsyncCheckpointerType:
+        future: Any = dcp.async_save(
+            {"n": 1}, checkpoint_id=tmp_path / kind.value, async_checkpointer_type=kind
+        )
+        future.result(60)
+        assert ckpt.read(tmp_path / kind.value) == {"n": 1}
+
+
+def test_torch_s_conversions_take_every_format(tmp_path: Path) -> None:
+    from ckpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+    dcp.save({"a": {"w": torch.ones(2)}, "n": 1}, checkpoint_id=tmp_path / "a")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pt")
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert loaded["n"] == 1
+    torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "b")
+    target = {"a": {"w": torch.zeros(2)}, "n": 0}
+    dcp.load(target, checkpoint_id=tmp_path / "b")
+    assert target["n"] == 1
+    assert torch.equal(target["a"]["w"], torch.ones(2))  # type: ignore[index]
