@@ -29,7 +29,8 @@ ENVIRONMENTS = ROOT / ".venvs"
 PAIRS = ("3.10:2.6", "3.11:2.8", "3.12:2.10", "3.12:2.11", "3.13:2.13")
 """The ends of the stated range, and what lies between: each Python and torch is met once."""
 PARTS = (
-    *("tests/ckpt", "tests/formats", "tests/interop", "tests/layout", "tests/sharding"),
+    *("tests/ckpt", "tests/dcp", "tests/formats", "tests/interop", "tests/layout"),
+    "tests/sharding",
     *("ckpt", "formats", "sharding"),
 )
 """The tests in which torch or Python takes part. Left out: stores, faults and fuzzing, which meet

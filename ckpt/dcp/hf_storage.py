@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from contextlib import suppress
 
 from ckpt.dcp.storage_reader import CkptStorageReader
+
+with suppress(ImportError):  # older versions of torch lack it
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
 

@@ -1,3 +1,6 @@
 """A reader of quantised Hugging Face folders: torch's module, as it is."""
 
-from torch.distributed.checkpoint.quantized_hf_storage import *
+from contextlib import suppress
+
+with suppress(ImportError):  # older versions of torch lack it
+    from torch.distributed.checkpoint.quantized_hf_storage import *
