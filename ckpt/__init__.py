@@ -23,6 +23,8 @@ check_neighbours()
 from sharding.supported import check_versions  # noqa: E402 - a `sharding` that is not ours is named first
 
 check_versions()
+from ckpt import errors  # noqa: E402
+from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list of errors
 
 if TYPE_CHECKING:
     from ckpt import state_dict
@@ -31,54 +33,6 @@ if TYPE_CHECKING:
     from ckpt.converting import convert
     from ckpt.deleting import delete
     from ckpt.diffing import diff
-    from ckpt.errors import (
-        ArgumentError,
-        ArgumentTypeError,
-        BackgroundError,
-        BusyError,
-        CkptError,
-        ClosedError,
-        CorruptError,
-        DamagedLoadError,
-        DestroyedGroupError,
-        Difference,
-        ExistsError,
-        FallbackWarning,
-        FormatError,
-        GoneError,
-        HoleError,
-        HostileError,
-        InUseError,
-        LocalShapeError,
-        MismatchError,
-        MisuseError,
-        NotACheckpointError,
-        NotAMemberError,
-        OptimizerMismatchError,
-        PartialError,
-        PartialLoadError,
-        RankError,
-        ReplacedError,
-        ReplacedLoadError,
-        ReplicasWarning,
-        SaveFailedWarning,
-        ShardingError,
-        SizeError,
-        Skipped,
-        StateChangedError,
-        StateError,
-        StoreError,
-        TensorIndexError,
-        TooLargeError,
-        TorchAssertionError,
-        TransferError,
-        UnknownNameError,
-        UnknownPlacementError,
-        UnsupportedError,
-        UnverifiedWarning,
-        WaitTimeoutError,
-        WorldMismatchError,
-    )
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
     from ckpt.newest import latest
@@ -92,7 +46,7 @@ if TYPE_CHECKING:
     from ckpt.verifying import verify
     from formats.limits import limits
 
-_WHERE = {  # all errors and warnings are in ckpt.errors
+_WHERE = {
     "save": "ckpt.saving",
     "prepare": "ckpt.preparing",
     "SaveHandle": "ckpt.background.save_handle",
@@ -120,61 +74,15 @@ _WHERE = {  # all errors and warnings are in ckpt.errors
 }
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BackgroundError",
-    "BusyError",
     "Checkpoint",
     "Checkpointer",
-    "CkptError",
-    "ClosedError",
-    "CorruptError",
-    "DamagedLoadError",
-    "DestroyedGroupError",
-    "Difference",
-    "ExistsError",
-    "FallbackWarning",
-    "FormatError",
-    "GoneError",
-    "HoleError",
-    "HostileError",
-    "InUseError",
     "Keep",
     "LeftOver",
-    "LocalShapeError",
-    "MismatchError",
-    "MisuseError",
-    "NotACheckpointError",
-    "NotAMemberError",
-    "OptimizerMismatchError",
-    "PartialError",
-    "PartialLoadError",
     "PerRank",
-    "RankError",
-    "ReplacedError",
-    "ReplacedLoadError",
-    "ReplicasWarning",
     "RunStep",
-    "SaveFailedWarning",
     "SaveHandle",
     "Saved",
-    "ShardingError",
-    "SizeError",
-    "Skipped",
-    "StateChangedError",
-    "StateError",
-    "StoreError",
     "TensorHandle",
-    "TensorIndexError",
-    "TooLargeError",
-    "TorchAssertionError",
-    "TransferError",
-    "UnknownNameError",
-    "UnknownPlacementError",
-    "UnsupportedError",
-    "UnverifiedWarning",
-    "WaitTimeoutError",
-    "WorldMismatchError",
     "__version__",
     "convert",
     "delete",
@@ -193,17 +101,18 @@ __all__ = [
     "state_dict",
     "verify",
 ]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> object:
     if name == "state_dict":
         return importlib.import_module("ckpt.state_dict")
-    if name not in __all__:
+    if name not in _WHERE:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE.get(name, "ckpt.errors")), name)
+    value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(__all__)

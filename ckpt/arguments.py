@@ -1,4 +1,4 @@
-"""The words that the verbs take as options, and the checks of arguments that they share."""
+"""The values of options, as literal types, and checks of arguments that several calls share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 CastingRule = Literal["same_kind", "unsafe"]
-"""Which casts a load may make; numpy's words."""
+"""The casts that a load may make, in numpy's words."""
 DtypeName = Literal[
     "float64",
     "float32",
@@ -31,20 +31,20 @@ DtypeName = Literal[
     "float8_e4m3fnuz",
     "float8_e5m2fnuz",
 ]
-"""Types that weights are cast to. Not float8_e8m0fnu, which has no sign, nor packed floats, to
-which torch casts nothing."""
+"""The dtypes to which weights can be cast. float8_e8m0fnu has no sign, and torch has no casts to
+packed floats."""
 FormatName = Literal["ckpt", "safetensors", "hf", "torch", "dcp"]
-"""Formats that a checkpoint is converted to."""
+"""The formats to which a checkpoint is converted."""
 KindName = Literal["full", "sharded", "local"]
-"""Kinds of state dicts (`sharding.kind`)."""
+"""The kinds of state dicts (`sharding.kind`)."""
 ReplicaReads = Literal["auto", "read", "exchange"]
-"""How ranks that want the same elements get them."""
+"""Whether each replica reads its elements, or the replicas read shares and exchange them."""
 WhenBusy = Literal["wait", "refuse"]
-"""How a save treats another one of its process that is in the background."""
+"""Whether a save waits for the background save of its process, or raises BusyError."""
 
 
 def check_word(name: str, value: object, words: Sequence[str]) -> None:
-    """Raise ArgumentError, which lists the words, unless an option is one of them.
+    """Raises ArgumentError, with all words, unless an option is one of them.
 
     >>> check_word("when_busy", "later", ("wait", "refuse"))
     Traceback (most recent call last):
@@ -56,7 +56,7 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 
 
 def check_order(call: str, url: object, state: object) -> None:
-    """Raise ArgumentTypeError where the place of a checkpoint is none; tell torch's order.
+    """Raises ArgumentTypeError unless `url` is a path or URL; explains torch's order of arguments.
 
     >>> check_order("ckpt.save", {"step": 1}, "runs/step-1")
     Traceback (most recent call last):

@@ -1,8 +1,8 @@
-"""How much memory loading and converting may take beside what they fill.
+"""The memory budget of loads and conversions, beside the tensors that they fill.
 
-One number for a process, 64 MiB unless the environment variable `CKPT_MEMORY_BUDGET` says another:
-buffers that files are read through, tensors on their way to another type or device, messages
-between ranks. A checksummed chunk, and a row of a tensor that is cast, are never divided.
+The budget is one number for a process: the environment variable `CKPT_MEMORY_BUDGET`, or 64 MiB. It
+covers read buffers, tensors on their way to another dtype or device, and messages between ranks. A
+checksummed chunk, and a row of a tensor that is cast, are never divided.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from sharding.errors import ArgumentError
 VARIABLE = "CKPT_MEMORY_BUDGET"
 DEFAULT_BYTES = 64 << 20
 LEAST_BYTES = 8 << 20
-"""With less, reads would be so small that nothing else would matter."""
+"""A smaller budget would make reads so small that a load is slow."""
 MOST_BYTES = 1 << 60
 
 
 def memory_budget() -> int:
-    """The bytes that the environment allows.
+    """Returns the budget of the environment in bytes.
 
-    Raises ArgumentError for text that is no size.
+    Raises:
+        ArgumentError: the variable's text is not a size, or is too small.
     """
     text = os.environ.get(VARIABLE, "").strip()
     return parsed(text) if text else DEFAULT_BYTES
 
 
 def parsed(text: str) -> int:
-    """The bytes that a text says.
+    """Returns the bytes of a size as text. Raises as `memory_budget` does.
 
     >>> parsed("64MiB"), parsed("100000000")
     (67108864, 100000000)
@@ -40,7 +41,7 @@ def parsed(text: str) -> int:
         nbytes = 0
     if not LEAST_BYTES <= nbytes <= MOST_BYTES:
         raise ArgumentError(
-            f"{VARIABLE} is {text!r}: it takes a number of bytes, like 64MiB, 1GB or 100000000, "
-            f"and at least {LEAST_BYTES >> 20}MiB"
+            f"{VARIABLE} is {text!r}; it is a number of bytes, like 64MiB, 1GB or 100000000, and "
+            f"at least {LEAST_BYTES >> 20}MiB"
         )
     return nbytes

@@ -1,16 +1,16 @@
-"""What saves and conversions that did not end have left behind: listed, and removed on request.
+"""Lists the left-overs of unfinished saves and conversions, and removes them on request.
 
 Rules:
 
-1. Only what has a name that `ckpt` gives: shard files, files that are being written, uploads that
-   are not complete, folders that are being converted to. A file that is converted to may have any
-   name; so what is being written under a strange one counts where it begins as such a file does.
-2. Never what a manifest names: the one in the folder, or one beside it that borrows. Where a
-   manifest is damaged, nobody knows what it names: nothing that it could mean is a left-over.
-3. Never what a live save may still commit: younger things are listed and stay. A save commits
-   within `GRACE_SECONDS` of its beginning or never (`ckpt.transfer.commit`), and clocks may differ
-   by `CLOCKS_SECONDS`. Nor what a copy of a checkpoint that is under way has brought.
-4. To list changes nothing. What is to be removed is looked at again just before.
+1. A left-over has a name that `ckpt` gives: a shard file, a partly written file, an incomplete
+   upload, the temporary folder of a conversion. The target file of a conversion may have any name.
+   A partly written file with another name therefore counts if it begins like such a file.
+2. A file that a manifest names is never a left-over: neither the manifest in its folder nor that of
+   a borrower beside it. If a manifest is damaged, no shard file beside it is a left-over.
+3. A file that a live save may still commit is listed and stays. A save commits within
+   `GRACE_SECONDS` of its start or never (`ckpt.transfer.commit`), and clocks may differ by
+   `CLOCKS_SECONDS`. The files of a checkpoint that is being copied stay too.
+4. Listing changes nothing. Each left-over is checked again just before its removal.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from ckpt.stores.store import (
     Options,
@@ -42,44 +43,47 @@ from formats.threads import Pool
 __all__ = ["LeftOver", "gc"]
 
 WORKERS = 8
-"""Left-overs that are removed at once: a server takes time to answer."""
+"""Left-overs that are removed at the same time: a server takes time to answer."""
 CLOCKS_SECONDS = 3600.0
-"""By how much the clocks of a store and of the ranks may differ, and a commit be on its way."""
-SHARD, PART, UPLOAD, FOLDER = "shard", "part", "upload", "folder"
+"""Time for differences between the clocks of a store and of the ranks, and for a commit."""
+LeftOverKind = Literal["shard", "part", "upload", "folder"]
+SHARD: LeftOverKind = "shard"
+PART: LeftOverKind = "part"
+UPLOAD: LeftOverKind = "upload"
+FOLDER: LeftOverKind = "folder"
 _SHARD = re.compile(r"[0-9a-f]{16}-[0-9]{5,}\.safetensors")
 _WRITTEN = re.compile(
     r"manifest\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin)"
     r"|\.metadata|__[0-9]+_[0-9]+\.distcp",
     re.DOTALL,
 )
-"""The files that saves and conversions write, as long as nobody names them otherwise."""
+"""The files that saves and conversions write under names of their own choice."""
 _ZIP = b"PK\x03\x04"
-"""How a file of torch.save begins."""
+"""The first bytes of a file of torch.save."""
 _FOLDER = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(part|old)", re.DOTALL)
-"""A folder that a conversion fills, or the one that it has replaced."""
+"""A folder that a conversion fills, or the folder that it has replaced."""
 
 
 def now() -> float:
-    """Seconds since 1970: what ages are counted up to."""
+    """Returns the present time in seconds since 1970, for ages."""
     return time.time()
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """One thing that is part of no checkpoint."""
+    """One file, upload or folder that belongs to no checkpoint."""
 
     folder: str
-    """The path or URL of the folder it is in."""
+    """The path or URL of its folder."""
     name: str
-    kind: str
-    """`shard`; `part`, a file that was being written; `upload`, one to a bucket; `folder`, one that
-    was being converted to."""
+    kind: LeftOverKind
+    """A shard file, a partly written file, an incomplete upload to a bucket, or the temporary
+    folder of a conversion."""
     nbytes: int
     age_seconds: float
-    """Since it was last written or put there or, where only that is known, begun; by the store's
-    clock."""
+    """By the store's clock, since the last write; since the start if only that is known."""
     is_old: bool
-    """Whether no live save can need it any more."""
+    """Whether it is so old that no live save can need it."""
     was_removed: bool = False
 
 
@@ -90,18 +94,21 @@ def gc(
     older_than: float | None = None,
     storage_options: Options = None,
 ) -> list[LeftOver]:
-    """The left-overs at `url`, a checkpoint or a folder of checkpoints; with `delete`, removed.
+    """Returns the left-overs at `url`, a checkpoint or a folder of checkpoints.
 
-    To be called by one process. What is part of a checkpoint, or borrowed by one, is never among
-    them. What a save that is under way may have written is listed, and stays. Where there is no
-    folder, there are none.
+    One process calls this. A file that belongs to a checkpoint, or that one borrows from, is never
+    a left-over. The files of a save in progress are listed and stay. A missing folder has none.
 
     Args:
-        delete: remove those that are old enough.
-        older_than: the seconds after which a left-over is old; by default 25 hours, when no save
-            can need it any more. With less, a save that is under way and loses a file raises an
-            error and commits nothing.
-        storage_options: the fsspec driver's.
+        delete: removes the left-overs that are old enough.
+        older_than: the age in seconds at which a left-over is old. The default is 25 hours, when no
+            save can need it any more. With a smaller value, a save in progress that loses a file
+            raises an error and commits nothing.
+        storage_options: options of the fsspec driver.
+
+    Raises:
+        StoreError: the disk or object store failed.
+        OSError: this process may not read a folder, or remove a file.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +124,7 @@ def gc(
         return loans_beside(place, storage_options)[0]
 
     with open_store(place, storage_options) as store:
-        # A bucket does not list a folder in which nothing is but an upload that has not ended.
+        # A bucket does not list a folder that holds only an incomplete upload.
         begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
         inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
         found = _collected([place], look_up, age, delete, storage_options)
@@ -125,7 +132,7 @@ def gc(
 
 
 def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> bool:
-    """Whether a folder is there; in a bucket, one with something in it, as there are no others."""
+    """Whether a folder exists. In a bucket a folder exists if it holds a file or an upload."""
     path = local_path(url)
     if path is not None:
         return os.path.isdir(path)
@@ -134,7 +141,7 @@ def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> b
 
 
 def _folder(url: str | os.PathLike[str]) -> str:
-    """The path or URL without the slashes at its end, which are no part of a name."""
+    """Returns the path or URL without the slashes at its end."""
     text = os.fspath(url)
     above = text.rstrip("/")
     return text if not above or above.endswith(":") else above
@@ -147,13 +154,13 @@ def _collected(
     delete: bool,
     options: Options,
 ) -> list[LeftOver]:
-    """The left-overs in folders side by side; `look_up` says what is borrowed among these."""
+    """Returns the left-overs of folders side by side. `look_up` returns the borrowed files."""
     found: list[LeftOver] = []
     for place in places:
         with open_store(place, options) as store:
             found += _left_overs(store, place, places, age)
-    # What is borrowed is looked up after what is named: whoever borrows later finds its base
-    # without the file, and commits nothing.
+    # The borrowed files are looked up after the named ones: a save that borrows later finds its
+    # base without the file and commits nothing.
     if any(one.kind == SHARD for one in found):
         lent = look_up()
         found = [one for one in found if not lent.cover(_name(one.folder), one.name)]
@@ -171,8 +178,8 @@ def _collected(
 
 
 def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> Iterator[LeftOver]:
-    """What no manifest in this folder names, in the order of names; some may be borrowed."""
-    # What is there before what is committed: a save that ends in between leaves nothing over.
+    """Yields files that no manifest in this folder names, by name. Others may borrow from them."""
+    # The listing comes before the manifest: a save that commits in between leaves nothing over.
     sizes, unfinished, moment = store.sizes(), store.unfinished(), now()
     converted = _FOLDER.fullmatch(_name(place))
     if converted:
@@ -190,23 +197,23 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
     over = [name for name in shards if named is not None and name not in named]
     arrivals = store.arrivals() if over else {}
     for name in over:
-        if name in arrivals:  # or its save has failed meanwhile
+        if name in arrivals:  # a file that a failed save has removed meanwhile is not
             old = moment - arrivals[name]
             yield LeftOver(place, name, SHARD, sizes[name], old, old >= age)
 
 
 def _begins(store: Store, name: str) -> bool:
-    """Whether a file begins as a safetensors file or one of torch.save does, or is empty."""
+    """Whether a file is empty or begins like a file of safetensors or torch.save."""
     try:
         head = store.read(name, 0, min(9, store.size(name)))
-    except (FormatError, OSError):  # it is gone, or replaced, or nobody may look
+    except (FormatError, OSError):  # the file is gone, or replaced, or unreadable
         return False
     has_header = int.from_bytes(head[:8], "little") <= current().header_bytes and head[8:] == b"{"
     return not head or head.startswith(_ZIP) or has_header
 
 
 def _named(store: Store) -> set[str] | None:
-    """The files of the checkpoint in a folder; None where its manifest does not tell."""
+    """Returns the files of the checkpoint in a folder; None if its manifest is damaged."""
     try:
         data = store.read_whole(MANIFEST, current().manifest_bytes)
         return {file.name for file in load(data, f"{store.url}/{MANIFEST}").files}
@@ -224,20 +231,20 @@ def _converted(
     places: Sequence[str],
     age: float,
 ) -> Iterator[LeftOver]:
-    """The folder itself, if nothing else is in it than a conversion puts there.
+    """Yields the folder itself if it has only files that a conversion writes.
 
-    What a conversion has moved away is the only copy until the new one is in its place.
+    A folder that a conversion has moved away is the only copy until the new one is in its place.
     """
     is_needed = name[2] == "old" and not any(_name(other) == name[1] for other in places)
     if not is_needed and all(_is_written(file) for file in sizes) and not store.folders():
         arrivals = store.arrivals()
-        if "" in arrivals:  # or it is gone
+        if "" in arrivals:  # a folder that is gone has no time
             old = now() - max(arrivals.values())
             yield LeftOver(place, "", FOLDER, sum(sizes.values()), old, old >= age)
 
 
 def _is_written(name: str) -> bool:
-    """Whether saves and conversions write such a file."""
+    """Whether saves and conversions write files of this name."""
     part = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.part", name, re.DOTALL)
     return _WRITTEN.fullmatch(part[1] if part else name) is not None
 
@@ -259,5 +266,5 @@ def _key(one: LeftOver) -> tuple[str, str]:
 
 
 def _name(place: str) -> str:
-    """The name of a folder in the one that it lies in."""
+    """Returns the name of a folder in its parent."""
     return split_url(one_spelling(place))[1]

@@ -1,12 +1,13 @@
-"""From any format to any format, one block of one tensor at a time, on one process.
+"""Converts a checkpoint of any format to any format, block by block, in one process.
 
 Rules:
 
-1. What is there already, or comes meanwhile, is an error, unless `overwrite` (`ckpt.targets`). What
-   is written appears whole, and what it replaces stays until then (`ckpt.placing`).
-2. Memory is bounded by two blocks, whatever the size of a tensor or of the model.
-3. A kind of state and a number of ranks say how a native checkpoint is divided (`kind_layouts`):
-   file by file as those ranks would have written it, each read from the source as it is written.
+1. A file or checkpoint at the target is an error unless `overwrite` (`ckpt.targets`), also if it
+   appears during the conversion. The new checkpoint appears as a whole, and the old one stays until
+   then (`ckpt.placing`).
+2. A conversion holds at most two blocks in memory, whatever the size of a tensor or the model.
+3. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
+   files that such ranks would write. Each file streams from the source while it is written.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = ["ConvertReport", "convert"]
 
 
 class Format(str, Enum):
-    """What can be written."""
+    """The formats that a conversion writes."""
 
     CKPT = "ckpt"
     SAFETENSORS = "safetensors"
@@ -57,13 +58,13 @@ class Format(str, Enum):
 
     @property
     def is_file(self) -> bool:
-        """True for a format that is one file, not a folder."""
+        """Whether a checkpoint of this format is one file, not a folder."""
         return self in (Format.SAFETENSORS, Format.TORCH)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     src: str
     dst: str
@@ -71,17 +72,17 @@ class ConvertReport:
     target_format: str
     tensors: int
     nbytes: int
-    """Bytes of the tensors written."""
+    """Bytes of the written tensors."""
     left_out: tuple[str, ...]
     """Key paths of plain values that the target's format cannot hold, and metadata."""
     kind: str | None = None
-    """`full`, `sharded` or `local`, where it was asked for."""
+    """`full`, `sharded` or `local` if the caller gave a kind."""
     world_size: int | None = None
-    """The ranks that the target is divided among, where a kind was asked for."""
+    """The number of ranks of the target if the caller gave a kind."""
     became_text: tuple[str, ...] = ()
-    """Key paths of dicts of which some keys are text now and were numbers; dcp has no others."""
+    """Key paths of dicts with keys that were numbers and are text in the target: dcp's keys are."""
     not_cast: tuple[str, ...] = ()
-    """Tensors of smaller floats, which `dtype` leaves as they are."""
+    """Tensors of floats below 16 bits, which `dtype` does not cast."""
 
 
 def convert(
@@ -102,41 +103,44 @@ def convert(
     storage_options: Options = None,
     dst_storage_options: Options = None,
 ) -> ConvertReport:
-    """The checkpoint at `src`, or a part of it, written to `dst`; says what was written.
+    """Writes the checkpoint at `src`, or a part of it, to `dst`, and returns a report.
 
-    Every checksum of what is read is compared: those of a native source, and the CRC-32 that
-    torch's own formats have of each storage or chunk. safetensors and Hugging Face have none.
+    One process calls this. All checksums of the read bytes are compared: those of a native source,
+    and the CRC-32 of each storage or chunk in torch's formats. safetensors and Hugging Face have
+    no checksums.
 
     Args:
-        to: `ckpt`, `safetensors`, `hf`, `torch` or `dcp`; by default what the end of `dst` says
-            (`.safetensors`, `.pt`, `.pth`, `.bin`), and `ckpt` for a folder.
-        select: a key path; takes what lies below it and drops it from the names.
-        include: patterns (`*`, `?`) of names, after `select`, to take.
+        to: `ckpt`, `safetensors`, `hf`, `torch` or `dcp`. By default the end of `dst` decides
+            (`.safetensors`, `.pt`, `.pth`, `.bin`); a folder becomes `ckpt`.
+        select: a key path. The conversion takes the entries below it and removes it from the names.
+        include: patterns (`*`, `?`) of names to convert, without `select`.
         exclude: patterns of names to leave out.
-        max_shard_bytes: the size at which a folder's files are cut (not for dcp, nor with `kind`).
-        overwrite: replace what is at `dst`: a file, a checkpoint of ckpt's own, or, for `hf` and
-            `dcp`, a folder with all that is in it, unless that is more checkpoints than one. A link
-            is itself replaced. Never a pipe, a device, or what the source or another checkpoint
-            needs.
-        compress: zstd, for `ckpt` only.
-        dtype: torch's name of the type to cast tensors of 16-bit floats and larger to.
-        kind: `full`, `sharded` or `local`: what each of `world_size` ranks has of every tensor. The
-            target is what those would have saved: whole tensors that they divide evenly when they
-            write, rows as `torch.chunk` cuts them, or even runs of row-major elements; a file for
-            each rank that has something. For `ckpt`; any other format is written `full`, by one.
-        world_size: how many ranks; with `full` one if it is not given.
+        max_shard_bytes: the largest size of a folder's files (not for dcp, nor with `kind`). A
+            larger tensor has a file of its own.
+        overwrite: replaces the target: a file, a checkpoint of ckpt's own format, or, for `hf` and
+            `dcp`, a folder with all its content, unless it holds several checkpoints. A link is
+            replaced itself. A pipe, a device, or a file that the source or another checkpoint needs
+            is never replaced.
+        compress: compresses with zstd; for `ckpt` only.
+        dtype: torch's name of the dtype to which floats of 16 bits and more are cast.
+        kind: `full`, `sharded` or `local`: each rank's part of a tensor. The target has the files
+            that `world_size` ranks would save: shares of whole tensors, rows as `torch.chunk` cuts
+            them, or even runs of row-major elements. For `ckpt`; other formats are `full`.
+        world_size: the number of ranks; 1 by default for `full`.
         progress: called with numbers of bytes as they are read.
-        storage_options: what the fsspec drivers of both URLs are told.
-        dst_storage_options: what that of `dst` is told instead.
+        storage_options: options of the fsspec drivers of both URLs.
+        dst_storage_options: options of the driver of `dst` in the place of `storage_options`.
 
     Raises:
-        ArgumentError: an unknown format, kind or number of ranks, a kind or compression the format
-            cannot have, a type that is no float, or a pattern that matches no name.
-        NotACheckpointError: there is none at `src`.
-        ExistsError: something is at `dst`, or has come there meanwhile, and `overwrite` is False;
-            or it is nothing that may be replaced.
-        CorruptError, FormatError: bytes of `src` are missing or changed, or its files are not
-            those of the ranks it speaks of; nothing appears at `dst`.
+        ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
+            kind or compression, or a pattern matches no name.
+        MismatchError: the checkpoint has no entry at `select`.
+        NotACheckpointError: no checkpoint is at `src`.
+        ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
+            cannot be replaced.
+        UnsupportedError: the target's format cannot hold a value or a name.
+        CorruptError, FormatError: bytes of `src` are missing or changed; nothing appears at `dst`.
+        StoreError: the disk or object store failed.
     """
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
@@ -185,7 +189,7 @@ def convert(
 
 
 def format_of(target: str, to: str | None) -> Format:
-    """The format to write: what was asked for, or what the target's name says."""
+    """Returns the format to write: `to`, or the format of the target's name."""
     if to is not None:
         try:
             return Format(to)
@@ -202,7 +206,7 @@ def format_of(target: str, to: str | None) -> Format:
 def write_native(
     store: Store, state: Streams, division: Division, overwrite: bool, compress: bool
 ) -> None:
-    """A committed native checkpoint whose files hold what the division says, rank by rank."""
+    """Writes and commits a native checkpoint with the files of a division, rank by rank."""
     began = now()
     attempt = secrets.token_hex(8)
     path = local_path(store.url)
@@ -238,9 +242,9 @@ def write_native(
 
 
 def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
-    """Whether no manifest will name the files of an attempt, of which the commit failed so.
+    """Whether no manifest will ever name the files of an attempt, after an error of its commit.
 
-    A server may yet do what it was asked to: only where it has refused is that sure.
+    A server may still carry out a request that seemed to fail. Only a refusal is certain.
     """
     if local_path(store.url) is None and not isinstance(error, ExistsError):
         return False
@@ -286,7 +290,7 @@ def _write_folder(
 
 
 def _check_values(chosen: Format, state: Outgoing) -> None:
-    """Raise UnsupportedError for a value that only ckpt's own format holds exactly."""
+    """Raises UnsupportedError for a value that only ckpt's own format can hold."""
     if chosen in (Format.TORCH, Format.DCP):
         for name, value in typed_values(state.tree):
             raise UnsupportedError(
@@ -312,14 +316,14 @@ def _not_cast(dtype: str | None, state: Outgoing) -> tuple[str, ...]:
 
 
 def _said(state: Outgoing) -> tuple[str, ...]:
-    """The metadata, as what a format without a place for it leaves out."""
+    """Returns the keys of the metadata, which a format without metadata leaves out."""
     return tuple(f"metadata[{key!r}]" for key in sorted(state.metadata))
 
 
 def _check_can_hold(
     chosen: Format, target: str, kind: Kind | None, ranks: int | None, compress: bool
 ) -> None:
-    """Raise ArgumentError where a format cannot be divided or compressed as it is asked to be."""
+    """Raises ArgumentError if a format cannot be divided or compressed as requested."""
     if compress and chosen is not Format.CKPT:
         raise ArgumentError(
             f"{without_secrets(target)} would be written as {chosen.value}, which is not "
@@ -337,9 +341,9 @@ def _check_can_hold(
 
 
 def _check_castable(dtype: str | None) -> None:
-    """Raise ArgumentError unless weights are still weights when they are cast to a type."""
+    """Raises ArgumentError unless a dtype can hold weights."""
     if dtype is not None and dtype.removeprefix("torch.") not in get_args(DtypeName):
         raise ArgumentError(
-            f"{dtype!r} is no type to cast floating-point tensors to; give dtype= (--dtype) as "
-            f"one of {', '.join(get_args(DtypeName))}"
+            f"floating-point tensors cannot be cast to {dtype!r}; give dtype= (--dtype) as one of "
+            f"{', '.join(get_args(DtypeName))}"
         )

@@ -1,4 +1,4 @@
-"""Deletes a checkpoint: the manifest first, so that a half-deleted checkpoint is none."""
+"""Deletes a checkpoint: the manifest first, so that no half-deleted checkpoint can be opened."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["delete"]
 def delete(
     url: str | os.PathLike[str], *, missing_ok: bool = False, storage_options: Options = None
 ) -> None:
-    """The checkpoint at `url`, of ckpt's own format, is gone when this returns.
+    """Deletes the checkpoint of ckpt's own format at `url`. It is gone when this returns.
 
-    One process calls this. It removes the files that the manifest names, and the folder if nothing
-    else is in it. A checkpoint that is being saved with this one as its base fails.
+    One process calls this. It removes the files that the manifest names, and the folder if it is
+    then empty. A save in progress with this checkpoint as its base fails.
 
     Args:
-        missing_ok: whether a place without a checkpoint is no error, as for a second delete after
-            one that was interrupted. A file, or a checkpoint of another format, is an error still.
+        missing_ok: accepts a place without a checkpoint, for example in a second delete after an
+            interrupted one. A file, or a checkpoint of another format, is still an error.
         storage_options: options of the fsspec driver.
 
     Raises:
-        InUseError: checkpoints beside it borrow from it; they are named. Nothing was removed.
-        NotACheckpointError: there is none of ckpt's own format at `url`.
-        CorruptError: its manifest is damaged, so that nobody knows which files are its own.
-        ArgumentError: `url` is a link to it on a disk.
+        InUseError: checkpoints beside this one borrow from it; the message names them. Nothing was
+            removed.
+        NotACheckpointError: no checkpoint of ckpt's own format is at `url`.
+        CorruptError: the manifest is damaged, so that the checkpoint's files are unknown.
+        ArgumentError: `url` is a link on a disk.
         StoreError: the disk or object store failed.
 
     >>> import ckpt, tempfile, torch
@@ -46,7 +47,7 @@ def delete(
 
 
 def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options) -> bool:
-    """Do what `delete` does; False where no checkpoint was there."""
+    """Deletes a checkpoint as `delete` does. Returns False if there was none."""
     _check_no_link(url)
     with open_store(url, options) as store:
         try:
@@ -71,12 +72,12 @@ def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> 
 
 
 def _check_no_link(url: str | os.PathLike[str]) -> None:
-    """Raise ArgumentError where a path is a link: nothing is deleted through one."""
+    """Raises ArgumentError if a path is a link: a delete does not follow links."""
     path = local_path(url) or ""
-    while path.endswith(("/", "/.")):  # as which a link is the folder that it points to
+    while path.endswith(("/", "/.")):  # these endings would name the folder behind the link
         path = path[:-1]
     if os.path.islink(path):
         raise ArgumentError(
-            f"{path}: a link to {os.path.realpath(path)}, which was not deleted; to delete that, "
-            "give its own path; to remove the link, use rm"
+            f"{path}: a link to {os.path.realpath(path)}, which was not deleted; to delete that "
+            "folder, give its own path; to remove the link, use rm"
         )

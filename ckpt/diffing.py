@@ -1,18 +1,18 @@
-"""Whether two checkpoints hold the same, and where they do not: whatever their formats.
+"""Compares two checkpoints of any format: names, shapes, dtypes, elements and values.
 
 Rules:
 
-1. Without a tolerance the comparison is of bits: a NaN equals the same NaN, and 0.0 is not -0.0.
-   With one, elements are close when `|a - b| <= atol + rtol * |b|`; NaNs are equal to each other.
-2. Tensors are read block by block, both sides' elements in row-major order: two blocks of
-   `BLOCK_BYTES` and their numbers are in memory, never a whole model.
-3. Tied names are looked up under each of their names; a pair of stored tensors is compared once.
-4. Plain values, and the kinds of containers and keys (`ckpt.structure`), are compared where both
-   formats can hold any. DCP makes texts of all keys: beside another format its keys are no matter.
-5. Every checksum of what is compared is compared too, also where a tensor is a part of a record
-   that has one. What is wrong is an error and no difference.
-6. A pattern matches a name of one of the two (`ckpt.match.selection`): a mistyped one would
-   find no difference.
+1. Without a tolerance bits are compared: a NaN equals the same NaN, and 0.0 differs from -0.0. With
+   a tolerance, elements are close if `|a - b| <= atol + rtol * |b|`, and NaNs equal each other.
+2. Both sides are read block by block in row-major order. Two blocks of `BLOCK_BYTES` and their
+   numbers are in memory, never a whole model.
+3. Each tied name is looked up by itself. A pair of stored tensors is compared once.
+4. Plain values, and the kinds of containers and keys (`ckpt.structure`), are compared if both
+   formats can hold them. DCP makes all keys text, so its keys are not compared with other formats.
+5. All checksums of the compared tensors are compared too, also if a tensor is a part of a record.
+   A wrong checksum is an error, not a difference.
+6. A pattern must match a name of one of the two (`ckpt.match.selection`). A mistyped pattern would
+   otherwise find no difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
 from ckpt.match.selection import Selection
@@ -40,38 +40,38 @@ __all__ = ["Comparison", "TensorDifference", "ValueDifference", "diff"]
 _T = TypeVar("_T")
 
 BLOCK_BYTES = 16 << 20
-"""Bytes of a tensor that are read and compared at once."""
+"""Bytes of a tensor that are read and compared in one step."""
 FLAT_FORMATS = ("safetensors", "huggingface")
-"""Formats that hold tensors and nothing else."""
+"""Formats that hold only tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that both have and that is not the same."""
+    """A tensor of both checkpoints that differs."""
 
     name: str
-    problem: str
-    """`shape`, `dtype` or `values`."""
+    problem: Literal["shape", "dtype", "values"]
     detail: str
-    """What is different, with both sides' values."""
+    """The difference as text, with the values of both sides."""
     elements: int = 0
-    """Elements of the tensor."""
+    """The number of elements of the tensor."""
     differing: int = 0
-    """How many of them differ by more than the tolerance."""
+    """The number of elements that differ by more than the tolerance."""
     first: tuple[int, ...] | None = None
-    """The index of the first one that does."""
+    """The index of the first such element."""
     max_abs: float = 0.0
-    """The largest |a - b|: infinite where only one is NaN or infinite, or the dtype is opaque."""
+    """The largest |a - b|. Infinite if only one is NaN or infinite, or the dtype is opaque."""
     max_rel: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A plain value that is not the same; a side that does not have it shows None."""
+    """A plain value that differs."""
 
     name: str
     a: str | None
+    """The value in A as text; None if A does not have it."""
     b: str | None
 
 
@@ -87,20 +87,20 @@ class Comparison:
     tensors: tuple[TensorDifference, ...]
     values: tuple[ValueDifference, ...]
     structure: tuple[StructureDifference, ...]
-    """Containers and keys of other kinds, under the same names."""
+    """Containers and keys of different kinds under equal names."""
     compared_tensors: int
-    """Pairs whose elements were compared."""
+    """The number of pairs whose elements were compared."""
     compared_bytes: int
     close_tensors: int
-    """Of those, the ones that are not equal to the bit and within the tolerance."""
+    """The number of pairs that are within the tolerance and not equal to the bit."""
     max_abs: float
-    """The largest |a - b| among those that are close."""
+    """The largest |a - b| among the close pairs."""
     notes: tuple[str, ...]
-    """What was not compared, and why."""
+    """Parts of the checkpoints that were not compared, with the reasons."""
 
     @property
     def equal(self) -> bool:
-        """True when no difference was found."""
+        """Whether the comparison found no difference."""
         found = (self.only_a, self.only_b, self.tensors, self.values, self.structure)
         return not any(found)
 
@@ -120,24 +120,27 @@ def diff(
     storage_options: Options = None,
     b_storage_options: Options = None,
 ) -> Comparison:
-    """The differences of two checkpoints: names, shapes, dtypes, elements, values and structure.
+    """Returns the differences of two checkpoints, of any format each.
+
+    One process calls this. It compares names, shapes, dtypes, elements, values and structure.
 
     Args:
-        rtol, atol: see rule 1; both 0 compares bits.
-        include, exclude: patterns (`*`, `?`) of the names to compare, of tensors and values.
-        select: a key path. Names below it lose it, in whichever checkpoint has such: a training
-            checkpoint's `model` compares with an exported file.
-        values: compare plain values too, and what kinds of containers and keys they are in.
-        dtype: a difference of dtypes is one; else elements are compared as numbers.
+        rtol, atol: the tolerance `|a - b| <= atol + rtol * |b|`. If both are 0, bits are compared.
+        include, exclude: patterns (`*`, `?`) of the names of tensors and values to compare.
+        select: a key path. In a checkpoint with names below it, only these count, and they lose it:
+            `model` compares a training checkpoint with an exported file.
+        values: whether plain values, and the kinds of containers and keys, are compared too.
+        dtype: whether different dtypes are a difference. If False, elements are compared as
+            numbers.
         progress: called with numbers of bytes of A's tensors as they are compared.
-        storage_options: what the fsspec drivers of both URLs are told.
-        b_storage_options: what that of `b` is told instead.
+        storage_options: options of the fsspec drivers of both URLs.
+        b_storage_options: options of the driver of `b` in the place of `storage_options`.
 
     Raises:
-        NotACheckpointError: there is none at `a` or `b`.
-        FormatError: a checksum is wrong, or a tensor is not whole.
-        ArgumentError: nothing lies below `select`, a pattern matches no name in either, or
-            `exclude` leaves nothing.
+        NotACheckpointError: no checkpoint is at `a` or `b`.
+        CorruptError, FormatError: a checksum is wrong, or a tensor is not whole.
+        ArgumentError: no name lies below `select`, a pattern matches no name of either checkpoint,
+            the selection is empty, or a tolerance is negative.
         StateError: two entries of a checkpoint have one name.
 
     >>> import ckpt, tempfile, torch
@@ -166,17 +169,17 @@ def diff(
 
 @dataclass(frozen=True)
 class _Side:
-    """What of one checkpoint is compared, by the names of the comparison."""
+    """The compared part of one checkpoint, by the names of the comparison."""
 
     source: Source
     engine: RangeReader
-    """What reads its tensors; one for all, as tensors may share a record and its checksum."""
+    """Reads all tensors: several tensors may share a record and its checksum."""
     tensors: Mapping[str, TensorRecord]
-    """Under all names, tied ones too."""
+    """Under all names, including tied ones."""
     values: Mapping[str, Tree]
     structure: Mapping[str, Container]
     select: str | None
-    """The key path that the names have lost, where there are names below it."""
+    """The key path that the names have lost; None if they are whole."""
 
     @classmethod
     def of(cls, source: Source, select: str | None) -> _Side:
@@ -184,7 +187,7 @@ class _Side:
         records = dict(catalog.tensors)
         records |= {alias: catalog.tensors[name] for alias, name in catalog.aliases.items()}
         values = by_name(plain_values(catalog.tree), source.url)
-        by_name([*records.items(), *values.items()], source.url)  # of a tensor and a value
+        by_name([*records.items(), *values.items()], source.url)  # a tensor and a value may clash
         engine = RangeReader(source.store, RecordSums("all"))
         prefix = f"{select}."
         if select is not None and any(name.startswith(prefix) for name in (*records, *values)):
@@ -194,11 +197,11 @@ class _Side:
 
     @property
     def selected(self) -> bool:
-        """It has names below the selected key path."""
+        """Whether the checkpoint has names below the selected key path."""
         return self.select is not None
 
     def chosen(self, selection: Selection) -> _Side:
-        """What of it a selection chooses."""
+        """Returns the part that a selection chooses."""
         prefix = f"{self.select}." if self.select is not None else ""
         return replace(
             self,
@@ -217,7 +220,7 @@ def _below(entries: Mapping[str, _T], prefix: str) -> dict[str, _T]:
 
 
 def plain_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
-    """The values of a tree by name, without its tensors; empty containers are values.
+    """Yields the values of a tree with their names, without tensors. Empty containers are values.
 
     >>> list(plain_values({"step": 3, "w": TensorRef("w"), "lr": [0.1, ()]}))
     [('step', 3), ('lr.0', 0.1), ('lr.1', ())]
@@ -284,7 +287,7 @@ def _compare(
 def _described_difference(
     name: str, a: TensorRecord, b: TensorRecord, with_dtype: bool
 ) -> TensorDifference | None:
-    """A difference that is seen without reading elements."""
+    """Returns the difference in shape or dtype of two tensors; None without one."""
     if a.shape != b.shape:
         return TensorDifference(name, "shape", f"shape {list(a.shape)} and {list(b.shape)}")
     if with_dtype and a.dtype != b.dtype:
@@ -320,7 +323,7 @@ def _compare_elements(
     tolerance: Tolerance,
     progress: Callable[[int], None] | None,
 ) -> Numbers:
-    """What the comparison of two tensors of one shape finds, reading both once."""
+    """Compares the elements of two tensors of one shape. Reads both once."""
     found = Numbers()
     elements = prod(left.shape)
     step = max(1, BLOCK_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))

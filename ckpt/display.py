@@ -1,7 +1,7 @@
-"""How names, sizes and tables look in a terminal and in a notebook.
+"""Formats names, sizes and tables for terminals and notebooks.
 
-Names come out of files that anybody may have written. So no character of a name reaches a terminal
-that the terminal could take for a command, and none reaches a notebook as HTML.
+Names come from files of unknown origin. A terminal therefore gets no control characters of a name,
+and a notebook gets no HTML of one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from html import escape
 
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 SHOWN_ROWS = 50
-"""How many rows an HTML table has at most."""
+"""An HTML table has at most so many rows."""
 
 
 def printable(text: str) -> str:
-    r"""The text with everything that is no printable character escaped.
+    r"""Returns the text with each character escaped that is not printable.
 
     >>> printable("w\x1b[2J")
     'w\\x1b[2J'
@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes in decimal units, three digits.
+    """Returns a number of bytes in decimal units, with three digits.
 
     >>> size(999), size(16_384), size(5_000_000_000)
     ('999 B', '16.4 kB', '5.00 GB')
@@ -44,7 +44,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things.
+    """Returns a number with a noun.
 
     >>> count(1, "tensor"), count(2000, "tensor")
     ('1 tensor', '2,000 tensors')
@@ -53,9 +53,9 @@ def count(number: int, noun: str) -> str:
 
 
 def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> str:
-    """A table for Jupyter, in which every text is escaped.
+    """Returns an HTML table for Jupyter. All texts are escaped.
 
-    `total` is the number of all rows; a line below the table tells how many are left out.
+    `total` is the number of all rows. A line below the table has the number of missing rows.
 
     >>> html_table("c", ["name"], [["<b>"]], 2)
     '<b>c</b><table><tr><th>name</th></tr><tr><td>&lt;b&gt;</td></tr></table>and 1 more'

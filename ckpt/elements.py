@@ -1,12 +1,12 @@
-"""Elements of two tensors, compared as bits and then as numbers. Arrays over raw memory, no torch.
+"""Compares elements of two tensors as bits and then as numbers. Works on arrays over raw memory.
 
 Rules:
 
-1. Elements with equal bits are equal, and most blocks end there. Only the others become numbers.
-2. Integers of one dtype are subtracted exactly, however large. All else is subtracted as float64
-   or complex128, which hold every number of the smaller types.
-3. The 8-bit floats are looked up in a table that torch makes, the only need for torch here. Dtypes
-   without numbers (packed 4-bit floats) are compared as bits, whatever the tolerance.
+1. Elements with equal bits are equal. Only elements with different bits are compared as numbers.
+2. Integers of one dtype are subtracted exactly. All other elements are subtracted as float64 or
+   complex128, which hold every number of the smaller types.
+3. A table, made by torch, has the numbers of an 8-bit float; nothing else here needs torch. Dtypes
+   without numbers (packed 4-bit floats) are always compared as bits.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ _NUMPY = {
     "U8": np.uint8,
     "BOOL": np.uint8,
 }
-"""The dtypes that numpy has too."""
+"""The dtypes that numpy has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Close is `|a - b| <= atol + rtol * |b|`. Both 0: equal to the bit."""
+    """Elements are close if `|a - b| <= atol + rtol * |b|`. If both are 0, bits must be equal.
+
+    Raises:
+        ArgumentError: a tolerance is negative or NaN.
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -56,29 +60,30 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """True when only equal bits will do."""
+        """Whether only equal bits are close."""
         return self.rtol == 0 and self.atol == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a comparison of elements found."""
+    """The result of a comparison of elements."""
 
     unequal: int = 0
-    """Elements whose bits, or numbers where the dtypes differ, are not equal."""
+    """The number of elements with different bits; with different numbers if the dtypes differ."""
     differing: int = 0
-    """Of those, how many are not within the tolerance."""
+    """The number of elements that are not within the tolerance."""
     first: int = 0
-    """The first of these, in row-major order."""
+    """The index of the first such element, in row-major order."""
     first_a: str = ""
+    """The first such element of A as text."""
     first_b: str = ""
     max_abs: float = 0.0
-    """The largest |a - b|; infinite where there is no number."""
+    """The largest |a - b|; infinite for elements that are not numbers."""
     max_rel: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
 
     def then(self, later: Numbers, offset: int) -> Numbers:
-        """This and what was found in the elements from `offset` on."""
+        """Returns this result and the result of the elements from `offset` on as one."""
         first = self if self.differing else replace(later, first=later.first + offset)
         return Numbers(
             self.unequal + later.unequal,
@@ -92,9 +97,11 @@ class Numbers:
 
 
 def read_elements(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -> Array:
-    """Elements `[lo, hi)` of a tensor in row-major order, read and verified as `engine` does.
+    """Reads elements `[lo, hi)` of a tensor in row-major order, and verifies them as `engine` does.
 
-    Raises CorruptError for a wrong checksum, HoleError where some are stored nowhere.
+    Raises:
+        CorruptError: a checksum is wrong.
+        HoleError: elements are not stored.
     """
     array: Array = np.empty(hi - lo, dtype=_MEMORY[record.dtype.itemsize])
     pieces, at = [], 0
@@ -106,7 +113,7 @@ def read_elements(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -
 
 
 def compare(a: Array, a_dtype: DType, b: Array, b_dtype: DType, tolerance: Tolerance) -> Numbers:
-    """What is different between elements of two tensors, equally many, given as raw memory."""
+    """Compares the elements of two tensors, given as raw memory of equally many elements."""
     unequal = _unequal(a, a_dtype, b, b_dtype)
     if not len(unequal):
         return Numbers()
@@ -139,7 +146,7 @@ def compare(a: Array, a_dtype: DType, b: Array, b_dtype: DType, tolerance: Toler
 
 
 def same_value(a: Tree, b: Tree, tolerance: Tolerance) -> bool:
-    """Whether two plain values are of one type and equal, or close where they are floats.
+    """Whether two plain values have one type and are equal; floats may be close.
 
     >>> same_value(1, True, Tolerance()), same_value(float("nan"), float("nan"), Tolerance())
     (False, True)
@@ -156,7 +163,7 @@ def same_value(a: Tree, b: Tree, tolerance: Tolerance) -> bool:
 
 
 def _unequal(a: Array, a_dtype: DType, b: Array, b_dtype: DType) -> Array:
-    """The indices of the elements with other bits; of other numbers, where the dtypes differ."""
+    """Returns the indices of elements with different bits, or numbers if the dtypes differ."""
     if a_dtype != b_dtype:
         x, y = _numbers(a, a_dtype), _numbers(b, b_dtype)
         if x is None or y is None:
@@ -169,7 +176,7 @@ def _unequal(a: Array, a_dtype: DType, b: Array, b_dtype: DType) -> Array:
 
 
 def _numbers(raw: Array, dtype: DType) -> Array | None:
-    """The numbers that these elements are; None for a dtype without."""
+    """Returns the elements as numbers; None for a dtype without numbers."""
     if dtype.name in _NUMPY:
         return np.asarray(raw.view(_NUMPY[dtype.name]))
     if dtype.name == "BF16":
@@ -181,22 +188,22 @@ def _numbers(raw: Array, dtype: DType) -> Array | None:
 
 
 def _float8_table(dtype: DType) -> Array | None:
-    """The numbers of the 256 elements of an 8-bit float; None where torch has no such numbers."""
+    """Returns the numbers of the 256 elements of an 8-bit float; None for other dtypes."""
     if not dtype.name.startswith("F8"):
         return None
     import torch
 
-    from ckpt.state.memory import torch_dtype  # torch, for types that numpy lacks alone
+    from ckpt.state.memory import torch_dtype  # imports torch, which only these dtypes need
 
     every = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch_dtype(dtype.torch_name))
-    numbers: Array = every.to(torch.float32).numpy()
-    return numbers
+    table: Array = every.to(torch.float32).numpy()
+    return table
 
 
 def _absolute(x: Array, y: Array) -> Array:
-    """|x - y| as float64: 0 for two NaNs, infinite where only one is a number."""
+    """Returns |x - y| as float64: 0 for two NaNs, infinite if only one is a number."""
     if x.dtype == y.dtype and x.dtype.kind in "iu":
-        # Modulo 2**64 the difference of the larger and the smaller is exact.
+        # The larger minus the smaller is exact modulo 2**64.
         larger, smaller = np.maximum(x, y), np.minimum(x, y)
         exact = larger.astype(np.uint64) - smaller.astype(np.uint64)
         return np.asarray(exact.astype(np.float64))
@@ -213,7 +220,7 @@ def _close(absolute: Array, y: Array, tolerance: Tolerance) -> Array:
 
 
 def _relative(absolute: Array, x: Array, y: Array) -> Array:
-    """|x - y| / max(|x|, |y|); 0 where the difference is, infinite where it is."""
+    """Returns |x - y| / max(|x|, |y|): 0 if the difference is 0, infinite if it is infinite."""
     relative = absolute / np.fmax(_magnitude(x), _magnitude(y))
     relative[np.isinf(absolute)] = np.inf
     relative[absolute == 0] = 0.0
@@ -226,7 +233,7 @@ def _magnitude(x: Array) -> Array:
 
 
 def _shown(numbers: Array | None, raw: Array, dtype: DType, at: int) -> str:
-    """One element for people, with as many digits as tell it from its neighbours."""
+    """Returns one element as text, with enough digits to identify it."""
     if numbers is None:
         return f"bits {_hex(raw, at)}"
     value = numbers[at]

@@ -1,143 +1,108 @@
-"""What can go wrong in saving and loading, grouped by what a caller would do about it.
+"""All errors and warnings, grouped by the remedy of a caller.
 
-All errors of the packages are here: those of bytes come from `formats`, those of tensors, arguments
-and ranks from `sharding.errors`, which has the root, `CkptError`, and the rules of `kind`.
+This module also has the errors of bytes, from `formats`, and those of tensors, arguments and ranks,
+from `sharding.errors`, with the root `CkptError` and the rules of `kind`. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.storage import GoneError, SizeError, TooLargeError
-from sharding.errors import (
-    SHOWN_NAMES,
-    ArgumentError,
-    ArgumentTypeError,
-    CkptError,
-    DestroyedGroupError,
-    HoleError,
-    LocalShapeError,
-    MisuseError,
-    NotAMemberError,
-    OptimizerMismatchError,
-    PartialError,
-    RankError,
-    ShardingError,
-    TorchAssertionError,
-    TransferError,
-    UnknownPlacementError,
-    WorldMismatchError,
-    mixed_content,
-)
+import formats.errors
+import sharding.errors
+from formats.errors import *  # noqa: F403 - every error has one list, in its own module
+from formats.errors import CorruptError
+from sharding.errors import *  # noqa: F403
+from sharding.errors import SHOWN_NAMES, CkptError, mixed_content
 from sharding.url_secrets import without_secrets
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
     "BackgroundError",
     "BusyError",
-    "CkptError",
     "ClosedError",
-    "CorruptError",
     "DamagedLoadError",
-    "DestroyedGroupError",
     "Difference",
     "ExistsError",
     "FallbackWarning",
-    "FormatError",
-    "GoneError",
-    "HoleError",
-    "HostileError",
     "InUseError",
-    "LocalShapeError",
     "MismatchError",
-    "MisuseError",
     "NotACheckpointError",
-    "NotAMemberError",
-    "OptimizerMismatchError",
-    "PartialError",
     "PartialLoadError",
-    "RankError",
     "ReplacedError",
     "ReplacedLoadError",
     "ReplicasWarning",
-    "ShardingError",
-    "SizeError",
+    "SaveFailedWarning",
     "Skipped",
     "StateChangedError",
     "StateError",
     "StoreError",
     "TensorIndexError",
-    "TooLargeError",
-    "TorchAssertionError",
-    "TransferError",
     "UnknownNameError",
-    "UnknownPlacementError",
-    "UnsupportedError",
     "UnverifiedWarning",
     "WaitTimeoutError",
-    "WorldMismatchError",
 ]
+__all__ += formats.errors.__all__
+__all__ += sharding.errors.__all__
 
 
 class StateError(CkptError, ValueError):
-    """The state holds something that cannot be stored, or two names that are the same."""
+    """The state has a value that cannot be stored, or two entries of one name."""
 
     kind = "state"
 
 
 class ExistsError(CkptError, FileExistsError):
-    """A committed checkpoint or file is in the way; nothing was written over it."""
+    """A committed checkpoint or file is at the target, and was not overwritten."""
 
     kind = "exists"
 
 
 class InUseError(ExistsError):
-    """Other checkpoints borrow from this one: it can be neither deleted nor overwritten."""
+    """Other checkpoints borrow from this one, so it can be neither deleted nor overwritten."""
 
     kind = "in_use"
 
 
 class NotACheckpointError(CkptError, FileNotFoundError):
-    """There is no committed checkpoint of a known format at this place."""
+    """No committed checkpoint of a known format is at this place."""
 
     kind = "not_a_checkpoint"
 
 
 class StoreError(CkptError, OSError):
-    """The disk or object store failed; what was committed before is untouched."""
+    """The disk or object store failed. Checkpoints that were committed before are unchanged."""
 
     kind = "store"
 
 
 class ReplacedError(StoreError):
-    """The checkpoint was replaced or deleted while it was read. None is damaged: read it again."""
+    """The checkpoint was replaced or deleted during the read. It is not damaged: read it again."""
 
     kind = "replaced"
 
 
 class BusyError(CkptError):
-    """A save is in flight on some rank, and another was not to wait for it: that one is refused."""
+    """A background save is in flight on a rank, and the call does not wait for it."""
 
     kind = "busy"
 
 
 class StateChangedError(CkptError):
-    """A tensor was changed in place before it was copied; there is no checkpoint of it."""
+    """A tensor was changed in place before the save had copied it; there is no new checkpoint."""
 
     kind = "state_changed"
 
 
 class BackgroundError(CkptError):
-    """An earlier save failed in the background, of which nobody had been told."""
+    """An earlier background save failed, and no caller has seen its error."""
 
     kind = "background"
 
 
 class ClosedError(CkptError, ValueError):
-    """A checkpoint was read that had been closed: open it again."""
+    """The checkpoint is closed: open it again to read."""
 
     kind = "closed"
 
@@ -156,16 +121,13 @@ class TensorIndexError(CkptError, IndexError):
 
 
 class WaitTimeoutError(CkptError, TimeoutError):
-    """A save in the background was not over in the time given; it goes on."""
+    """A background save has not ended within the timeout; it goes on."""
 
     kind = "wait_timeout"
 
 
 class MismatchError(CkptError, ValueError):
-    """Checkpoint and target do not fit together; the target was not touched.
-
-    All differences are listed, not only the first.
-    """
+    """The checkpoint does not match the target, which is unchanged. Lists all differences."""
 
     kind = "mismatch"
 
@@ -180,21 +142,25 @@ class MismatchError(CkptError, ValueError):
         )
 
 
+DifferenceKind = Literal["missing", "unexpected", "shape", "dtype", "structure", "pattern"]
+"""`pattern` is a pattern, or a key of `rename=`, that matches no name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One way in which a checkpoint and a target do not fit."""
+    """One difference between a checkpoint and a target."""
 
     name: str
-    problem: str
-    """`missing`, `unexpected`, `shape`, `dtype`, `structure`, or `pattern`: it names nothing."""
+    problem: DifferenceKind
     detail: str
+    """The difference as text, with the values of both sides and the remedy."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.detail}"
 
 
 class PartialLoadError(CkptError):
-    """Reading failed half-way: the tensors in `touched` may hold a mix of old and new bytes."""
+    """A load failed half-way: the tensors in `touched` may hold a mix of old and new bytes."""
 
     kind = "partial_load"
 
@@ -204,62 +170,63 @@ class PartialLoadError(CkptError):
 
 
 class DamagedLoadError(PartialLoadError, CorruptError):
-    """Reading met changed or missing bytes half-way."""
+    """A load found changed or missing bytes half-way."""
 
     kind = "corrupt"
 
 
 class ReplacedLoadError(PartialLoadError, ReplacedError):
-    """The checkpoint was replaced or deleted when some of it had been read into the target."""
+    """The checkpoint was replaced or deleted after a part of it was read into the target."""
 
     kind = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A checkpoint that was passed over for an older one."""
+    """A checkpoint that was skipped for an older one."""
 
     url: str
     kind: str
-    """`kind` of the error that loading it raises: `corrupt`, `not_a_checkpoint`, ..."""
+    """The `kind` of the error that a load would raise: `corrupt`, `not_a_checkpoint`, ..."""
     message: str
 
 
 class FallbackWarning(UserWarning):
-    """A checkpoint was not sound and an older one was taken in its place."""
+    """A checkpoint is not sound, and an older one was used in its place."""
 
     def __init__(self, taken: str, skipped: Sequence[Skipped]) -> None:
         self.taken = taken
-        """The path or URL of the one that was taken."""
+        """The path or URL of the checkpoint that was used."""
         self.skipped = tuple(skipped)
-        """What was passed over, newest first, and why."""
+        """The skipped checkpoints, newest first, with the reasons."""
         shown = "\n".join(f"  {one.message}" for one in self.skipped)
         super().__init__(
-            f"{without_secrets(taken)} is taken in the place of what is not sound:\n{shown}"
+            f"{without_secrets(taken)} is used in the place of checkpoints that are not sound:\n"
+            f"{shown}"
         )
 
 
 class SaveFailedWarning(UserWarning):
-    """A checkpoint of a run was not saved, or not removed; training went on."""
+    """A checkpoint of a run was not saved, or not removed. Training goes on."""
 
 
 class ReplicasWarning(UserWarning):
-    """Tensors that ranks have as replicas of one another differ; one rank's are stored."""
+    """Replicas of a tensor differ between ranks; those of one rank are stored."""
 
 
 class UnverifiedWarning(UserWarning):
-    """Some of what was read could not be compared with a checksum, though the format has some."""
+    """Bytes were read without a comparison of checksums, although the format has checksums."""
 
     def __init__(self, url: str, tensors: Sequence[str]) -> None:
         self.url = url
         """The checkpoint."""
         self.tensors = tuple(tensors)
-        """The tensors on this rank of which a part of a record was read; empty where it was on
-        other ranks alone."""
+        """This rank's tensors that were read from a part of a record; empty if only other ranks
+        have such tensors."""
         shown = ", ".join(self.tensors[:5]) or "on other ranks"
         more = f" and {len(self.tensors) - 5} more" if len(self.tensors) > 5 else ""
         super().__init__(
             f"{without_secrets(url)}: parts of records were read ({shown}{more}), and a record has "
-            "one CRC-32 for all its bytes, so that a flipped bit in these would not be seen; give "
-            "verify='all' to read such records whole and compare, or verify=False to compare none"
+            "one CRC-32 for all its bytes, so these parts were not verified; pass verify='all' to "
+            "read and compare such records as a whole, or verify=False to compare none"
         )

@@ -1,14 +1,13 @@
-"""Loading from an older checkpoint where one is damaged or missing: `ckpt.load(..., fallback=)`.
+"""Loads an older checkpoint if one is damaged or missing: `ckpt.load(..., fallback=)`.
 
 Rules:
 
-1. Damage alone makes a load go back: bytes that are missing or changed, or no checkpoint at all.
-   Where the target does not fit, a store fails or a rank dies, an older one would not help.
+1. Only damage makes a load go back: missing or changed bytes, or no checkpoint at all. An older
+   checkpoint does not help if the target does not match, a store fails or a rank dies.
 2. All ranks decide alike, by the failure that they agreed on.
-3. A checkpoint that is replaced while it is read is not damaged: the same place is begun again, on
-   all ranks alike.
-4. A failed try may have filled a part of the target. The one that succeeds has to fill all of that;
-   no call returns a mix of two checkpoints.
+3. A checkpoint that is replaced during a read is not damaged: all ranks load the same place again.
+4. A failed try may have filled a part of the target. The try that succeeds must fill at least this
+   part: no call returns a mix of two checkpoints.
 """
 
 from __future__ import annotations
@@ -33,12 +32,18 @@ from ckpt.errors import (
 from ckpt.newest import committed, natural
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
-from formats.errors import CorruptError, FormatError, HostileError
-from formats.storage import GoneError, SizeError, TooLargeError
+from formats.errors import (
+    CorruptError,
+    FormatError,
+    GoneError,
+    HostileError,
+    SizeError,
+    TooLargeError,
+)
 from sharding.agreement.ranks import Ranks
 
 TO_USER = 7
-"""Calls from where all ranks are told of a warning to the program that called `ckpt.load`."""
+"""The stack level, in `_tell`, of the program that called `ckpt.load`."""
 Url = str | os.PathLike[str]
 
 DAMAGE = {
@@ -48,17 +53,17 @@ DAMAGE = {
         *(FormatError, HostileError, TooLargeError, NotACheckpointError),
     )
 }
-"""The errors after which an older checkpoint is tried: their `kind` by their class."""
+"""The `kind` of the errors after which a load tries an older checkpoint, by class name."""
 REPLACED = (ReplacedError.__name__, ReplacedLoadError.__name__)
-"""Those after which the same place is tried again."""
+"""The class names of the errors after which a load tries the same place again."""
 
 
 class Loaded(NamedTuple):
-    """What one try gave."""
+    """The result of one try."""
 
     state: object
     names: frozenset[str]
-    """The tensors of this rank's target that it filled."""
+    """The tensors of this rank's target that the try filled."""
 
 
 def load_or_older(
@@ -68,10 +73,13 @@ def load_or_older(
     load: Callable[[str], Loaded],
     options: Options,
 ) -> tuple[object, str]:
-    """The state from `url`, or from the first of its fallbacks that is sound; and that one.
+    """Returns the state from `url`, or from the first fallback that is sound, and its URL.
 
-    Called by all ranks; `load` is what they do together for one of them. Raises what the last try
-    failed with, or a PartialLoadError where that says nothing of what an earlier one touched.
+    All ranks call this. `load` loads one URL on all ranks.
+
+    Raises:
+        PartialLoadError: the last try failed, and an earlier one has touched further tensors.
+        Exception: the error of the last try, if it names all touched tensors.
     """
     skipped: list[Skipped] = []
     touched: dict[str, None] = {}
@@ -108,7 +116,7 @@ def load_or_older(
         if left := touched.keys() - loaded.names:
             raise PartialLoadError(
                 f"{_partly_read(url, skipped)}; {here}, loaded in its place, does not have all "
-                "that was filled from that",
+                "tensors that were filled before",
                 sorted(left),
             )
         if skipped:
@@ -117,7 +125,7 @@ def load_or_older(
 
 
 def _partly_read(url: Url, skipped: Sequence[Skipped]) -> str:
-    """Why a target holds some of what was not loaded."""
+    """Returns why a target holds bytes of a checkpoint that was not loaded."""
     if skipped:
         return f"{skipped[0].url} is damaged and was read in part"
     return f"{os.fspath(url)} was replaced while it was read"
@@ -129,14 +137,14 @@ def _tell(ranks: Ranks, taken: str, skipped: Sequence[Skipped]) -> None:
 
 
 def _failure(ranks: Ranks) -> str:
-    """The class of the failure that all ranks know of; empty where there is none."""
+    """Returns the class name of the failure that all ranks know; empty without one."""
     return "" if ranks.told is None else ranks.told[1]
 
 
 def older_beside(url: Url, options: Options) -> list[str]:
-    """The names of the folders beside a checkpoint with older ones, newest first.
+    """Returns the names of the folders with older checkpoints beside this one, newest first.
 
-    Of one that was not committed, those whose names come before its own.
+    If this checkpoint is not committed, the order of names decides which ones are older.
     """
     if is_file(url, options):
         return []
@@ -149,7 +157,7 @@ def older_beside(url: Url, options: Options) -> list[str]:
 
 
 def _older(ranks: Ranks, url: Url, fallback: bool | Sequence[Url], options: Options) -> list[str]:
-    """What to try next, newest first: the same on all ranks."""
+    """Returns the URLs to try next, newest first, equal on all ranks."""
     if fallback is False:
         return []
     if not isinstance(fallback, bool):
@@ -168,11 +176,11 @@ def _folder_and_name(url: Url) -> tuple[str, str]:
 
 
 def _none_is_sound(skipped: Sequence[Skipped], touched: Sequence[str]) -> Exception:
-    """The error where the fallbacks are damaged too."""
+    """Returns the error for a checkpoint whose fallbacks are all damaged too."""
     said = "; ".join(one.message for one in skipped)
     message = f"{skipped[0].url}: neither it nor one of its fallbacks can be loaded: {said}"
     is_gone = all(one.kind == NotACheckpointError.kind for one in skipped)
-    if touched and is_gone:  # a try that was replaced touched them, and nothing was damaged
+    if touched and is_gone:  # a checkpoint that was replaced meanwhile, and none is damaged
         return ReplacedLoadError(message, touched)
     if touched:
         return DamagedLoadError(message, touched)

@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, put off while many objects are made that all are needed."""
+"""Delays Python's search for cyclic garbage while many objects are made that all are needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_later() -> Iterator[None]:
-    """Inside, nothing looks for cyclic garbage; for work of seconds that leaves none.
+    """Disables the garbage collector inside the block, for work of seconds without cyclic garbage.
 
-    A plan is some objects for every tensor, and Python looks through all the objects there are
-    each time a quarter has come to them: with torch imported that is most of the time of a plan.
+    A plan has several objects for each tensor. Python searches all objects whenever their number
+    has grown by a quarter: with torch imported, that is most of the time of a plan.
     """
     back = gc.enable if gc.isenabled() else gc.disable
     try:
-        gc.disable()  # in here, for an interrupt that comes just then
+        gc.disable()  # inside `try`: an interrupt may come just after
         yield
     finally:
         back()

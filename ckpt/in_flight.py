@@ -1,14 +1,14 @@
-"""The one save that this process has in the background, and what must not happen meanwhile.
+"""The one background save of this process, and the calls that have to wait for it.
 
 Rules:
 
-1. At most one is in flight. Whoever begins another waits for it, or is refused; of several threads
-   one has the turn, from before it looks at the state until its save is in flight.
-2. An error that nobody has been told of is raised by the next save, or printed at exit. Who was
-   interrupted in the call has been told.
-3. A normal exit of the interpreter waits for the save in flight, and for the other ranks to know
-   how it ended. A forked child has none.
-4. Imports no torch: what only looks into checkpoints asks here as well.
+1. At most one save is in flight. A thread that begins another waits for it, or is refused. One
+   thread at a time has the turn: from before it reads the state until its save is in flight.
+2. The next save raises an error that no caller has seen; otherwise the exit prints it. The caller
+   of an interrupted save has seen its error.
+3. A normal exit of the interpreter waits for the save in flight, and until the other ranks know its
+   result. A forked child has no save in flight.
+4. This module imports no torch: calls that only read checkpoints use it too.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from sharding.url_secrets import without_secrets
 
 
 class InFlight(Protocol):
-    """A save in the background, as others need to know it."""
+    """The part of a background save that this module needs."""
 
     url: str
 
     def finished(self, timeout: float | None = None) -> bool:
-        """Whether it is over, well or not, within so many seconds; None waits for it."""
+        """Whether the save has ended, in success or not, within so many seconds; None waits."""
         ...
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when the state has been copied and may be changed."""
+        """Returns once the state is copied and may be changed."""
         ...
 
     def untold(self) -> Exception | None:
-        """The error it ended with, unless somebody has been told of it. Now somebody is."""
+        """Returns the save's error if no caller has seen it, and counts it as seen from now on."""
         ...
 
 
 _last: InFlight | None = None
 _turn: object = None
-"""Who is about to begin a save; None where nobody is."""
+"""The owner of the turn to begin a save; None if it is free."""
 _turns = threading.Condition()
 _threads: list[threading.Thread] = []
-"""That do the last save, and perhaps leave an earlier one."""
+"""The threads of the last save, and of earlier saves that are still ending."""
 _is_watching_exit = False
 
 
 def begin(save: InFlight, thread: threading.Thread) -> None:
-    """From now on this one is in flight, in a thread that is to be started; the last is over."""
+    """Registers a save as the one in flight, before its thread starts. The last one has ended."""
     global _last, _is_watching_exit
     _last = save
     _threads[:] = [*(one for one in _threads if one.is_alive()), thread]
@@ -69,18 +69,18 @@ def is_busy() -> bool:
 
 
 def url() -> str:
-    """The place of the last save in the background."""
+    """Returns the URL of the last background save."""
     return "" if _last is None else _last.url
 
 
 def wait() -> None:
-    """Return when no save is in flight; its error stays untold."""
+    """Returns once no save is in flight. An error of it stays unseen."""
     if _last is not None:
         _last.finished()
 
 
 def take_turn(who: object) -> bool:
-    """Whether no save is in flight, and none by another begins before `leave_turn`."""
+    """Takes the turn if it is free and no save is in flight. Returns whether it did."""
     global _turn
     with _turns:
         if is_busy() or _turn not in (None, who):
@@ -90,7 +90,7 @@ def take_turn(who: object) -> bool:
 
 
 def leave_turn(who: object) -> None:
-    """Let others begin a save, if it was this one's turn."""
+    """Gives up the turn, if `who` has it."""
     global _turn
     with _turns:
         if _turn is who:
@@ -99,14 +99,14 @@ def leave_turn(who: object) -> None:
 
 
 def wait_turn() -> None:
-    """Return when no save was in flight and none about to begin, in other threads."""
+    """Returns once no thread has the turn and no save is in flight."""
     with _turns:
         _turns.wait_for(lambda: _turn is None)
     wait()
 
 
 def raise_untold() -> None:
-    """Raise BackgroundError if the last save in the background failed and nobody was told."""
+    """Raises BackgroundError if the last background save failed and its error is unseen."""
     error = None if _last is None else _last.untold()
     if error is not None:
         raise BackgroundError(
@@ -117,9 +117,9 @@ def raise_untold() -> None:
 
 @contextmanager
 def told_by_this_call() -> Iterator[list[InFlight]]:
-    """Inside, what ends the call is all that its caller is told of the saves in the list.
+    """Counts errors of the saves in the list as seen if an exception ends the block.
 
-    An interrupt ends a call whose save fails for that, or goes on without anybody's handle.
+    An interrupt ends a call before its caller gets a handle of the save.
     """
     begun: list[InFlight] = []
     try:
@@ -131,7 +131,7 @@ def told_by_this_call() -> Iterator[list[InFlight]]:
 
 
 def before_loading(place: str) -> None:
-    """Return when loading from a place neither misses a save in flight nor disturbs its copies."""
+    """Waits until the save in flight has copied its state, or has ended if it is to `place`."""
     save = _last
     if save is not None and threading.current_thread() not in _threads:
         save.wait_staged()
@@ -156,8 +156,8 @@ def _finish_at_exit() -> None:
 
 
 def _at_exit() -> None:
-    # Before threads are shut down: writing may need some. `atexit` comes after that, and not at
-    # all in children of multiprocessing.
+    # Runs before Python shuts threads down, because writing may start one. `atexit` runs later, and
+    # in children of multiprocessing not at all.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_finish_at_exit)
 

@@ -1,21 +1,20 @@
-"""How N ranks store tensors of a kind, and what each of their files holds: plans, without a rank.
+"""Plans the files of N ranks for a kind of state dict, in one process.
 
-A kind says what a rank has of every tensor:
+The kind defines a rank's part of each tensor:
 
-    full      all of it, like every other rank
-    sharded   the rows that torch.chunk gives it
-    local     its run of the row-major elements, `ceil(numel / N)` of them
+    full      the whole tensor, on every rank
+    sharded   the rows of `torch.chunk`
+    local     a run of `ceil(numel / N)` row-major elements
 
-A tensor without dimensions is whole on every rank, whatever the kind.
+Every rank has the whole of a tensor without dimensions, in all kinds.
 
 Rules:
 
-1. The plan for a kind is the one that N processes would make if they saved such a state
-   (`ckpt.plan.save_plan`): what several ranks have is stored once, divided among them.
-2. What a rank stores of a tensor is one run of its row-major elements, in every layout made here.
-   So a rank's file can be streamed from any source without gathering anything.
-3. Pure: the same on every machine, and nothing is opened. Most tensors of a model share few
-   layouts, so what follows from one is kept.
+1. The plan for a kind equals the plan of N processes that save such a state
+   (`ckpt.plan.save_plan`): replicated elements are stored once, divided among the ranks.
+2. In every layout of this module a rank stores one run of a tensor's row-major elements. A rank's
+   file can therefore be streamed from any source.
+3. These functions are pure. Most tensors of a model share few layouts, so results are cached.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ from sharding.kind import Kind
 from sharding.layout import Box, FlatShard, Layout, Mesh, Piece, Placement, Replicate, Shard
 
 WORLD = "world"
-"""What saving calls the one axis over all ranks that plain tensors and flat parts are held by."""
+"""A save's name for the one mesh axis over all ranks of plain tensors and flat parts."""
 ROWS = "dim_0"
-"""What torch calls the one axis of a mesh without names, over which DTensors are sharded."""
+"""Torch's name for the one axis of a mesh without names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which rank's file gets what."""
+    """The division of tensors into the files of ranks."""
 
     stored: Mapping[str, StoredTensor]
     """By name, in the state's order."""
     parts: Mapping[int, Sequence[str]]
-    """Rank -> the names of which its file has something, in the state's order; ranks ascend."""
+    """Rank -> the names in its file, in the state's order; ranks ascend."""
     world_size: int
 
 
 def of_kind(tensors: Iterable[OutgoingTensor], kind: Kind, world_size: int) -> Division:
-    """The files of `world_size` ranks with a state of this kind (rule 1)."""
+    """Returns the files of `world_size` ranks with a state dict of this kind (rule 1)."""
     held = {
         tensor.name: StoredTensor(
             tensor.shape, tensor.dtype, layout_of(kind, tensor.shape, world_size)
@@ -67,7 +66,7 @@ def of_kind(tensors: Iterable[OutgoingTensor], kind: Kind, world_size: int) -> D
 
 
 def by_size(tensors: Iterable[OutgoingTensor], max_bytes: int) -> Division:
-    """Whole tensors in order, as many together as fit into a file; a larger one alone."""
+    """Returns files of whole tensors in order, as many in a file as fit; a larger one is alone."""
     stored: dict[str, StoredTensor] = {}
     parts: dict[int, list[str]] = {}
     rank, nbytes = 0, 0
@@ -83,7 +82,7 @@ def by_size(tensors: Iterable[OutgoingTensor], max_bytes: int) -> Division:
 
 @lru_cache(1024)
 def layout_of(kind: Kind, shape: tuple[int, ...], world_size: int) -> Layout:
-    """Who has what of a tensor of this shape in a state of this kind.
+    """Returns the layout of a tensor of this shape in a state dict of this kind.
 
     >>> [str(layout_of(kind, (5, 4), 3)) for kind in Kind]
     ['world:3=R', 'dim_0:3=S(0)', 'world:3=F(0,7)']
@@ -99,19 +98,19 @@ def layout_of(kind: Kind, shape: tuple[int, ...], world_size: int) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a rank stores of a tensor: row-major elements `[lo, hi)`, and the shape they have."""
+    """A rank's stored part of a tensor: row-major elements `[lo, hi)` with their shape."""
 
     lo: int
     hi: int
     shape: tuple[int, ...]
-    """Of the local array where it is whole, else one-dimensional."""
+    """The local array's if the run covers it; otherwise one-dimensional."""
 
 
 @lru_cache(1024)
 def run_of(layout: Layout, rank: int) -> Run:
-    """The rank's local storage as a run of the whole tensor (rule 2).
+    """Returns the rank's local storage as a run of the whole tensor (rule 2).
 
-    Raises ArgumentError for a layout that gives it elements which lie apart.
+    Raises ArgumentError for a layout with several runs for one rank.
 
     >>> run_of(layout_of(Kind.SHARDED, (5, 4), 3), 1)
     Run(lo=8, hi=16, shape=(2, 4))
@@ -130,27 +129,29 @@ def run_of(layout: Layout, rank: int) -> Run:
 
 
 def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None, int | None]:
-    """The kind and the number of ranks that were asked for: both, or neither.
+    """Returns the kind and the number of ranks that the caller gave: both, or neither.
 
-    `full` without a number means one rank. Raises ArgumentError for a word that is no kind, a
-    number that is no number of ranks, and one of the two without the other.
+    `full` without a number means one rank.
+
+    Raises:
+        ArgumentError: the kind is unknown, the number is out of range, or one lacks the other.
     """
     is_count = type(world_size) is int and 1 <= world_size <= RANKS
     if world_size is not None and not is_count:
         raise ArgumentError(
-            f"a world size of {world_size!r}: it is a whole number of ranks, from 1 to {RANKS}"
+            f"the world size is {world_size!r}; it is a whole number of ranks, from 1 to {RANKS}"
         )
     if kind is None:
         if world_size is not None:
             raise ArgumentError(
-                f"a world size of {world_size} without a kind does not say who has what: give one "
-                f"of {Kind.names()} as well (kind=, --kind)"
+                f"a world size of {world_size} needs a kind: give one of {Kind.names()} as well "
+                "(kind=, --kind)"
             )
         return None, None
     chosen = Kind.named(kind)
     if world_size is None and chosen is not Kind.FULL:
         raise ArgumentError(
-            f"{chosen.value} over how many ranks? Give the number as well (world_size=, "
+            f"the kind {chosen.value} needs a number of ranks: give it as well (world_size=, "
             "--world-size)"
         )
     return chosen, world_size or 1

@@ -1,4 +1,4 @@
-"""A checkpoint to look into: names at once, tensors and slices when they are asked for."""
+"""Lazy reading: an open checkpoint has all names, and reads tensors and slices on demand."""
 
 from __future__ import annotations
 
@@ -51,13 +51,23 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 def open(
     url: str | os.PathLike[str], *, verify: Verify = True, storage_options: Options = None
 ) -> Checkpoint:
-    """The checkpoint at a path or URL, with nothing read but its description.
+    """Opens the checkpoint at a path or URL, of any format, and reads only its description.
 
-    Every format is opened. `verify` checks the chunks that a read touches, which rounds what is
-    read out to whole chunks of 64 KiB; False reads the exact bytes. torch.save and DCP have one
-    checksum for all of a storage or chunk: True compares it where all is read, and the first read
-    of a part comes with an UnverifiedWarning; "all" reads and compares the rest each time. No
-    process group is involved. `storage_options` are the fsspec driver's.
+    One process can call this; no process group is involved.
+
+    Args:
+        verify: True compares the checksum of each chunk that a read touches, and so reads whole
+            chunks of 64 KiB. False reads the exact bytes. torch.save and DCP have one checksum for
+            a whole storage or chunk: True compares it if a read covers all of it, and the first
+            partial read gives an UnverifiedWarning; "all" reads and compares the rest each time.
+        storage_options: options of the fsspec driver.
+
+    Raises:
+        NotACheckpointError: no checkpoint of a known format is at `url`.
+        CorruptError, FormatError: the description is damaged.
+        HostileError: the checkpoint claims more than the limits allow.
+        UnsupportedError: this version cannot read the checkpoint.
+        ArgumentError: `verify` has another value.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -78,14 +88,22 @@ def read(
     verify: Verify = True,
     storage_options: Options = None,
 ) -> object:
-    """The saved state as a plain nest: whole tensors on the CPU, and the values around them.
+    """Returns the saved state as a plain nest: whole tensors on the CPU, and the values.
 
-    `include` and `exclude` are patterns of names; an entry that is not selected is left out of its
-    dict, and is None in a list. `dtype` casts floating-point tensors. Tied ones come back as one.
-    `verify` is as for `open`.
+    Tied names share one tensor. One process can call this; no process group is involved.
+
+    Args:
+        include, exclude: patterns (`*`, `?`) of names. A dict lacks its unselected entries, and a
+            list has None for them.
+        dtype: casts floating-point tensors to this dtype.
+        verify: as for `open`.
+        storage_options: options of the fsspec driver.
 
     Raises:
-        ArgumentError: a pattern matches no name, or nothing is left over.
+        ArgumentError: a pattern matches no name, or the selection is empty.
+        CorruptError, FormatError: bytes are missing or changed.
+        ReplacedError: the checkpoint was replaced each time that it was read.
+        Exception: the errors of `open`.
     """
     selection = Selection.of(include, exclude)
 
@@ -97,7 +115,7 @@ def read(
 
 
 class TensorHandle:
-    """One tensor of an open checkpoint: indexing it reads."""
+    """One tensor of an open checkpoint. Indexing the handle reads the elements."""
 
     def __init__(self, checkpoint: Checkpoint, record: TensorRecord) -> None:
         self._checkpoint = checkpoint
@@ -105,7 +123,7 @@ class TensorHandle:
 
     @property
     def name(self) -> str:
-        """The name it is stored under."""
+        """The name of the stored tensor."""
         return self.record.name
 
     @property
@@ -120,15 +138,22 @@ class TensorHandle:
 
     @property
     def layout(self) -> Layout | None:
-        """How the ranks that saved it divided it, where the format knows."""
+        """The layout over the ranks that saved the tensor; None if the format has none."""
         return self.record.layout
 
     def __getitem__(self, index: Index) -> torch.Tensor:
-        """The elements at these indices, as indexing a tensor would give them.
+        """Reads the elements at these indices, as an indexed tensor returns them.
 
-        Integers and slices with a positive step; a step above 1 reads the range and drops what it
-        skips. Raises IndexError for an integer out of range, or more indices than dimensions,
-        TypeError for what else torch takes: masks, lists, None.
+        The indices are integers, slices with a positive step, and `...`. A slice with a step above
+        1 reads its whole range and drops the other elements.
+
+        Raises:
+            TensorIndexError: an integer is out of range, there are more indices than dimensions or
+                several `...`, or a step is not positive.
+            ArgumentTypeError: an index has another type: a mask, a list, None.
+            CorruptError: bytes are missing or changed.
+            ReplacedError: the checkpoint was replaced or deleted since it was opened.
+            ClosedError: the checkpoint was closed.
         """
         box, steps, dropped = _resolve(index, self.shape, self.name)
         tensor = self._checkpoint.box(self.record, box)
@@ -138,9 +163,12 @@ class TensorHandle:
         return tensor.reshape(kept)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        """The whole tensor as an array of numpy, for `numpy.asarray`.
+        """Reads the whole tensor as an array, for `numpy.asarray`.
 
-        Raises ArgumentTypeError for a type that numpy lacks, ArgumentError for `copy=False`.
+        Raises:
+            ArgumentTypeError: numpy lacks the dtype.
+            ArgumentError: `copy` is False.
+            Exception: the errors of `__getitem__`.
         """
         if copy is False:
             raise ArgumentError(f"{self.name}: reading makes a copy; leave out copy=False")
@@ -161,10 +189,10 @@ class TensorHandle:
 
 
 class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"]):
-    """An open checkpoint: a mapping from tensor names, tied names included, to handles.
+    """An open checkpoint: a mapping from tensor names, including tied names, to handles.
 
-    Close it, or use it in a `with`. One that is left open is closed, without a warning, when nobody
-    refers to it any more or the interpreter ends.
+    Close it, or use it in a `with` statement. An open checkpoint is closed without a warning when
+    its last reference goes or the interpreter exits.
     """
 
     def __init__(
@@ -179,12 +207,12 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
 
     @property
     def url(self) -> str:
-        """Where it was opened."""
+        """The path or URL with which the checkpoint was opened."""
         return self._opened().url
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What the writer said of itself."""
+        """The metadata that the writer stored."""
         return self.catalog.metadata
 
     def __repr__(self) -> str:
@@ -196,13 +224,13 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         return html_table(self._summary(), _COLUMNS, rows, len(self))
 
     def _summary(self) -> str:
-        """A line on the whole: place, format, tensors and bytes, and whether it was closed."""
+        """Returns one line with place or "closed", format, tensors and bytes."""
         place = "closed" if self._source is None else without_secrets(self._source.url)
         tensors, nbytes = count(len(self.catalog.tensors), "tensor"), size(self.catalog.nbytes)
         return f"Checkpoint {printable(place)}: {self.catalog.format}, {tensors}, {nbytes}"
 
     def values(self) -> Tree:  # type: ignore[override]
-        """The saved nest with a `TensorRef` in the place of every tensor."""
+        """Returns the saved nest with a `TensorRef` in the place of each tensor."""
         return self.catalog.tree
 
     def __getitem__(self, name: str) -> TensorHandle:
@@ -221,7 +249,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         return len(self.catalog.tensors) + len(self.catalog.aliases)
 
     def box(self, record: TensorRecord, box: Box) -> torch.Tensor:
-        """A region of a tensor, read into memory of its own."""
+        """Reads a box of a tensor into new memory. Raises as `TensorHandle.__getitem__` does."""
         tensor = empty_for(record, box.shape)
         self.fill([(record, box, tensor)], stacklevel=5)
         return tensor
@@ -239,7 +267,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         self._read(requests, [memory_of(tensor) for *_, tensor in wanted], stacklevel)
 
     def state(self, selection: Selection, dtype: torch.dtype | None = None) -> object:
-        """The saved nest with its tensors read (see `read`)."""
+        """Reads the saved nest with its tensors. Arguments and errors are those of `read`."""
         if not selection.is_all:
             selection.check_chooses(set(names_of(self.catalog.tree)), without_secrets(self.url))
         tensors: dict[str, torch.Tensor] = {}
@@ -284,7 +312,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def _read(
         self, requests: Sequence[ReadRequest], memory: Sequence[memoryview], stacklevel: int
     ) -> None:
-        """Do the requests; says once that not all could be verified."""
+        """Reads the requests. Warns once if some bytes could not be verified."""
         source = self._opened()
         unverified = read_requests(source.store, requests, memory, self._verify)
         if unverified and not self._has_told:
@@ -292,7 +320,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
             warn(UnverifiedWarning(source.url, unverified), stacklevel=stacklevel)
 
     def close(self) -> None:
-        """Let go of the files; handles stay, but can no longer read."""
+        """Closes the files. Handles keep their metadata and can no longer read."""
         self._source = None
         self._close()
 
@@ -315,11 +343,11 @@ def _row(name: str, record: TensorRecord) -> tuple[str, str, str, str]:
 def _resolve(
     index: Index, shape: tuple[int, ...], name: str
 ) -> tuple[Box, tuple[int, ...], frozenset[int]]:
-    """The box an index covers, the step in each dimension, and the dimensions that vanish."""
+    """Returns the box of an index, the step of each dimension, and the dimensions to drop."""
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [at for at, part in enumerate(parts) if part is Ellipsis]
     if len(ellipses) > 1:
-        raise TensorIndexError(f"{name}: an index has one ellipsis at most")
+        raise TensorIndexError(f"{name}: an index has at most one ellipsis, not {len(ellipses)}")
     for at in ellipses:
         parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
     if len(parts) > len(shape):
@@ -348,13 +376,13 @@ def _resolve(
 
 
 def _integer(part: object, name: str) -> int:
-    """An index as an int: of any integer type, but no bool, which would be a mask in torch."""
+    """Returns an index of any integer type as an int; refuses bool, which torch takes as a mask."""
     try:
         if not isinstance(part, bool):
             return as_int(part)  # type: ignore[arg-type]
     except TypeError:
         pass
     raise ArgumentTypeError(
-        f"{name}: the indices are integers, slices and `...`, not {type(part).__name__}; read the "
-        "range that holds what you want and index the tensor"
+        f"{name}: the indices are integers, slices and `...`, not {type(part).__name__}; read a "
+        "range that holds the elements and index the resulting tensor"
     )

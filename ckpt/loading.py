@@ -1,8 +1,8 @@
 """Loading: open, match, plan, agree, run, install.
 
-Nothing in the target changes before every rank has matched all names, has opened the files that it
-needs, and has agreed with the others. Then tensors are read into the memory they have. Optimizers
-and other objects get their state last, by their own `load_state_dict`.
+The target changes only after each rank has matched all names, has opened its files, and has agreed
+with the others. The load then reads tensors into their present memory. Optimizers and other objects
+get their state last, by their own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt.errors import StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
 from ckpt.match.casting import Casting, casting_of
-from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, marks
+from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
@@ -76,58 +76,65 @@ def load(
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> S:
-    """`state`, filled from the checkpoint at `url`: any format, saved by any number of ranks.
+    """Fills `state` from the checkpoint at `url` and returns it.
 
-    To be called by all ranks of `group` (by default of the default process group; one process
-    needs none); with `group="self"` by any rank by itself. Tensors, modules and optimizers are
-    filled in place, each rank reading what its shards need and nothing else; an optimizer may be
-    fresh. Dicts and lists are updated in place and hold the loaded plain values. None or an empty
-    dict takes whatever was saved in its place, tensors whole and on the CPU. Any other object
-    with `state_dict()` and `load_state_dict()` is given its nest, with the tensors in it filled in
-    place (docs/saving.md).
+    The checkpoint may have any format and come from any number of ranks. All ranks of `group` call
+    this (by default of the default process group; one process needs none); with `group="self"` one
+    rank calls it alone. Communicates.
+
+    Tensors, modules and optimizers are filled in place; an optimizer may be fresh. Each rank reads
+    only the bytes of its shards. Dicts and lists are updated in place and get the saved plain
+    values. None or an empty dict takes any saved value in its place, with whole tensors on the CPU.
+    Any other object with `state_dict()` and `load_state_dict()` gets its nest, whose tensors are
+    filled in place (docs/saving.md).
 
     Args:
         strict: False ignores names that only one side has and tensors of another shape, with a
             warning.
         rename: from the checkpoint's names to the target's: a function, or a mapping of names or
             dotted prefixes. `{"": "model"}` puts `model.` before every name.
-        include: patterns (`*`, `?`) of the target's names to load; the others stay as they are.
-        exclude: patterns of the target's names not to load. Each pattern, and each key of `rename`,
-            has to match a name: a pattern one of the checkpoint or of any rank's target.
+        include: patterns (`*`, `?`) of the target's names to load; the other entries stay.
+        exclude: patterns of the target's names not to load. Each pattern must match a name of the
+            checkpoint or of any rank's target, and each key of `rename` a name of the checkpoint.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
-        casting: which casts `dtype="target"` may make: "same_kind" floats (of 16 bits or more) to
-            floats, complex numbers to complex numbers, integers to wider integers; "unsafe" all,
-            whatever becomes of the values.
-        verify: True compares what is read with its checksums: of the native format every byte, of
-            torch.save and DCP every storage and chunk of a tensor that this rank reads all of.
-            Where a rank reads a part of one, rank 0 tells with an UnverifiedWarning; "all" reads
-            the rest too, and compares. False compares nothing. safetensors has no checksums.
-        progress: called with numbers of bytes as this rank has read them.
-        replicas: what ranks do that want the same: "read" it each, or read a part each and
-            "exchange" it. "auto" reads from local disks, whose pages all ranks of a machine share,
-            and exchanges what comes from elsewhere.
-        fallback: what to load where the checkpoint is damaged or missing: True for the newest sound
-            one of those beside it that are older, or paths or URLs to try in this order. Rank 0
-            tells with a FallbackWarning what was skipped and why. A target that does not fit, a
-            store that fails or a rank that dies is an error as ever.
-        storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
-            environment variables say needs no options (docs/stores.md).
-        timeout: seconds that a rank waits for another at most. Then all raise a RankError that
-            names who has not come.
+        casting: the casts that `dtype="target"` may make. "same_kind" allows floats (of 16 bits or
+            more) to floats, complex numbers to complex numbers, and integers to wider integers.
+            "unsafe" allows all casts, even if they change values.
+        verify: True compares checksums: in the native format of every byte that is read, in
+            torch.save and DCP of every storage or chunk that this rank reads as a whole. If a rank
+            reads a part of one, rank 0 gives an UnverifiedWarning; "all" reads and compares the
+            rest too. False compares nothing. safetensors has no checksums.
+        progress: called with numbers of bytes as this rank reads them.
+        replicas: whether ranks with the same elements "read" them each, or read a part each and
+            "exchange" it. "auto" reads from local disks, whose page cache all ranks of a machine
+            share, and exchanges otherwise.
+        fallback: the replacement for a damaged or missing checkpoint: True takes the newest sound
+            one among older checkpoints beside it, a list of paths or URLs the first sound one of
+            these. Rank 0 names the skipped ones with a FallbackWarning. A mismatch, a store that
+            fails or a rank that dies is still an error.
+        storage_options: options of the fsspec driver: addresses, credentials. The driver also reads
+            its environment variables (docs/stores.md).
+        timeout: a rank waits at most so many seconds for another. Then all raise a RankError that
+            names the missing ranks.
 
     Raises:
-        ArgumentError: an option has no such value, or the state stands before the URL.
-        MismatchError: names are missing or unexpected, shapes or dtypes differ, a pattern or a key
-            of `rename` matches no name; all are listed. The target was not touched.
-        CorruptError: bytes are missing or changed. Found before anything was touched, or a
-            DamagedLoadError that names the tensors touched so far.
-        PartialLoadError: reading, or an object's own `load_state_dict`, failed for another reason;
-            it names the tensors too.
-        NotACheckpointError: there is none at `url`.
-        StoreError: the ranks opened different checkpoints, as when it was replaced meanwhile.
-        ReplacedError: it was replaced or deleted while it was read, each time that it was begun
-            again; a PartialLoadError too where it names tensors.
-        RankError: another rank failed; its number and error are named.
+        ArgumentError: an option has another value.
+        ArgumentTypeError: the state stands before the URL.
+        MismatchError: names are missing or unexpected, shapes or dtypes differ, or a pattern or a
+            key of `rename` matches no name; all differences are listed. The target is unchanged.
+        CorruptError: bytes are missing or changed. If the target has changed already, it is a
+            DamagedLoadError that names the touched tensors.
+        PartialLoadError: a read, or an object's own `load_state_dict`, failed for another reason;
+            it names the touched tensors.
+        NotACheckpointError: no checkpoint is at `url`.
+        HostileError, UnsupportedError: the checkpoint claims more than the limits allow, or this
+            version cannot read it.
+        StateError: an object's own `state_dict` failed, or two saved entries get one name.
+        StoreError: the store failed, or the ranks opened different checkpoints, for example if one
+            was replaced meanwhile.
+        ReplacedError: the checkpoint was replaced or deleted each time that it was read; a
+            ReplacedLoadError if the target has changed already.
+        RankError: another rank failed; it has that rank's number and error.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +159,7 @@ def load(
     )
     options, wrong = result_or_error(partial(asked, progress, replicas, storage_options))
     if wrong is not None:
-        with ranks.call(CALL):  # the other ranks wait for this rank there
+        with ranks.call(CALL):  # tells the other ranks, which wait in this call
             raise wrong
     others = (fallback,) if isinstance(fallback, str | os.PathLike) else fallback
     once = partial(_load, ranks, state=state, options=options[0])
@@ -163,10 +170,10 @@ def load(
 def load_first(
     urls: Sequence[str], state: object, *, group: Group, storage_options: Options, timeout: float
 ) -> str:
-    """The first of these checkpoints that is sound, which `state` now holds, as by `load`.
+    """Loads the first sound one of these checkpoints, and returns its URL.
 
-    To be called by all ranks of `group`. A place may be another folder on each host. Raises as
-    `load` does.
+    All ranks of `group` call this. Communicates. A place may be another folder on each host. Raises
+    as `load` does.
     """
     ranks = Ranks(group, timeout)
     held = None if isinstance(group, str) else group
@@ -244,7 +251,7 @@ class _LoadOptions:
         replicas: str,
         storage: Options,
     ) -> _LoadOptions:
-        """The options. Raises ValueError for an argument that makes no sense."""
+        """Returns the options. Raises ArgumentError for an argument with another value."""
         check_order(CALL, url, state)
         allowed = casting_of(dtype, casting)
         check_word("replicas", replicas, get_args(ReplicaReads))
@@ -253,7 +260,7 @@ class _LoadOptions:
 
 
 def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loaded:
-    """The target, filled from one checkpoint. Called by all ranks; communicates."""
+    """Fills the target from one checkpoint. All ranks call this; communicates."""
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
         opening = partial(_matched, ranks, url, state, options, stack)
         matched, agreed = ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
@@ -264,8 +271,8 @@ def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loade
             if plans.exchanged:
                 ranks.run_on_all("exchanging what was read", run.exchange)
             loaded = ranks.run_on_all("installing the loaded state", run.install)
-            if unverified or not told.same[0]:  # all ranks know that one rank has some
-                ranks.run_on_all("telling what was not verified", run.warn_of_unverified)
+            if unverified or not told.same[0]:  # all ranks know whether one has unverified tensors
+                ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)
         return Loaded(loaded, frozenset(run.names))
 
 
@@ -273,13 +280,13 @@ class _Plans(NamedTuple):
     """The plans of one load on this rank."""
 
     preflight: LoadPlan
-    """Of scalars that are read, and checked, before the target is touched."""
+    """Reads and checks scalars before the load changes the target."""
     tensors: LoadPlan
     exchanged: bool
-    """Whether the ranks exchange what they read; the same on all ranks."""
+    """Whether replicas exchange the elements that they read; equal on all ranks."""
 
     def fingerprints(self) -> tuple[int]:
-        """Of what is exchanged, for `Ranks.compare`."""
+        """Returns the fingerprint of the exchanges, for `Ranks.run_and_compare`."""
         return (self.tensors.fingerprint >> (64 - HASH_BITS),)
 
 
@@ -292,22 +299,22 @@ class _Matched:
     budget: int
     """Bytes of memory that this rank's load may take beside the target."""
     exchanges: bool
-    """Whether replicas exchange what they read."""
+    """Whether replicas exchange the elements that they read."""
     plans: _Plans | None
-    """Made at once where nothing differs here and nothing is exchanged."""
+    """Made at once if this rank finds no difference and nothing is exchanged."""
     by_host: bool
 
     def fingerprints(self) -> tuple[int, int, int, int]:
-        """Of names, of the selection, of whether there is a plan, and of the checkpoint."""
+        """Returns those of the names, the selection, the presence of plans, and the checkpoint."""
         source = self.source.attempt if self.by_host else self.source.fingerprint
-        return (*marks(self.match), int(self.plans is not None), source)
+        return (*fingerprints(self.match), int(self.plans is not None), source)
 
     def plan(self, ranks: Ranks, exchanges: bool) -> _Plans:
-        """This rank's plans. Raises HoleError, and CorruptError for files that it opens."""
+        """Returns this rank's plans. Raises HoleError, and CorruptError for files that it opens."""
         catalog, copies, store = self.source.catalog, BoxCopies(), self.source.store
         alone = LoadPolicy(self.budget // 2)
         is_far = store.read_bytes > LOCAL_READ_BYTES
-        most = min(REMOTE_READ_BYTES, self.budget // 3)  # held three times
+        most = min(REMOTE_READ_BYTES, self.budget // 3)  # three such buffers exist
         policy = LoadPolicy(self.budget // 2, True, most if is_far else 0) if exchanges else alone
         planned = partial(plan_load, catalog=catalog, world=ranks.mesh, rank=ranks.global_rank)
         return _Plans(
@@ -320,7 +327,7 @@ class _Matched:
 def _matched(
     ranks: Ranks, url: Url, state: object, options: _LoadOptions, stack: ExitStack
 ) -> _Matched:
-    """Opens the checkpoint until `stack` ends and matches it with the target; touches nothing."""
+    """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
     budget = memory_budget()
     source = stack.enter_context(open_source(url, options.storage))
     saved = Saved(source.catalog, options.rename)
@@ -337,17 +344,17 @@ def _matched(
     matched = _Matched(source, found, budget, exchanges, None, options.by_host)
     if exchanges or found.differences or found.unexpected or found.idle:
         return matched
-    # An error shows again when all ranks plan, and is told to all ranks then.
+    # An error recurs when all ranks plan, and then reaches all ranks.
     plans, _ = result_or_error(partial(matched.plan, ranks, False))
     return replace(matched, plans=plans[0]) if plans else matched
 
 
 def _are_exchanged(replicas: str, source: Source) -> bool:
-    """Whether replicas exchange what they read.
+    """Whether replicas exchange the elements that they read.
 
-    "auto" reads from local disks: the page cache has a file once for all ranks of a machine, and
-    copying from it is several times as fast as a message. A server sends, and often charges for,
-    every byte again.
+    "auto" does not exchange on local disks: all ranks of a machine share the page cache, and a copy
+    from it is several times as fast as a message. A server sends, and often charges for, each byte
+    again.
     """
     if replicas == "auto":
         return source.store.read_bytes > LOCAL_READ_BYTES
@@ -357,18 +364,18 @@ def _are_exchanged(replicas: str, source: Source) -> bool:
 def _agreed_plans(
     ranks: Ranks, matched: _Matched, agreed: Agreement, options: _LoadOptions
 ) -> tuple[_Plans, int]:
-    """This rank's plans, once all ranks have one, and the bytes that an exchange may take.
+    """Returns this rank's plans once all ranks have theirs, and the bytes for exchanges.
 
-    Called by all ranks; communicates unless all have planned already.
+    All ranks call this. Communicates unless all ranks have planned already.
     """
     same_unexpected, same_idle, all_planned, same_source = agreed.same
     url = matched.source.url
     if not same_source:
         raise StoreError(
-            f"{url}: the ranks opened different checkpoints: it was replaced meanwhile, "
-            "or they were given different ones; nothing was touched: load again"
+            f"{url}: the ranks opened different checkpoints: one was replaced meanwhile, or the "
+            "ranks have different URLs; the target is unchanged: load again"
         )
-    if matched.plans is not None and all_planned:  # and nothing differs on any rank
+    if matched.plans is not None and all_planned:  # so no rank has found a difference
         return matched.plans, matched.budget
     found = differences(ranks, matched.match, same_unexpected, same_idle)
     check = partial(check_fits, url, found, options.strict, ranks.rank == 0, stacklevel=TO_USER)
@@ -384,18 +391,18 @@ def _agreed_plans(
 def _checked_plans(
     matched: _Matched, ranks: Ranks, check: Callable[[], None], exchanges: bool
 ) -> _Plans:
-    """The plans, if `check` finds that the target fits."""
+    """Returns the plans, unless `check` raises an error."""
     check()
     return matched.plan(ranks, exchanges)
 
 
 class _Run:
-    """The part of a load that touches the target."""
+    """The part of a load that changes the target."""
 
     def __init__(
         self, ranks: Ranks, matched: _Matched, plans: _Plans, options: _LoadOptions, budget: int
     ) -> None:
-        """`budget` is in bytes, for exchanges, and the same on all ranks."""
+        """`budget` is in bytes, for exchanges, and equal on all ranks."""
         self._ranks, self._match, self._plans = ranks, matched.match, plans
         self._url, self._budget, self._stage_bytes = matched.source.url, budget, matched.budget // 2
         self._sums = RecordSums(options.verify)
@@ -407,7 +414,7 @@ class _Run:
         """The tensors that this load fills on this rank."""
 
     def read(self) -> int:
-        """Reads from files; the number of tensors that could not be verified fully."""
+        """Reads from files. Returns the number of tensors that were not fully verified."""
         preflight, tensors = self._plans.preflight, self._plans.tensors
         self._sums.expect([*preflight.requests, *tensors.requests])
         self._run.read(preflight, self._source, self._stage_bytes)
@@ -419,15 +426,15 @@ class _Run:
         return len(self._sums.unverified)
 
     def exchange(self) -> None:
-        """Exchanges what was read. Called by all ranks; communicates."""
+        """Exchanges elements between replicas. All ranks call this; communicates."""
         self._run.exchange(self._plans.tensors, self._source, self._budget)
 
     def install(self) -> object:
-        """The target, with values set and `load_state_dict`s called."""
+        """Sets values and calls `load_state_dict`s. Returns the target."""
         with half_loaded(self.names, reads=False):
             return self._match.install()
 
     def warn_of_unverified(self) -> None:
-        """Rank 0 warns of tensors that could not be verified fully."""
+        """Warns on rank 0 of tensors that were not fully verified."""
         if self._ranks.rank == 0:
             warn(UnverifiedWarning(self._url, self._sums.unverified), stacklevel=TO_USER - 1)

@@ -1,14 +1,14 @@
-"""The newest checkpoint in a folder of checkpoints, and whether one is worth trying.
+"""Finds the newest sound checkpoint in a folder of checkpoints.
 
 Rules:
 
-1. What counts are folders with a manifest, ckpt's own format: a save that was not finished left
-   none, and other formats do not say when they are complete.
-2. Newest is what was committed last, by the time in the manifest, which copying a folder does not
-   change. Those of the same second go by name, numbers in names by their value. A run that went
-   back to step 100 so goes on from its own step 200, not from the step 300 that it gave up.
-3. A checkpoint that is passed over although it was committed is told of, and so is a folder that
-   this process may not look into.
+1. Only folders with a manifest count, that is, ckpt's own format. An unfinished save leaves no
+   manifest, and other formats do not tell when they are complete.
+2. The newest checkpoint is the one committed last, by the time in its manifest, which a copy of the
+   folder keeps. Checkpoints of the same second are ordered by name, with numbers by value. A run
+   that went back to step 100 thus continues from its own step 200, not from the abandoned step 300.
+3. A warning names each committed checkpoint that is skipped, and each folder that this process may
+   not read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from formats.threads import Pool
 __all__ = ["latest"]
 
 HEAD_BYTES = 4096
-"""Of a manifest: what the writer says of itself, its time with it, stands near the beginning."""
+"""Bytes of a manifest that are read first: they contain the writer's metadata, with its time."""
 LONG_HEAD_BYTES = 1 << 20
-"""Of one whose writer says more than that."""
+"""Bytes that are read if the writer's metadata is longer."""
 WORKERS = 8
-"""Folders that are looked into at once: a server takes time to answer."""
+"""Folders that are read at the same time: a server takes time to answer."""
 SHOWN = 5
 UNREADABLE = "unreadable"
-"""The kind of what a process has no right to read, or what is a link that leads to itself."""
+"""The kind of a place that the process may not read, or that is a link to itself."""
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -51,33 +51,34 @@ class Committed(NamedTuple):
     """A checkpoint of a folder."""
 
     name: str
-    """Of its own folder."""
+    """The name of its folder."""
     time: str
-    """When it was committed, in ISO 8601."""
+    """The time of its commit, in ISO 8601."""
     metadata: Mapping[str, str]
-    """The text that its manifest begins with: of the writer, and of whoever saved it."""
+    """The metadata of its manifest: the writer's and the user's."""
 
     @property
     def age_key(self) -> tuple[str, object]:
-        """Larger for a newer one."""
+        """A sort key that is larger for a newer checkpoint."""
         return self.time, natural(self.name)
 
 
 def latest(
     folder: str | os.PathLike[str], *, verify: bool = False, storage_options: Options = None
 ) -> str:
-    """The path or URL of the newest sound checkpoint among those in a folder.
+    """Returns the path or URL of the newest sound checkpoint in a folder.
 
-    It is one of ckpt's own format that was committed, whose manifest is what was written and whose
-    files are all there and as long as they were; with `verify` every bit of it is what was written,
-    which takes as long as reading it. Newer ones that are not are skipped with a FallbackWarning.
-    What was not committed is no checkpoint. No process group is involved.
+    A sound checkpoint is a committed one of ckpt's own format, with an intact manifest and with all
+    its files in their full length. With `verify` all its checksums are compared too, which takes as
+    long as reading it. A FallbackWarning names newer checkpoints that are not sound. One process
+    can call this; no process group is involved.
 
     Raises:
-        NotACheckpointError: there is no committed checkpoint in the folder.
-        CorruptError: there are, and none is sound; what is wrong with them is said.
-        OSError: there is no other folder in it than those that may not be read.
-        ReplacedError: one was replaced while it was looked at, again and again.
+        NotACheckpointError: the folder has no committed checkpoint.
+        CorruptError: no checkpoint of the folder is sound. The message has the reasons.
+        OSError: the folder has only folders that this process may not read.
+        ReplacedError: a checkpoint was replaced each time that it was checked.
+        UnsupportedError: a checkpoint was written by a later version of ckpt.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +96,7 @@ def latest(
 def newest_sound(
     folder: str | os.PathLike[str], verify: bool, options: Options
 ) -> tuple[str, list[Skipped]]:
-    """What `latest` returns, and the newer ones that are not sound. Raises as it does."""
+    """Returns the result of `latest` and the newer checkpoints that are not sound. Raises alike."""
     names, unreadable = _looked_into(folder, options)
     skipped = [
         Skipped(join_url(folder, name), UNREADABLE, str(error))
@@ -120,14 +121,14 @@ def newest_sound(
 
 
 def committed(folder: str | os.PathLike[str], options: Options) -> list[Committed]:
-    """The checkpoints in a folder that can be looked into, sound or not, newest first."""
+    """Returns the checkpoints of a folder that can be read, sound or not, newest first."""
     return _looked_into(folder, options)[0]
 
 
 def _looked_into(
     folder: str | os.PathLike[str], options: Options
 ) -> tuple[list[Committed], dict[str, OSError]]:
-    """The checkpoints in a folder, newest first, and why others cannot be looked into, by name."""
+    """Returns the checkpoints of a folder, newest first, and the errors of unreadable ones."""
     with open_store(folder, options) as store, Pool(WORKERS, "ckpt-list") as pool:
         names = store.folders()
         found = list(pool.map(lambda name: _committed(store, name), names))
@@ -141,10 +142,13 @@ def _looked_into(
 
 
 def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
-    """What keeps a checkpoint from being loaded, as far as it is seen from its manifest and sizes.
+    """Returns why a checkpoint is not sound, by its manifest and sizes; None if it is sound.
 
-    With `verify` from every bit. Raises UnsupportedError for one of a later version, ReplacedError
-    for one that is replaced each time it is looked at.
+    With `verify` all checksums are compared too.
+
+    Raises:
+        UnsupportedError: the checkpoint was written by a later version of ckpt.
+        ReplacedError: the checkpoint was replaced each time that it was checked.
     """
     try:
         unless_replaced(lambda: _check_whole(url, options))
@@ -163,17 +167,17 @@ def wrong_with(url: str, verify: bool, options: Options) -> Skipped | None:
 
 
 def _is_out_of_reach(error: OSError) -> bool:
-    """Whether it is this place that cannot be read, rather than the store that fails."""
+    """Whether an error concerns this place alone, not the whole store."""
     return isinstance(error, PermissionError) or error.errno == errno.ELOOP
 
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """A key that puts step-9 before step-10."""
+    """Returns a sort key that puts step-9 before step-10."""
     return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
 def _committed(store: Store, name: str) -> Committed | OSError | None:
-    """What stands in a folder of a store: None without a manifest, or why that cannot be read."""
+    """Returns the checkpoint in a folder; None without a manifest, an error if it is unreadable."""
     manifest = f"{name}/{MANIFEST}"
     try:
         size = store.size(manifest)
@@ -182,7 +186,7 @@ def _committed(store: Store, name: str) -> Committed | OSError | None:
             metadata = _metadata_in(store.read(manifest, 0, min(LONG_HEAD_BYTES, size)))
     except FileNotFoundError:
         return None
-    except FormatError:  # replaced by a shorter one since its size was asked for, or no file
+    except FormatError:  # a shorter one has replaced it meanwhile, or the place is no file
         metadata = {}
     except OSError as error:
         if not _is_out_of_reach(error):
@@ -195,7 +199,7 @@ def _committed(store: Store, name: str) -> Committed | OSError | None:
 
 
 def _metadata_in(head: bytes) -> dict[str, str]:
-    """The text in the beginning of a manifest, which may be damaged; empty where there is none."""
+    """Returns the metadata at the start of a manifest, which may be damaged; empty without any."""
     text = head.decode("utf-8", "replace")
     at = text.find('"writer":')
     if at < 0:
@@ -210,7 +214,7 @@ def _metadata_in(head: bytes) -> dict[str, str]:
 
 
 def _store_time(store: Store, manifest: str) -> str:
-    """When the store says that a manifest was written."""
+    """Returns the time at which a manifest was written, by the store's clock."""
     try:
         return strftime(_TIME_FORMAT, gmtime(store.modified(manifest)))
     except FileNotFoundError:
@@ -218,9 +222,11 @@ def _store_time(store: Store, manifest: str) -> str:
 
 
 def _check_whole(url: str, options: Options) -> None:
-    """Raise unless the manifest is sound, and all files that it names have their sizes.
+    """Raises an error unless the manifest is intact and all files that it names have their sizes.
 
-    Raises ReplacedError where they have not because there is another manifest now.
+    Raises:
+        ReplacedError: a file is missing or has another size, and the manifest was replaced.
+        CorruptError, NotACheckpointError: the checkpoint is damaged or missing.
     """
     with open_store(url, options) as store:
         try:

@@ -1,16 +1,14 @@
-"""A catalog as streams: what a format's writer is handed when a checkpoint is converted.
+"""Turns a catalog into streams for the writer of a format, during a conversion.
 
 Rules:
 
-1. Every tensor, or a run of its elements, is read in row-major parts of at most `BLOCK_BYTES`. As
-   many parts as fit are read together into one block, the next block while the last is being
-   written, so no more than two blocks are ever in memory. What is read together is what the writer
-   has announced; a stream that comes unannounced is read by itself.
-2. Before the first block is asked for, every element has been found in files that are as long as
-   they should be, by their headers alone: a checkpoint that is not whole is an error before
-   anything is written.
-3. Every checksum is compared. Of a record that has one for all its bytes, what no stream has read
-   is read before the last block of all is given.
+1. A tensor, or a run of its elements, is read in row-major parts of at most `BLOCK_BYTES`. One
+   block holds as many announced parts as fit. The next block is read while the last one is written,
+   so at most two blocks are in memory. A stream that the writer has not announced is read alone.
+2. Before the first block, the headers prove that all elements are in files of the right length. An
+   incomplete checkpoint is thus an error before the conversion writes a byte.
+3. All checksums are compared. The bytes of a record that no stream reads are read before the last
+   block is given out.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ from sharding.layout import HoleError, Piece, span_boxes
 from sharding.url_secrets import without_secrets
 
 BLOCK_BYTES = 8 << 20
-"""What is read at once: a part of a tensor, or many small tensors."""
+"""Bytes of one read: a part of a tensor, or many small tensors."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 _WRITTEN = {"ckpt": WRITER_KEYS, "safetensors": ("format",), "huggingface": ("format",)}
-"""Formats with a place for metadata, and what their writers put there."""
+"""Formats with metadata, and the keys that their writers add."""
 
 _ALIGN_BYTES = 16
 """Parts of a block begin at multiples of the largest element."""
@@ -59,23 +57,23 @@ class Elements(Protocol):
     """A tensor's row-major elements, read as a stream of packed bytes."""
 
     def announce(self, lo: int, hi: int) -> None:
-        """Elements `[lo, hi)` will be asked for after what was announced before."""
+        """Announces that elements `[lo, hi)` are read after the elements announced before."""
         ...
 
     def blocks(self, lo: int, hi: int) -> Iterator[memoryview]:
-        """The bytes of elements `[lo, hi)` in order; each block is valid until the next."""
+        """Yields the bytes of elements `[lo, hi)` in order. A block is valid until the next one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams(Outgoing):
-    """A whole checkpoint to write, of which parts of tensors can be streamed too."""
+    """A whole checkpoint to write. Parts of its tensors can be streamed too."""
 
     elements: Mapping[str, Elements]
-    """By name, for the tensor's row-major elements."""
+    """The row-major elements of each tensor, by name."""
 
     def part(self, name: str, shape: tuple[int, ...], lo: int, hi: int) -> OutgoingTensor:
-        """Row-major elements `[lo, hi)` of a tensor, to write in this shape under its name."""
+        """Returns row-major elements `[lo, hi)` of a tensor, to write in this shape."""
         return _outgoing(name, shape, self.tensors[name].dtype, self.elements[name], lo, hi)
 
 
@@ -89,25 +87,25 @@ def outgoing(
     dtype: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Streams]:
-    """The part of the checkpoint at `url` that `select` and `selection` name, ready to be written.
+    """Returns streams of the part of a checkpoint that `select` and `selection` choose.
 
-    `select` is a key path: what lies below it, under names without it. `selection` then goes by
-    those names. `dtype`, a torch name, casts the floating-point tensors. The streams are read one
-    at a time, within the block.
+    `select` is a key path: only entries below it count, and their names lose it. `selection` has
+    patterns of these names. `dtype`, a torch name, casts the floating-point tensors. The caller
+    reads one stream at a time, inside the `with` statement.
 
     Raises:
-        MismatchError: nothing lies at `select`.
-        ArgumentError: a pattern matches no name, or nothing is left over.
-        UnsupportedError: a top entry has an empty name, which would be nowhere in other names.
-        CorruptError, FormatError: a file that is needed is missing, shorter or longer than it was,
-            or not what the checkpoint says of it.
-        HoleError: some elements of a tensor are stored nowhere.
+        MismatchError: the checkpoint has no entry at `select`.
+        ArgumentError: a pattern matches no name, or the selection is empty.
+        UnsupportedError: a top entry has an empty name.
+        CorruptError, FormatError: a needed file is missing, has another length, or contradicts the
+            description of the checkpoint.
+        HoleError: elements of a tensor are not stored.
     """
     tree = _below(catalog, select or "", url)
     if isinstance(tree, dict) and "" in tree and selected(tree[""], "", selection):
         raise UnsupportedError(
-            f"{url}: the name of a top entry is empty; give it one where it is saved, or leave it "
-            "out (exclude=, --exclude '')"
+            f"{url}: the name of a top entry is empty; save the entry under another name, or leave "
+            "it out (exclude=, --exclude '')"
         )
     selection.check_chooses(set(names_of(tree)), without_secrets(url))
     target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
@@ -150,7 +148,7 @@ def outgoing(
 
 
 def _kept_metadata(catalog: Catalog) -> dict[str, str]:
-    """What somebody said of the checkpoint; not what its writer said of itself."""
+    """Returns the metadata without the keys that the writer of the format added."""
     written = _WRITTEN.get(catalog.format)
     if written is None:
         return {}
@@ -170,7 +168,7 @@ def _outgoing(
 
 
 def check_located(record: TensorRecord) -> None:
-    """Raise as `outgoing` does unless a tensor's elements are all there; reads no data (rule 2)."""
+    """Raises as `outgoing` does unless all elements are stored. Reads no data (rule 2)."""
     found = sum(stored.piece.box.numel for stored in record.pieces)
     if found != prod(record.shape):
         raise HoleError(
@@ -179,7 +177,7 @@ def check_located(record: TensorRecord) -> None:
 
 
 def selected(tree: Tree, path: str, selection: Selection) -> bool:
-    """True when a leaf, or anything below a container, is selected."""
+    """Whether the selection includes a leaf, or a name below a container."""
     if selection.is_all:
         return True
     if isinstance(tree, dict) and tree:
@@ -201,7 +199,7 @@ def _below(catalog: Catalog, select: str, url: str) -> Tree:
                 Difference(
                     select,
                     "missing",
-                    "nothing in the checkpoint is called that; at the top are "
+                    "no entry of the checkpoint has this name; its top entries are "
                     + ", ".join(str(key) for key in top[:20]),
                 )
             ],
@@ -211,7 +209,7 @@ def _below(catalog: Catalog, select: str, url: str) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Row-major elements `[lo, hi)` of a tensor: no more than fit into one block."""
+    """Row-major elements `[lo, hi)` of a tensor, at most one block of them."""
 
     record: TensorRecord
     lo: int
@@ -227,7 +225,7 @@ _Block = deque[tuple[_Part, memoryview]]
 
 
 class _Reading:
-    """The streams of one conversion, which share their memory: one is read at a time."""
+    """The streams of one conversion. They share memory, so one is read at a time."""
 
     def __init__(
         self,
@@ -239,31 +237,31 @@ class _Reading:
         self._ahead = ahead
         self._progress = progress
         self._untaken_bytes = 0
-        """Of the streams that were given out."""
+        """Bytes of the streams that nobody has read yet."""
         self._announced: deque[_Part] = deque()
-        """What no read has been started for."""
+        """Parts without a started read."""
         self._coming: Future[_Block] | None = None
         self._here: _Block = deque()
-        # Two blocks: one that is being read, one that is being written. Fresh memory for every
-        # tensor would cost as much as reading it.
+        # Two blocks: one is read while the other is written. New memory for each tensor would cost
+        # as much as reading the tensor.
         self._memory: list[Array] = []
         self._turn = 0
 
     def of(self, record: TensorRecord, target: DType | None) -> tuple[DType, Elements]:
-        """A tensor's elements, cast where `target` says so, and the type they have then."""
+        """Returns the dtype and the elements of a tensor; a float is cast to `target`."""
         self._untaken_bytes += record.nbytes
         if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
             return record.dtype, _Plain(self, record)
         return target, _Cast(self, record, target)
 
     def announce(self, record: TensorRecord, lo: int, hi: int) -> None:
-        """These elements will be taken after what was announced before."""
+        """Announces that these elements are taken after the elements announced before."""
         step = BLOCK_BYTES // record.dtype.itemsize
         for start in range(lo, hi, step):
             self._announced.append(_Part(record, start, min(start + step, hi)))
 
     def take(self, record: TensorRecord, lo: int, hi: int) -> Iterator[memoryview]:
-        """The packed bytes of row-major elements, verified; each block is valid until the next."""
+        """Yields verified packed bytes of row-major elements; a block is valid until the next."""
         while lo < hi:
             part = self._next()
             if part is None or part[0].record is not record or part[0].lo != lo:
@@ -277,7 +275,7 @@ class _Reading:
             lo = part[0].hi
 
     def _next(self) -> tuple[_Part, memoryview] | None:
-        """What was announced first of all that is left; None where nothing is."""
+        """Returns the first announced part that is left, with its bytes; None without one."""
         if not self._here:
             coming = self._coming or self._started()
             if coming is None:
@@ -287,7 +285,7 @@ class _Reading:
         return self._here.popleft()
 
     def _forget(self) -> None:
-        """Nothing was announced; nothing is being read when this returns."""
+        """Forgets the announced parts, and waits for the present read."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.exception()
@@ -295,7 +293,7 @@ class _Reading:
         self._announced.clear()
 
     def _started(self) -> Future[_Block] | None:
-        """The read of as many parts as fit into a block; None where none is left."""
+        """Starts the read of as many parts as fit into a block; None if no part is left."""
         if not self._announced:
             return None
         parts: list[_Part] = []
@@ -310,7 +308,7 @@ class _Reading:
         return self._ahead.submit(self._read, parts, self._buffer(self._turn))
 
     def _read(self, parts: Sequence[_Part], memory: Array) -> _Block:
-        """The parts side by side in one block of memory."""
+        """Reads the parts side by side into one block of memory."""
         block: _Block = deque()
         requests: list[ReadRequest] = []
         start = 0
@@ -330,7 +328,7 @@ class _Reading:
         return block
 
     def _buffer(self, which: int) -> Array:
-        """One of the two blocks."""
+        """Returns one of the two blocks."""
         while len(self._memory) <= which:
             self._memory.append(np.empty(BLOCK_BYTES, dtype=np.uint8))
         return self._memory[which]
@@ -338,7 +336,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A tensor's elements as they are stored."""
+    """The elements of a tensor in their stored dtype."""
 
     _reading: _Reading
     _record: TensorRecord
@@ -352,7 +350,7 @@ class _Plain:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A tensor's elements, cast block by block."""
+    """The elements of a tensor, cast block by block."""
 
     _reading: _Reading
     _record: TensorRecord

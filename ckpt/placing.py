@@ -1,14 +1,14 @@
-"""What a conversion has written takes its place: at one moment, over nothing that is to stay.
+"""Puts the result of a conversion at its target, in one atomic step.
 
 Rules:
 
-1. Without `overwrite` what is at the place stays, also what has come since the conversion began. On
-   a disk nothing can come in between; a server that knows conditions sees to it for files that go
-   in one request, and others are looked for just before (docs/stores.md).
-2. A folder of a format other than ckpt's is written under another name beside its place, and
-   renamed when it is complete. On an object store nothing can be renamed: there the folder has to
-   be empty, and is written as it is.
-3. What was replaced is removed after that, and a link is removed as a link.
+1. Without `overwrite` a file or folder at the target stays, also if it appears during the
+   conversion. A disk guarantees this. A server with conditional requests guarantees it for files of
+   one request; for other files the conversion looks just before it writes (docs/stores.md).
+2. A folder of a format other than ckpt's is written under another name beside the target, and
+   renamed when it is complete. An object store cannot rename: there the target must be empty, and
+   the conversion writes into it directly.
+3. The replaced file or folder is removed last. A link is removed as a link.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ from ckpt.targets import check_replaceable, folder_path
 from formats.storage import FileWriter, Writer
 
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-"""What the rename of a folder fails with where there is anything but an empty folder."""
+"""The errors of a rename onto a path that is not an empty folder."""
 
 
 class NewFiles:
-    """A store in which no file is replaced (rule 1)."""
+    """A store that creates files and replaces none (rule 1)."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
         self._store = store
 
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
-        """A new file. Raises ExistsError where it has come to be meanwhile."""
+        """Creates a new file. Raises ExistsError if the file exists."""
         return self._store.create(name, replace=False)
 
 
 @contextmanager
 def file_writer(target: str, store: Store, overwrite: bool) -> Iterator[Writer]:
-    """What writes one file that becomes `target` (rule 1). Raises ExistsError as it ends."""
+    """Returns a writer for one file, `target` (rule 1).
+
+    Raises:
+        ExistsError: without `overwrite`, the file has appeared meanwhile.
+    """
     if overwrite:
         yield store
         return
@@ -56,9 +60,10 @@ def file_writer(target: str, store: Store, overwrite: bool) -> Iterator[Writer]:
 
 @contextmanager
 def folder_writer(target: str, options: Options, overwrite: bool) -> Iterator[Writer]:
-    """What writes into a folder that becomes `target` when the block ends well (rule 2).
+    """Returns a writer for a folder that becomes `target` if the block succeeds (rule 2).
 
-    Raises ExistsError where something is in the way then.
+    Raises:
+        ExistsError: a file or folder has appeared at `target` meanwhile that may not be replaced.
     """
     path = local_path(target)
     if path is None:
@@ -67,13 +72,13 @@ def folder_writer(target: str, options: Options, overwrite: bool) -> Iterator[Wr
         return
     local = folder_path(path)
     local.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(4)
-    fresh = local.parent / f".{local.name}.{mark}{PART_SUFFIX}"
-    old = local.parent / f".{local.name}.{mark}.old"
+    attempt = secrets.token_hex(4)
+    fresh = local.parent / f".{local.name}.{attempt}{PART_SUFFIX}"
+    old = local.parent / f".{local.name}.{attempt}.old"
     try:
         with open_store(str(fresh)) as store:
             yield store
-            fresh.mkdir(exist_ok=True)  # nothing to write is an empty folder
+            fresh.mkdir(exist_ok=True)  # without any file the result is an empty folder
             store.flush()
         if not _take_place(fresh, local):
             if not overwrite:
@@ -93,7 +98,7 @@ def folder_writer(target: str, options: Options, overwrite: bool) -> Iterator[Wr
 
 @contextmanager
 def _told_of(target: str) -> Iterator[None]:
-    """An ExistsError of a file becomes one that speaks of the conversion."""
+    """Turns the ExistsError of a file into that of the conversion."""
     try:
         yield
     except ExistsError as error:
@@ -102,13 +107,13 @@ def _told_of(target: str) -> Iterator[None]:
 
 def _has_come(target: str) -> str:
     return (
-        f"{target}: something has come there since the conversion began, and was left as it "
-        "is: convert to another place, or pass overwrite=True to replace it"
+        f"{target}: a file or folder has appeared there since the conversion began, and was not "
+        "replaced: convert to another place, or pass overwrite=True to replace it"
     )
 
 
 def _take_place(fresh: Path, local: Path) -> bool:
-    """True when the folder has got the name: nothing had it, or an empty folder."""
+    """Renames a folder. Returns whether the name was free, or that of an empty folder."""
     try:
         fresh.rename(local)
     except OSError as error:
@@ -119,7 +124,7 @@ def _take_place(fresh: Path, local: Path) -> bool:
 
 
 def _replace(fresh: Path, local: Path, old: Path) -> None:
-    """The folder gets a name that another has, which is then called `fresh` or `old`."""
+    """Renames a folder to an existing name. The replaced one is then called `fresh` or `old`."""
     if not _exchange(fresh, local):
         local.rename(old)
         fresh.rename(local)
@@ -133,9 +138,9 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """True when two folders have got one another's names, at one moment; Linux can.
+    """Swaps the names of two folders in one atomic step, on Linux. Returns whether it did.
 
-    Two renames would leave a moment in which there is nothing under the name.
+    Two renames would leave a moment without a folder of the name.
     """
     if _renameat2 is None:
         return False

@@ -1,4 +1,4 @@
-"""What a check of a checkpoint found, as values: to print, to compare, to turn into JSON."""
+"""The result of a check of a checkpoint, as values to print, compare, or store as JSON."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from formats.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a stored checkpoint."""
+    """One problem of a stored checkpoint."""
 
     file: str
-    """The file in the checkpoint's folder; the folder itself where no single file is to blame."""
+    """The file in the checkpoint's folder; the folder itself if no single file is damaged."""
     message: str
-    """What is wrong, where, and what to do: complete without the other fields."""
+    """The problem, its place and the remedy: complete without the other fields."""
     tensor: str | None = None
-    """The tensor that is hurt, where it is one."""
+    """The damaged tensor, if the problem concerns one."""
     lo: int | None = None
-    """First damaged byte of the file, where it is known which."""
+    """The first damaged byte of the file, if known."""
     hi: int | None = None
-    """One past the last one."""
+    """One past the last damaged byte."""
     kind: str = "corrupt"
-    """`kind` of the error that reading it would raise: `corrupt`, `hostile`, `format`, ..."""
+    """The `kind` of the error that a read would raise: `corrupt`, `hostile`, `format`, ..."""
 
     @classmethod
     def of(cls, error: FormatError, file: str, tensor: str | None = None) -> Problem:
-        """The problem that a reader's error speaks of."""
+        """Returns the problem of a reader's error."""
         return cls(file, str(error), tensor, kind=error.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the check of one format found."""
+    """The result of the check of one format."""
 
     checked: str
-    """What this format lets a reader check, in words."""
+    """The parts that this format lets a reader check, as text."""
     bytes_checked: int = 0
     """Bytes that were compared with a checksum."""
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
-    """What is worth saying and no damage."""
+    """Remarks that are not damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class Report:
     url: str
     format: str
     files: int
-    """Files that the checkpoint consists of; 0 where its description could not be read."""
+    """The number of the checkpoint's files; 0 if its description could not be read."""
     bytes_checked: int
     """Bytes that were compared with a checksum."""
     checked: str
-    """What this format lets a reader check, in words."""
+    """The parts that this format lets a reader check, as text."""
     problems: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
-    """What is worth saying and no damage, such as files that belong to no checkpoint."""
+    """Remarks that are not damage, such as files that belong to no checkpoint."""
 
     @property
     def sound(self) -> bool:
-        """True when nothing was found wrong in what could be checked."""
+        """Whether the check found no problem."""
         return not self.problems

@@ -1,4 +1,4 @@
-"""Any checkpoint as a catalog: the format is seen from what is there, not from the name."""
+"""Opens a checkpoint of any format as a catalog. Files and their content decide the format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from formats.native.manifest import MANIFEST
 ZIP_MAGIC = b"PK\x03\x04"
 DCP_METADATA = ".metadata"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""How the names of files end by which a folder is one of Hugging Face's."""
+"""Endings of file names by which a folder is in Hugging Face's format."""
 SHOWN_NAMES = 8
 
 
@@ -28,12 +28,12 @@ class Source:
 
     url: str
     store: Store
-    """Guarded: a native checkpoint that is replaced meanwhile is told from a damaged one."""
+    """Guarded: a native checkpoint that is replaced during the read is not reported as damaged."""
     catalog: Catalog
 
     @property
     def fingerprint(self) -> int:
-        """Of a native checkpoint, a number that no other one has, nor one that replaced it."""
+        """A number that only this native checkpoint has; 0 for another format."""
         described = self.catalog.files[0] if self.catalog.format == "ckpt" else None
         return int(described.digest[:15], 16) if described is not None else 0
 
@@ -46,18 +46,22 @@ class Source:
 
 @contextmanager
 def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterator[Source]:
-    """The checkpoint at a path or URL, whatever its format; closed with the block.
+    """Opens the checkpoint at a path or URL, of any format, until the block ends.
 
-    One that this process still saves in the background is waited for. Raises NotACheckpointError,
-    saying what is there, when no known format is, and HostileError where one is that claims more
-    than `formats.limits` allows.
+    Waits for a save of this process to the same place that is in the background.
+
+    Raises:
+        NotACheckpointError: no checkpoint of a known format is there. The message lists the place.
+        HostileError: the checkpoint claims more than `formats.limits` allows.
+        CorruptError, FormatError: the description is damaged.
+        UnsupportedError: this version cannot read the checkpoint.
     """
     text = os.fspath(url)
-    current()  # limits that make no sense are not the checkpoint's fault
+    current()  # raises for wrong limits before it reads the checkpoint
     in_flight.before_loading(text)
     with open_store(text, options) as opened:
         store = guarded(opened)
-        # First what is most likely: to a server every look is a request.
+        # The most likely format comes first: each look at a server is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
             found = _read_folder(store) if catalog is None else catalog
@@ -79,7 +83,7 @@ def _read_native(store: Store) -> Catalog | None:
 
 
 def _credible(url: str, catalog: Catalog) -> Catalog:
-    """The catalog, whose tensors are no larger than files of its size may describe."""
+    """Returns the catalog, if its tensors are not too large for the size of its files."""
     nbytes, stored_bytes = catalog.nbytes, sum(file.size for file in catalog.files)
     check(
         "expansion",
@@ -100,7 +104,7 @@ def _read_file(store: Store, name: str) -> Catalog:
         return torch_save.read(store, name)
     if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl")):
         raise NotACheckpointError(
-            f"{store.url}/{name}: not a zip file: older than torch 1.6, or damaged; load "
+            f"{store.url}/{name}: not a zip file: torch below 1.6 wrote it, or it is damaged; load "
             "it with torch.load and save it again"
         )
     from formats import safetensors_file
@@ -132,8 +136,8 @@ def _catalog_of(store: Store) -> Catalog:
     if any(name.endswith(WEIGHTS) for name in names):
         if any(name.endswith(".safetensors") and is_shard(name) for name in names):
             raise NotACheckpointError(
-                f"{store.url}: shards without a {MANIFEST}: a save that was not finished; there is "
-                "no checkpoint here"
+                f"{store.url}: shards without a {MANIFEST}, of an unfinished save; there is no "
+                "checkpoint here"
             )
         from formats import huggingface
 
@@ -142,12 +146,12 @@ def _catalog_of(store: Store) -> Catalog:
 
 
 def is_of_another_format(name: str) -> bool:
-    """True for names of files by which a folder without a manifest is one of another format."""
+    """Whether a file of this name makes a folder without a manifest one of another format."""
     return name == DCP_METADATA or (name.endswith(WEIGHTS) and not is_shard(name))
 
 
 def is_shard(name: str) -> bool:
-    """True for the names of native shards: 16 hex digits, the rank."""
+    """Whether a name is that of a native shard file: 16 hex digits and the rank."""
     attempt, _, rank = name.removesuffix(".safetensors").partition("-")
     return len(attempt) == 16 and rank.isdecimal() and not set(attempt) - set("0123456789abcdef")
 

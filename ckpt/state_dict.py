@@ -1,11 +1,11 @@
-"""State dicts in memory: of any kind into any other, and from any kind into a model.
+"""Converts state dicts in memory between kinds, and loads them into models.
 
     full = ckpt.state_dict.convert({"model": model, "optim": optim}, to="full", rank0_only=True)
     ckpt.state_dict.load(full, {"model": other_model, "optim": other_optim})
 
-`convert` describes what the ranks have as `ckpt.save` does, and `load` matches it with a target as
-`ckpt.load` does; what lies between the two is no file, but `sharding.reshard.redistribute`. A user
-gives modules, optimizers, or state dicts of any kind and of any runtime.
+`convert` describes the state of the ranks as `ckpt.save` does. `load` matches it with a target as
+`ckpt.load` does. `sharding.reshard.redistribute` moves the elements between ranks; no file is
+involved. A user gives modules, optimizers, or state dicts of any kind and of any runtime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt.budget import memory_budget
 from ckpt.errors import ReplicasWarning, StateError
 from ckpt.loading import Patterns
 from ckpt.match.casting import Casting, casting_of
-from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, marks
+from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
@@ -55,7 +55,7 @@ __all__ = ["convert", "load"]
 
 S = TypeVar("S")
 SOURCE = "the state"
-"""What messages call what a target is loaded from."""
+"""The name of the source of a load in messages."""
 
 
 def convert(
@@ -70,40 +70,41 @@ def convert(
     budget: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> dict[object, object]:
-    """The state dict of a state, of the kind `to`: `full`, `sharded` or `local`.
+    """Returns the state dict of a state, of the kind `to`: `full`, `sharded` or `local`.
 
-    To be called by all ranks of `group` (by default of the default process group; one process
-    needs none). Modules are in it as dicts from parameter names, without what wrappers add, to
-    tensors; optimizers as `{"state": {name: {...}}, "param_groups": [..., "params": names]}`.
+    All ranks of `group` call this (by default of the default process group; one process needs
+    none). Communicates. A module becomes a dict from parameter names, without the prefixes of
+    wrappers, to tensors. An optimizer becomes `{"state": {name: {...}}, "param_groups": [...,
+    "params": names]}`.
 
-    `full` has whole plain tensors, `sharded` DTensors, `local` a `LocalPart` for every tensor: what
-    this rank has and the layout it is part of. What already lies as it is wanted shares its memory
-    with the source; so does all of a local state dict, for which nothing is copied or sent, unless
-    `mesh` asks for another division.
+    The tensors are whole plain ones if `full`, DTensors if `sharded`, and `LocalPart`s if `local`:
+    this rank's part with its layout. A tensor that already has the requested layout shares its
+    memory with the source. A local state dict thus copies and sends nothing, unless `mesh` asks for
+    another division.
 
     Args:
-        state: a module, an optimizer, a state dict, or a nest of these. An optimizer is named by
-            the modules beside it. Ranks may have different entries, even none: what one rank alone
-            has reaches the others. (But a DTensor that is to stay as it is, stays where it is.)
-        to: the kind.
-        mesh: what sharded and local tensors are divided over: by rows, or by elements, over its
-            last dimension, and replicated along the others, and along those of the mesh that it is
-            a slice of. Without it what is divided stays as it
-            is divided, and the rest is divided over the group.
-        model: the module that a state dict is of, where only it knows what is in it: torch's
-            LOCAL_STATE_DICT has flat parameters without names.
-        rank0_only: full tensors on the first rank only; the others get an empty dict.
+        state: a module, an optimizer, a state dict, or a nest of these. The modules beside an
+            optimizer name its parameters. Ranks may have different entries, even none: an entry of
+            one rank reaches the others. (But a DTensor that keeps its layout stays on its ranks.)
+        to: the kind of state dict.
+        mesh: divides sharded tensors by rows and local tensors by elements over its last
+            dimension. Tensors are replicated along its other dimensions, and along those of the
+            mesh of which it is a slice. Without `mesh`, a divided tensor keeps its division, and
+            any other tensor is divided over the group.
+        model: the module of a state dict that only the module can name: torch's LOCAL_STATE_DICT
+            has flat parameters without names.
+        rank0_only: only the first rank gets full tensors; the others get an empty dict.
         offload_to_cpu: the tensors of the result are in host memory.
-        budget: bytes of tensors that travel at once; a larger tensor travels in parts. By default
-            what CKPT_MEMORY_BUDGET says.
-        timeout: seconds that a rank waits for another at most. Then all raise a RankError that
-            names who has not come.
+        budget: bytes of tensors that travel at the same time; a larger tensor travels in parts. The
+            default is CKPT_MEMORY_BUDGET.
+        timeout: a rank waits at most so many seconds for another. Then all raise a RankError that
+            names the missing ranks.
 
     Raises:
-        ArgumentError: no such kind, or no such budget.
-        StateError: what no state dict holds, or ranks contradict each other, in what they have or
-            in their arguments (of budgets the first rank's counts).
-        LocalShapeError: a local tensor is not what its layout says: a truncated shard.
+        ArgumentError: the kind or the budget has another value.
+        StateError: a state dict cannot hold a value, the ranks have contradicting states, or they
+            were called with different arguments. (The first rank's budget counts for all.)
+        LocalShapeError: a local tensor has another shape than its layout says: a truncated shard.
         RankError: another rank failed; nothing has moved.
 
     >>> import ckpt, torch
@@ -120,7 +121,7 @@ def convert(
             return kind, repr((kind, mesh is None, rank0_only)).encode()
 
         (kind, _), agreed = ranks.run_and_compare(
-            "reading the arguments", reading, _mark_of, 1, _count(budget)
+            "reading the arguments", reading, _fingerprint_of, 1, _count(budget)
         )
         _check_same_arguments(agreed.same[0])
         budget = agreed.number
@@ -158,17 +159,22 @@ def load(
     budget: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> S:
-    """`target`, filled from a state of any kind that the ranks have in memory.
+    """Fills `target` from a state of any kind in the memory of the ranks, and returns it.
 
-    To be called by all ranks of `group`. As `ckpt.load`, with what `convert` takes in the place of
-    a checkpoint: names, optimizers without a step, `strict`, `rename`, `include`, `exclude`,
-    `dtype` and `casting` mean the same, and so do the errors. The state of one rank alone, with
-    nothing on the others, fills the targets of all. Tensors travel from who has them to who wants
-    them, within `budget`.
+    All ranks of `group` call this. Communicates. `state` is as for `convert`; all other arguments
+    are as for `ckpt.load`, and optimizers need no first step either. The state of one rank, with
+    empty states on the others, fills the targets of all. Each rank receives the tensors of its
+    target from ranks that have them, within `budget`.
 
     Raises:
-        MismatchError: the two do not fit; all differences are listed. Nothing was touched.
-        LocalShapeError: a local tensor is not what its layout says. Nothing was touched.
+        ArgumentError: an option has another value, or a pattern matches no name.
+        MismatchError: the state does not match the target; all differences are listed. The target
+            is unchanged.
+        StateError: as for `convert`.
+        LocalShapeError: a local tensor has another shape than its layout says. The target is
+            unchanged.
+        PartialLoadError: the move of a tensor, or an object's own `load_state_dict`, failed
+            half-way.
         RankError: another rank failed.
 
     >>> import ckpt, torch
@@ -184,7 +190,7 @@ def load(
             return (Selection.of(include, exclude), allowed), repr(allowed).encode()
 
         ((selection, allowed), _), agreed = ranks.run_and_compare(
-            "reading the arguments", reading, _mark_of, 1, _count(budget)
+            "reading the arguments", reading, _fingerprint_of, 1, _count(budget)
         )
         _check_same_arguments(agreed.same[0])
         budget = agreed.number
@@ -195,7 +201,7 @@ def load(
             return saved, match(saved, target, selection, ranks.mesh, allowed)
 
         (saved, matched), agreed = ranks.run_and_compare(
-            "matching the state with the target", matching, lambda found: marks(found[1]), 2
+            "matching the state with the target", matching, lambda found: fingerprints(found[1]), 2
         )
         found = differences(ranks, matched, *agreed.same)
         ranks.run_on_all(
@@ -217,15 +223,15 @@ def load(
 
 
 def _check_budget(budget: int | None) -> None:
-    """Raise ArgumentError for what is no number of bytes."""
+    """Raises ArgumentError unless a budget is a number of bytes or None."""
     if budget is None:
         memory_budget()
     elif not _count(budget):
-        raise ArgumentError(f"a budget of {budget!r}: it is a number of bytes, at least 1")
+        raise ArgumentError(f"budget is {budget!r}; it is a number of bytes, at least 1")
 
 
 def _count(budget: object) -> int:
-    """The number of bytes, or as many as ranks can tell one another; 0 for what is none."""
+    """Returns the bytes of a budget, limited to a number that ranks can exchange; 0 if invalid."""
     if budget is None:
         with suppress(ValueError):
             budget = memory_budget()
@@ -233,17 +239,17 @@ def _count(budget: object) -> int:
 
 
 def _check_same_arguments(same: bool) -> None:
-    """Raise StateError where the ranks were not called alike."""
+    """Raises StateError if the ranks were called with different arguments."""
     if not same:
         raise StateError("the ranks were called with different arguments; call all of them alike")
 
 
-def _mark_of(read: tuple[object, bytes]) -> tuple[int]:
+def _fingerprint_of(read: tuple[object, bytes]) -> tuple[int]:
     return (xxhash.xxh3_64_intdigest(read[1]) >> (64 - HASH_BITS),)
 
 
 def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | None) -> MergedState:
-    """The state of all ranks."""
+    """Returns the merged state of all ranks. All ranks call this."""
 
     def flattened() -> FlatState:
         flat = flatten(with_names(state, model), ranks.mesh)
@@ -257,8 +263,8 @@ def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | No
     differing = [] if held.balanced else hashes.differing(ranks, held.whole.tensors)
     if differing and ranks.rank == 0:
         warn(
-            f"not the same on all ranks that have them: {named(differing)}; each rank goes on with "
-            "its own, so what they then divide or send is a mix; make them equal before",
+            f"not the same on all ranks that have them: {named(differing)}; each rank uses "
+            "its own replica, so the result mixes them; make the replicas equal before this call",
             ReplicasWarning,
             stacklevel=3,
         )
@@ -266,7 +272,7 @@ def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | No
 
 
 def _parts(held: MergedState) -> Iterator[tuple[str, TensorLike]]:
-    """All ranks' tensors by name, each as this rank has it."""
+    """Yields the tensors of all ranks by name, each with this rank's part."""
     for name, tensor in held.whole.tensors.items():
         leaf = held.flat.leaves.get(name)
         if leaf is not None and leaf.layout == tensor.layout:
@@ -278,7 +284,7 @@ def _parts(held: MergedState) -> Iterator[tuple[str, TensorLike]]:
 def _dtensors_as_they_are(
     held: MergedState, ranks: Ranks, to_cpu: bool
 ) -> dict[str, DTensor | None]:
-    """What is a DTensor wherever there is some of it; None where this rank has none of it."""
+    """Returns the tensors that are DTensors on all their ranks; None without a part on this one."""
     names, leaves = list(held.whole.tensors), held.flat.leaves
     stays = bytes(name not in leaves or isinstance(leaves[name].given, DTensor) for name in names)
     kept: dict[str, DTensor | None] = {}
@@ -293,7 +299,7 @@ def _dtensors_as_they_are(
 
 
 def _built(tree: Tree, tensors: Mapping[str, TensorLike]) -> object:
-    """The nest, with these tensors in it."""
+    """Returns the nest with these tensors. A dict lacks entries whose tensor this rank lacks."""
     if isinstance(tree, TensorRef):
         return tensors.get(tree.name)
     if isinstance(tree, dict):

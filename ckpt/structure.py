@@ -1,11 +1,11 @@
-"""Where the nests of two checkpoints are not made alike, though their names are the same.
+"""Finds containers and keys of different kinds in two checkpoints with equal names.
 
-A name does not tell how it came about: `a.0` is the first of a list, the first of a tuple, and what
-a dict has under 0 or under "0". Rules:
+Different nests can give one name: `a.0` names the first entry of a list, the first of a tuple, and
+a dict's entry under 0 or under "0". Rules:
 
-1. Containers are compared where both sides have one under the same name, by their kinds and, of two
-   dicts, by the keys that make the same names.
-2. A container without anything in it is a plain value, and no concern of this file.
+1. Two containers are compared if they have the same name: first their kinds, then, for two dicts,
+   the keys behind equal names.
+2. An empty container is a plain value and is not compared here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from formats.catalog import Key, Tree
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A dict, list or tuple with something in it."""
+    """A dict, list or tuple that is not empty."""
 
     kind: str
     keys: Mapping[str, Key] = field(default_factory=dict)
-    """A dict's keys, by the names of what lies under them."""
+    """A dict's keys, by the names of its entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructureDifference:
-    """A container, or a key of one, that is of another kind; both sides are described."""
+    """A container, or a key of one, of different kinds; `a` and `b` describe the two."""
 
     name: str
     a: str
@@ -36,7 +36,7 @@ class StructureDifference:
 
 
 def names_of(tree: Tree, path: str = "") -> Iterator[str]:
-    """The names that patterns go by: of all leaves, and of lists and tuples.
+    """Yields the names that patterns can match: of all leaves, and of lists and tuples.
 
     >>> list(names_of({"a": {"b": 1}, "c": [2]}))
     ['a.b', 'c', 'c.0']
@@ -52,11 +52,11 @@ def names_of(tree: Tree, path: str = "") -> Iterator[str]:
 
 
 def containers(
-    tree: Tree, is_meant: Callable[[str], bool], prefix: str = ""
+    tree: Tree, is_selected: Callable[[str], bool], prefix: str = ""
 ) -> dict[str, Container]:
-    """The containers of a tree by name, each with those keys below which a name is meant.
+    """Returns the containers of a tree by name, each with the keys that have a selected name below.
 
-    Only what is below a prefix counts, and all names are without it.
+    Only names below a prefix count, and they lose it.
 
     >>> found = containers({"a": [1, 2], "b": {0: (3,)}}, lambda name: name.startswith("b"))
     >>> [(name, one.kind, dict(one.keys)) for name, one in found.items()]
@@ -67,19 +67,19 @@ def containers(
     found: dict[str, Container] = {}
 
     def walk(node: Tree, path: str) -> bool:
-        """Whether a name at or below a path is meant."""
+        """Whether a name at or below a path is selected."""
         if not isinstance(node, dict | list | tuple) or not node:
-            return path.startswith(prefix) and is_meant(path.removeprefix(prefix))
+            return path.startswith(prefix) and is_selected(path.removeprefix(prefix))
         items: Iterable[tuple[Key, Tree]]
         items = node.items() if isinstance(node, dict) else enumerate(node)
         below = [(join(path, key), key, item) for key, item in items]
-        meant = {name.removeprefix(prefix): key for name, key, item in below if walk(item, name)}
-        if meant and f"{path}.".startswith(prefix):
+        keys = {name.removeprefix(prefix): key for name, key, item in below if walk(item, name)}
+        if keys and f"{path}.".startswith(prefix):
             is_dict = isinstance(node, dict)
             kind = "dict" if is_dict else "list" if isinstance(node, list) else "tuple"
             name = f"{path}.".removeprefix(prefix)[:-1] if prefix else path
-            found[name] = Container(kind, meant if is_dict else {})
-        return bool(meant)
+            found[name] = Container(kind, keys if is_dict else {})
+        return bool(keys)
 
     walk(tree, "")
     return found
@@ -88,7 +88,7 @@ def containers(
 def compare_structure(
     a: Mapping[str, Container], b: Mapping[str, Container], with_keys: bool
 ) -> tuple[StructureDifference, ...]:
-    """What rule 1 finds, in the order of A; `with_keys` says whether keys of dicts are compared.
+    """Returns the differences by rule 1, sorted by name. Compares keys of dicts if `with_keys`.
 
     >>> compare_structure({"a": Container("list")}, {"a": Container("tuple")}, True)
     (StructureDifference(name='a', a='a list', b='a tuple'),)
@@ -106,7 +106,7 @@ def compare_structure(
 
 
 def _compare_keys(a: Mapping[str, Key], b: Mapping[str, Key]) -> list[StructureDifference]:
-    """The names that two dicts have under different keys; one for each kind of difference."""
+    """Returns names that two dicts have under different keys, one for each pair of key types."""
     found: dict[tuple[type, type], StructureDifference] = {}
     for name, key in a.items():
         other = b.get(name, key)

@@ -1,12 +1,12 @@
-"""What a conversion may write over, looked at before the first tensor is read.
+"""Decides what a conversion may overwrite, before it reads the first tensor.
 
 Rules:
 
-1. Without `overwrite` nothing is written over, and no checkpoint of another kind put out of sight.
-2. With it, what is at the place is replaced if it is of the kind that is written, a file or a
-   folder, or a link to one, which is itself replaced. Pipes and devices never are.
-3. A checkpoint other than the one that is replaced is never taken away: not the source nor what it
-   borrows from, not a file that the manifest beside it names, not a folder's other checkpoints.
+1. Without `overwrite` a conversion replaces no file and hides no checkpoint of another format.
+2. With `overwrite` a file replaces a file and a folder replaces a folder. A link to one is replaced
+   itself. Pipes and devices are never replaced.
+3. A conversion never removes a checkpoint other than the replaced one: not the source or its base,
+   not a file that the manifest beside it names, not other checkpoints in a folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WEIGHTS = re.compile(
     r"(.+?)(-[0-9]{5,}-of-[0-9]{5,})?(\.safetensors|\.pt|\.pth|\.bin|\.ckpt|\.pkl)(\.index\.json)?",
     re.DOTALL,
 )
-"""The names of files of weights: one, or a part of several, or the index of those."""
+"""The names of files of weights: a whole file, one of several shards, or their index."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISREG, "a file"),
@@ -51,7 +51,7 @@ _KINDS = (
 
 
 def check_file(source: Source, target: str, options: Options, overwrite: bool) -> None:
-    """Raise ExistsError where one file may not be written at `target`."""
+    """Raises ExistsError unless a conversion may write one file to `target`."""
     _check_is_not_source(source, target)
     there = one_spelling(target)
     for file, owner in _files_of(source).items():
@@ -76,11 +76,13 @@ def check_file(source: Source, target: str, options: Options, overwrite: bool) -
 
 
 def check_native(source: Source, target: str, options: Options, overwrite: bool) -> None:
-    """Raise ExistsError where no native checkpoint may be written to `target`."""
+    """Raises ExistsError unless a conversion may write a native checkpoint to `target`."""
     _check_is_not_source(source, target)
     path = local_path(target)
     if path is not None and _kind(target, Path(path)) not in (None, "a folder"):
-        raise ExistsError(f"{target} is no folder, and ckpt's own format is one; choose another")
+        raise ExistsError(
+            f"{target} is not a folder, and ckpt's own format is one; choose another place"
+        )
     with open_store(target, options) as store:
         if not store.exists(MANIFEST):
             if not overwrite:
@@ -95,25 +97,25 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
         folder, name = split_url(file)
         if folder == there and _names(data, name):
             raise ExistsError(
-                f"{target} holds {name}, which is the source, or a part of it, and would go with "
-                "the checkpoint that is replaced; convert to another place"
+                f"{target} holds {name}, a file of the source, which would be removed with the "
+                "replaced checkpoint; convert to another place"
             )
 
 
 def check_folder(source: Source, target: str, options: Options, overwrite: bool) -> None:
-    """Raise ExistsError where no folder of another format may be written to `target`."""
+    """Raises ExistsError unless a conversion may write a folder of another format to `target`."""
     _check_is_not_source(source, target)
     there = one_spelling(target)
     if any(file.startswith(f"{there}/") for file in (one_spelling(source.url), *_files_of(source))):
         raise ExistsError(
-            f"{target} holds the source {source.url}, or a part of it, and is replaced as a "
+            f"{target} holds the source {source.url}, or a part of it, and would be replaced as a "
             "whole; convert to another place"
         )
     check_replaceable(target, options, overwrite)
 
 
 def check_replaceable(target: str, options: Options, overwrite: bool) -> None:
-    """Raise ExistsError where what is at `target` may not go for a folder of another format."""
+    """Raises ExistsError unless a folder of another format may replace `target`."""
     path = local_path(target)
     if path is None:
         with open_store(target, options) as store:
@@ -125,16 +127,16 @@ def check_replaceable(target: str, options: Options, overwrite: bool) -> None:
     if kind is None:
         return
     if kind != "a folder":
-        raise ExistsError(f"{target} is {kind}, and this format is a folder; choose another")
+        raise ExistsError(f"{target} is {kind}, and this format is a folder; choose another place")
     if os.path.ismount(local):
-        raise ExistsError(f"{target} is where a disk begins; convert to a folder in it")
+        raise ExistsError(f"{target} is a mount point; convert to a folder in it")
     if local.is_symlink():
         if not overwrite:
             raise ExistsError(
                 f"{target} is a link to a folder; give that folder itself, or pass overwrite=True "
                 "to replace the link"
             )
-        return  # and what it leads to stays
+        return  # the folder behind the link stays
     if not overwrite and any(local.iterdir()):
         raise ExistsError(f"{target} is not empty; pass overwrite=True to replace it")
     if (local / MANIFEST).is_file():
@@ -143,7 +145,7 @@ def check_replaceable(target: str, options: Options, overwrite: bool) -> None:
 
 
 def folder_path(path: str) -> Path:
-    """The path of a folder by a name of its own: `.` and `..` cannot be renamed.
+    """Returns the path of a folder with a name that can be renamed, unlike `.` and `..`.
 
     >>> folder_path("runs/hf/").as_posix(), folder_path("/runs/..").as_posix()
     ('runs/hf', '/')
@@ -153,7 +155,7 @@ def folder_path(path: str) -> Path:
 
 
 def checkpoints_among(names: Iterable[str]) -> tuple[str, ...]:
-    """Of the files of a folder, one of each checkpoint that they seem to be.
+    """Returns one file name of each checkpoint that the files of a folder seem to form.
 
     >>> checkpoints_among(["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
     ('model-00001-of-00002.safetensors',)
@@ -173,7 +175,7 @@ def checkpoints_among(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_holds_no_other(target: str, local: Path) -> None:
-    """Raise ExistsError where a folder holds more checkpoints than one (rule 3)."""
+    """Raises ExistsError if a folder holds several checkpoints (rule 3)."""
     others: list[str] = []
     for folder, _, names in os.walk(local, onerror=_raise):
         found = checkpoints_among(names)
@@ -184,8 +186,8 @@ def _check_holds_no_other(target: str, local: Path) -> None:
         more = f" and {len(others) - SHOWN_NAMES} more" if len(others) > SHOWN_NAMES else ""
         raise ExistsError(
             f"{target} holds {', '.join(others[:SHOWN_NAMES])}{more}, more than the one checkpoint "
-            "that overwriting replaces, and would be removed as a whole; move away what you need, "
-            "or convert to another place"
+            "that overwrite replaces, and would be removed as a whole; move the files away, or "
+            "convert to another place"
         )
 
 
@@ -202,7 +204,7 @@ def _check_is_not_source(source: Source, target: str) -> None:
 
 
 def _files_of(source: Source) -> dict[str, str]:
-    """The files that reading the source needs, in one spelling, and whose each is."""
+    """Returns the files that the source consists of, in one spelling, and the owner of each."""
     folder, catalog = source.store.url, source.catalog
     found = {one_spelling(join_url(folder, file.name)): "the source" for file in catalog.files}
     if catalog.bases:
@@ -217,7 +219,7 @@ def _files_of(source: Source) -> dict[str, str]:
 
 
 def _check_no_part_of_another(target: str, options: Options) -> None:
-    """Raise ExistsError where a file belongs to a native checkpoint, or is borrowed (rule 3)."""
+    """Raises ExistsError if a file belongs to a native checkpoint, or to a base of one (rule 3)."""
     folder, name = split_url(target)
     folder = one_spelling(folder)
     with open_store(folder, options) as store:
@@ -234,13 +236,12 @@ def _check_no_part_of_another(target: str, options: Options) -> None:
         found, own = loans_beside(folder, options)
         if found.cover(own, name):
             raise ExistsError(
-                f"{target} is borrowed from by a checkpoint beside {folder}; convert to another "
-                "place"
+                f"a checkpoint beside {folder} borrows from {target}; convert to another place"
             )
 
 
 def _names(manifest: bytes, name: str) -> bool:
-    """Whether a manifest names a file beside it; a damaged one is taken at its word."""
+    """Whether a manifest names a file beside it. In a damaged one, any mention of it counts."""
     try:
         return any(file.name == name for file in load(manifest).files)
     except FormatError:
@@ -248,19 +249,25 @@ def _names(manifest: bytes, name: str) -> bool:
 
 
 def _kind(target: str, path: Path) -> str | None:
-    """What is at a path, links followed; None for nothing. Raises ExistsError for a broken link."""
+    """Returns the kind of file at a path, behind links; None if there is none.
+
+    Raises:
+        ExistsError: the path is a broken link, or lies in a file.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise ExistsError(f"{target} would lie in a file; convert to another place") from error
+        raise ExistsError(
+            f"{target}: a part of this path is a file; convert to another place"
+        ) from error
     if stat.S_ISLNK(status.st_mode):
         try:
             status = path.stat()
         except OSError as error:
             raise ExistsError(
-                f"{target} is a link to {os.readlink(path)}, where there is nothing; remove it, or "
-                "convert to another place"
+                f"{target} is a broken link, to {os.readlink(path)}; remove it, or convert to "
+                "another place"
             ) from error
     return next((kind for test, kind in _KINDS if test(status.st_mode)), "a device")

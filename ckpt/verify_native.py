@@ -1,14 +1,14 @@
-"""Whether every bit of a native checkpoint is what was written.
+"""Verifies every bit of a native checkpoint.
 
 Rules:
 
-1. Each file is read once, front to back. Its header and chunk table stand under the digest in the
-   manifest, every chunk under its record in the table: together all bytes of the file.
-2. One problem per damaged chunk, with file, tensor and bytes. A file whose header or table is
-   damaged is one problem that names its tensors: what the table says cannot be trusted then.
-3. Then the other direction: what the manifest says of each tensor must lie in the files.
-4. Chunks that are borrowed are read where they lie, in the folders beside this one, against this
-   checkpoint's own records; what else those folders hold is their own affair.
+1. Each file is read once, front to back. The digest in the manifest covers the header and the chunk
+   table, and a record in the table covers each chunk: together all bytes of the file.
+2. A damaged chunk is one problem, with file, tensor and bytes. A file with a damaged header or
+   table is one problem that names its tensors, because its table cannot be trusted.
+3. The files must then hold all elements of each tensor of the manifest.
+4. Borrowed chunks are read in the folders of their bases and compared with this checkpoint's own
+   records. Other bytes of a base are not checked.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from sharding.layout import Box
 BLOCK_BYTES = 8 << 20
 """Bytes of one read."""
 WORKERS = 4
-"""Files that are checked at once. Reading and hashing let go of the GIL."""
+"""Files that are checked at the same time. Reading and hashing release the GIL."""
 SHOWN_TENSORS = 3
-"""How many tensors of a damaged file a message names."""
+"""A message names at most so many tensors of a damaged file."""
 
 Progress = Callable[[int], None]
 
 
 def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
-    """What is wrong with the checkpoint in a folder whose manifest is sound."""
+    """Checks the checkpoint in a folder. The manifest must be intact."""
     data = read_manifest(reader)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     check = _Check(reader, manifest, progress)
@@ -68,18 +68,18 @@ def check_native(reader: Reader, progress: Progress | None = None) -> Findings:
 
 @dataclass(frozen=True, slots=True)
 class _CheckedFile:
-    """What came of one shard file."""
+    """The result for one shard file."""
 
     nbytes: int
-    """Bytes compared with a checksum."""
+    """Bytes that were compared with a checksum."""
     problems: list[Problem]
     lost: bool = False
-    """Its header and table could not be trusted: nothing in it can be found."""
+    """Whether the header or table is damaged, so that no tensor of the file can be found."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredChunk:
-    """Bytes `[lo, hi)` of a file, and the checksum they were written with."""
+    """Bytes `[lo, hi)` of a file, and the checksum with which they were written."""
 
     tensor: str
     lo: int
@@ -98,7 +98,7 @@ class _Check:
         self._progress = progress
 
     def file(self, file: ShardFile) -> _CheckedFile:
-        """Header, table and every chunk of one file."""
+        """Checks the header, the table and every chunk of one file."""
         where = f"{self._reader.url}/{file.name}"
         try:
             shard = self._shards.shard(file.rank, file.name)
@@ -111,7 +111,7 @@ class _Check:
         try:
             end = file.size - file.table_bytes
             problems += self._damaged(file.name, end, stored_chunks(shard, where), block)
-        except FormatError as error:  # a table that does not fit, or a file cut while it is read
+        except FormatError as error:  # the table contradicts the header, or the file was cut
             problems.append(Problem.of(error, file.name))
         nbytes = file.size
         for run, chunks in borrowed_chunks(shard, where):
@@ -133,7 +133,7 @@ class _Check:
         return _CheckedFile(nbytes, problems)
 
     def tensors(self, lost: set[int]) -> Iterator[Problem]:
-        """What the manifest says of a tensor and no file has; files of `lost` ranks apart."""
+        """Yields a problem for each tensor that no file holds, except in files of `lost` ranks."""
         for name, stored in self._manifest.tensors.items():
             pieces = self._shards.pieces(name, stored)
             whole, found = Box.whole(stored.shape), 0
@@ -144,7 +144,7 @@ class _Check:
                     continue
                 shard = self._shards.files.get(rank)
                 try:
-                    for _ in pieces.locate(boxes[0]):  # one look-up finds the rank's whole part
+                    for _ in pieces.locate(boxes[0]):  # finds all pieces of the rank, or raises
                         pass
                 except FormatError as error:
                     yield Problem.of(error, shard.name if shard else MANIFEST, name)
@@ -160,9 +160,9 @@ class _Check:
     def _damaged(
         self, name: str, end: int, chunks: Iterable[_StoredChunk], block: memoryview
     ) -> Iterator[Problem]:
-        """A problem for every chunk of a file whose bytes are not what was written.
+        """Yields a problem for each chunk of a file whose bytes have another checksum.
 
-        The chunks end at byte `end` at the latest. The file is read front to back, into `block`.
+        No chunk ends behind byte `end`. The file is read front to back, into `block`.
         """
         where = f"{self._reader.url}/{name}"
         start = stop = 0
@@ -190,7 +190,7 @@ class _Check:
                 )
 
     def _hurt(self, file: ShardFile) -> str:
-        """The tensors that have a part in a file."""
+        """Returns the tensors with a part in a file, as text."""
         tensors = self._manifest.tensors.items()
         names = [name for name, stored in tensors if stored.layout.pieces(file.rank)]
         more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
@@ -202,9 +202,10 @@ class _Check:
 
 
 def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
-    """The chunks in an opened shard file in the order of its bytes, all of its data.
+    """Yields all chunks in an opened shard file, in the order of its bytes.
 
-    Raises FormatError where table and header do not fit together.
+    Raises:
+        FormatError: the table contradicts the header.
     """
     index = shard.index
     first = first_chunks(index, where)
@@ -234,7 +235,7 @@ def stored_chunks(shard: Shard, where: str) -> Iterator[_StoredChunk]:
 
 
 def borrowed_chunks(shard: Shard, where: str) -> Iterator[tuple[Run, list[_StoredChunk]]]:
-    """Every run of an opened shard file with its chunks, by their bytes in the base's file."""
+    """Yields each run of an opened shard file with its chunks, as bytes of the base's file."""
     tensor_of = _tensors_by_chunk(shard, where)
     for run in shard.index.runs:
         tensor = tensor_of(run.first)
@@ -247,14 +248,14 @@ def borrowed_chunks(shard: Shard, where: str) -> Iterator[tuple[Run, list[_Store
 
 
 def roots(shard: Shard, where: str) -> Iterator[tuple[str, Root]]:
-    """Every root that a delta chunk of an opened shard file was taken from, with its tensor."""
+    """Yields the root of each delta chunk of an opened shard file, with the chunk's tensor."""
     tensor_of = _tensors_by_chunk(shard, where)
     for chunk, root in shard.index.deltas.items():
         yield tensor_of(chunk), root
 
 
 def _tensors_by_chunk(shard: Shard, where: str) -> Callable[[int], str]:
-    """From the index of a chunk in the table to the tensor that it is of."""
+    """Returns a function from the index of a chunk in the table to the name of its tensor."""
     starts = first_chunks(shard.index, where)
     names, firsts = list(starts), list(starts.values())
     return lambda chunk: names[bisect_right(firsts, chunk) - 1]

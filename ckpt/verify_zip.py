@@ -1,8 +1,8 @@
-"""What can be checked in torch's own formats: the CRC-32 that zip keeps of each record.
+"""Verifies torch's own formats by the CRC-32 that zip stores for each record.
 
-A file of torch.save is one zip; a DCP folder has one small zip for each of its items. What stands
-outside of the records (padding, DCP's `.metadata`) has no checksum. Records are read as those that
-a load reads in part (`ckpt.transfer.record_sums`). Nothing is unpickled.
+A file of torch.save is one zip. A DCP folder has one small zip for each of its items. Bytes outside
+of the records (padding, DCP's `.metadata`) have no checksum. `ckpt.transfer.record_sums` compares
+the records, as for a load. No pickle is executed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Progress = Callable[[int], None]
 
 
 def check_torch(reader: Reader, catalog: Catalog, progress: Progress | None = None) -> Findings:
-    """What is wrong with a file of torch.save whose pickle could be read."""
+    """Checks a file of torch.save whose pickle could be read."""
     (file,) = catalog.files
     check = _Check(reader, progress)
     owners: dict[int, str] = {}
@@ -40,7 +40,7 @@ def check_torch(reader: Reader, catalog: Catalog, progress: Progress | None = No
 
 
 def check_dcp(reader: Reader, catalog: Catalog, progress: Progress | None = None) -> Findings:
-    """What is wrong with a DCP folder whose metadata could be read."""
+    """Checks a DCP folder whose metadata could be read."""
     check = _Check(reader, progress)
     items = _items(reader)
     for item in sorted(items, key=lambda item: (item.file, item.offset)):
@@ -61,7 +61,7 @@ def check_dcp(reader: Reader, catalog: Catalog, progress: Progress | None = None
 
 
 def _items(reader: Reader) -> dict[Extent, str]:
-    """Where each item's zip lies, and its name. The catalog's reader has checked the ranges."""
+    """Returns the extent and name of each item. The catalog's reader has checked the extents."""
     metadata = load(reader.read(METADATA, 0, reader.size(METADATA)), METADATA)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise FormatError(f"{METADATA}: no table of items")
@@ -73,7 +73,7 @@ def _items(reader: Reader) -> dict[Extent, str]:
 
 
 def _name_of(name: str, extent: Extent) -> str:
-    """The owner of any record of an item's zip: the item."""
+    """Returns the owner of a record in an item's zip: the item."""
     return name
 
 
@@ -92,7 +92,7 @@ class _Check:
     def archive(
         self, file: str, offset: int, length: int, owner: Callable[[Extent], str | None]
     ) -> None:
-        """Check every record of a zip; `owner` says whose bytes the record at an extent has."""
+        """Checks each record of a zip. `owner` returns the tensor of the record at an extent."""
         whole = Extent(file, offset, length)
         try:
             archive = Archive(self._reader, file, offset, length)
@@ -103,7 +103,7 @@ class _Check:
             self._record(archive, name, owner, whole)
 
     def ends(self, items: Iterable[Extent]) -> None:
-        """Check that each file ends with its last item."""
+        """Checks that each file ends with its last item."""
         ends: dict[str, int] = {}
         for item in items:
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
@@ -112,12 +112,12 @@ class _Check:
             if size > end:
                 message = (
                     f"{self._reader.url}/{file}: its last item ends at byte {end}, the file has "
-                    f"{size} bytes: something was appended to it"
+                    f"{size} bytes: bytes were appended to it"
                 )
                 self.problems.append(Problem(file, message, None, end, size))
 
     def findings(self, checked: str) -> Findings:
-        """What was found, in the form that all formats share."""
+        """Returns the result, in the form that all formats share."""
         unchecked = self._unchecked_records
         notes = (f"{unchecked} records were written without a checksum",) if unchecked else ()
         return Findings(checked, self._checked_bytes, tuple(self.problems), notes)
@@ -130,7 +130,7 @@ class _Check:
         except FormatError as error:
             self.problems.append(Problem.of(error, whole.file, owner(whole)))
             return
-        if extent.crc32 is None and extent.nbytes:  # torch was told to compute none
+        if extent.crc32 is None and extent.nbytes:  # torch was set to compute no CRC-32
             self._unchecked_records += 1
             return
         tensor, lo, hi = owner(extent), extent.offset, extent.offset + extent.nbytes

@@ -1,11 +1,11 @@
-"""Whether a stored checkpoint is whole: no model, no process group, no torch.
+"""Verifies a stored checkpoint without a model, a process group or torch.
 
 Rules:
 
-1. Damage is a result, not an exception: everything that is wrong is in the report, and the check of
-   one file does not end because another is damaged. Only what cannot be checked at all raises.
-2. The report says what the format let us check. A format without checksums is never called sound
-   beyond its structure and its sizes.
+1. Damage is a result, not an exception. The report lists all problems, and a damaged file does not
+   stop the check of the others. Only a place that cannot be checked at all raises an error.
+2. The report tells which parts the format lets a reader check: without checksums only structure and
+   sizes.
 3. Memory is bounded: headers, chunk tables and one block of `BLOCK_BYTES` per thread.
 """
 
@@ -35,15 +35,19 @@ def verify(
     *,
     storage_options: Options = None,
 ) -> Report:
-    """Everything that is wrong with the checkpoint at a path or URL, of whatever format.
+    """Returns a report of all problems of the checkpoint at a path or URL, of any format.
 
-    A native checkpoint is checked to the last bit. `progress` is called with numbers of bytes as
-    they are checked, from several threads. `storage_options` are the fsspec driver's.
+    One process calls this. The check of a native checkpoint covers every byte.
+
+    Args:
+        progress: called with numbers of bytes as they are checked, by several threads.
+        storage_options: options of the fsspec driver.
 
     Raises:
-        NotACheckpointError: there is no checkpoint at `url`.
-        UnsupportedError: there is one that this version does not read.
-        ReplacedError: it was replaced while it was checked, again and again.
+        NotACheckpointError: no checkpoint is at `url`.
+        UnsupportedError: this version cannot read the checkpoint.
+        ReplacedError: the checkpoint was replaced each time that it was checked.
+        StoreError: the disk or object store failed.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +60,7 @@ def verify(
 
 
 def _verified(text: str, progress: Callable[[int], None] | None, options: Options) -> Report:
-    """What `verify` returns."""
+    """Returns the report of `verify`."""
     try:
         with open_source(text, options) as source:
             files = len(source.catalog.files)
@@ -78,31 +82,31 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
 
 
 def _findings(source: Source, progress: Callable[[int], None] | None) -> Findings:
-    """What the check of the source's format finds."""
+    """Checks a source by its format."""
     if source.catalog.format == "ckpt":
         return check_native(source.store, progress)
     if source.catalog.format == "torch":
         return check_torch(source.store, source.catalog, progress)
     if source.catalog.format == "dcp":
         return check_dcp(source.store, source.catalog, progress)
-    # Opening it has checked every rule of the headers, and the index against the files.
+    # `open_source` has checked every rule of the headers, and the index against the files.
     return Findings("structure and sizes only: this format has no checksums")
 
 
 def _strays(source: Source) -> tuple[str, ...]:
-    """A note for each file in a checkpoint's folder that is no part of it."""
+    """Returns a note for each file in a checkpoint's folder that does not belong to it."""
     if source.catalog.format in ("safetensors", "torch"):
-        return ()  # one file, in a folder that is not ours
+        return ()  # the checkpoint is one file; its folder may hold any other files
     own = {file.name for file in source.catalog.files}
     strays = [name for name in source.store.names() if name not in own]
     if source.catalog.format == "huggingface":
-        # Such a folder has a configuration and a tokenizer too.
+        # Such a folder also has a configuration and a tokenizer.
         strays = [name for name in strays if name.endswith(SAFETENSORS)]
-    return tuple(f"{name} is in the folder and no part of the checkpoint" for name in strays)
+    return tuple(f"{name} is in the folder and not a part of the checkpoint" for name in strays)
 
 
 def _unreadable(url: str, error: FormatError, options: Options) -> Report:
-    """The report for a checkpoint whose description cannot be read."""
+    """Returns the report for a checkpoint whose description cannot be read."""
     checked = "only its description, which cannot be read"
     if is_file(url, options):
         name = split_url(url)[1]
@@ -114,7 +118,7 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
         for name, kind in ((MANIFEST, "ckpt"), (DCP_METADATA, "dcp")):
             if name in names:
                 return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
-        # The headers of the other files can be read, whatever is wrong with the first.
+        # The headers of all files are checked, although the first damaged one ended `open_source`.
         problems = _header_problems(store, names) or (Problem.of(error, url),)
         return Report(url, "huggingface", 0, 0, checked, problems)
 

@@ -1,6 +1,6 @@
-"""What can be wrong with bytes, grouped by what a caller would do about it.
+"""The errors of bytes, grouped by the remedy of a caller.
 
-Each class has a stable `kind`, the word a program may compare and `ckpt --json` prints
+Each class has a stable `kind`, a word that programs can compare and that `ckpt --json` prints
 (`sharding.errors` has the root and the rules).
 """
 
@@ -8,28 +8,64 @@ from __future__ import annotations
 
 from sharding.errors import CkptError
 
-__all__ = ["CorruptError", "FormatError", "HostileError", "UnsupportedError"]
+__all__ = [
+    "CorruptError",
+    "FormatError",
+    "GoneError",
+    "HostileError",
+    "SizeError",
+    "TooLargeError",
+    "UnsupportedError",
+]
 
 
 class FormatError(CkptError, ValueError):
-    """The bytes are not what a reader of this format accepts. The message names file and place."""
+    """The bytes do not follow the rules of the format. The message names the file and the place."""
 
     kind = "format"
 
 
 class CorruptError(FormatError):
-    """Bytes changed after they were written, or some are missing: restore them from elsewhere."""
+    """Bytes were changed since they were written, or are missing: restore them from a copy."""
 
     kind = "corrupt"
 
 
 class HostileError(FormatError):
-    """The file asks for something no honest writer writes: a path outside, code, absurd sizes."""
+    """The file has content that no honest writer writes: a path outside, code, absurd sizes."""
 
     kind = "hostile"
 
 
 class UnsupportedError(FormatError):
-    """A sound file that uses something this version does not read or the target cannot hold."""
+    """The file is sound, but this version cannot read it, or the target's format cannot hold it."""
 
     kind = "unsupported"
+
+
+class TooLargeError(HostileError):
+    """A file is larger than its limit for a read of the whole file."""
+
+    def __init__(self, where: str, nbytes: int, limit: int) -> None:
+        self.nbytes = nbytes
+        super().__init__(f"{where}: the file has {nbytes} bytes, its limit is {limit} bytes")
+
+
+class GoneError(CorruptError):
+    """A file of a checkpoint is missing. It may have been there until a moment ago."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where}: the file is missing: it was deleted, perhaps while the checkpoint was read, "
+            "or not copied along; restore it from another copy"
+        )
+
+
+class SizeError(CorruptError):
+    """A file has more or fewer bytes than were written."""
+
+    def __init__(self, where: str, size: int, expected: int) -> None:
+        super().__init__(
+            f"{where}: the file has {size} bytes, {expected} were written: it was "
+            f"{'truncated' if size < expected else 'appended to'}; restore it from another copy"
+        )

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from formats.errors import CorruptError, HostileError
-
 Buffer = bytes | bytearray | memoryview
 
 LOCAL_READ_BYTES = 256 << 10
@@ -90,31 +88,3 @@ class Writer(Protocol):
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
         """A new file: durable when the block ends well, removed when it ends with an exception."""
         ...
-
-
-class TooLargeError(HostileError):
-    """A file has too many bytes to be read whole."""
-
-    def __init__(self, where: str, nbytes: int, limit: int) -> None:
-        self.nbytes = nbytes
-        super().__init__(f"{where}: it has {nbytes} bytes; what it should be has {limit} at most")
-
-
-class GoneError(CorruptError):
-    """A file is missing that a checkpoint has, or had until a moment ago."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            f"{where}: the file is missing: it was deleted, perhaps while the checkpoint was read, "
-            "or not copied along; restore it from another copy"
-        )
-
-
-class SizeError(CorruptError):
-    """A file has not as many bytes as were written."""
-
-    def __init__(self, where: str, size: int, expected: int) -> None:
-        super().__init__(
-            f"{where}: the file has {size} bytes, {expected} were written: it was "
-            f"{'truncated' if size < expected else 'appended to'}; restore it from another copy"
-        )

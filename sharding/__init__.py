@@ -14,24 +14,8 @@ from sharding.supported import check_versions
 
 check_versions()
 
-from sharding.errors import (  # noqa: E402 - after the check
-    ArgumentError,
-    ArgumentTypeError,
-    CkptError,
-    DestroyedGroupError,
-    HoleError,
-    LocalShapeError,
-    MisuseError,
-    NotAMemberError,
-    OptimizerMismatchError,
-    PartialError,
-    RankError,
-    ShardingError,
-    TorchAssertionError,
-    TransferError,
-    UnknownPlacementError,
-    WorldMismatchError,
-)
+from sharding import errors  # noqa: E402 - after the check
+from sharding.errors import *  # noqa: E402, F403 - `sharding.errors` has the one list of errors
 
 if TYPE_CHECKING:
     from sharding.describe.local_part import LocalPart
@@ -71,48 +55,33 @@ _FROM = {
 }
 
 __all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
-    "CkptError",
-    "DestroyedGroupError",
     "FSDPModule",
     "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "HoleError",
     "LocalOptimStateDictConfig",
     "LocalPart",
-    "LocalShapeError",
     "LocalStateDictConfig",
-    "MisuseError",
     "MixedPrecision",
     "MixedPrecisionPolicy",
-    "NotAMemberError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
-    "OptimizerMismatchError",
-    "PartialError",
-    "RankError",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
-    "ShardingError",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "TorchAssertionError",
-    "TransferError",
-    "UnknownPlacementError",
     "UnshardHandle",
-    "WorldMismatchError",
     "fully_shard",
     "register_fsdp_forward_method",
 ]
+__all__ += errors.__all__
 
 
 _MODULES = ("comm_hooks", "composable", "sharded_grad_scaler", "wrap")

@@ -34,8 +34,6 @@ __all__ = [
     "TransferError",
     "UnknownPlacementError",
     "WorldMismatchError",
-    "mixed_content",
-    "said",
 ]
 
 SHOWN_NAMES = 20

@@ -335,7 +335,7 @@ MUTATIONS = (
     ),
     Mutation(
         "commit: what is borrowed from is not deleted",
-        "        with suppress(ExistsError):  # of a save that has come meanwhile\n"
+        "        with suppress(ExistsError):  # another save has committed meanwhile\n"
         "            store.commit(MANIFEST, data, replace=False)\n",
         "",
         "ckpt/borrowing ckpt/commit",

@@ -1,1 +1,1 @@
-"""What of a checkpoint goes where in a target, and what of it does not fit."""
+"""Matches a target with a checkpoint: load items, and the differences between the two."""

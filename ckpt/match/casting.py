@@ -1,13 +1,13 @@
-"""Which dtypes of a checkpoint may become which dtypes of a target.
+"""The casts that a load allows from a checkpoint's dtype to a target's.
 
 Rules:
 
 1. By default another dtype is a difference.
-2. With `dtype="target"` a tensor stays of its kind: floats and complex numbers may get another
-   precision, integers a type that holds every one of them.
-3. Floats of 8 bits have so little range that weights need a scale beside them: nothing is cast to
-   one unasked.
-4. `casting="unsafe"` allows every cast that torch knows. Of packed 4-bit floats it knows none.
+2. With `dtype="target"` a tensor keeps its kind. Floats and complex numbers may get another
+   precision. Integers may become a type that holds all of their values.
+3. Floats of 8 bits have so little range that weights need a scale beside them. A load casts to
+   them only if the caller asks for it.
+4. `casting="unsafe"` allows every cast that torch has. Torch casts no packed 4-bit floats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sharding.errors import ArgumentError
 
 
 class Casting(Enum):
-    """Which casts are allowed where casts are; numpy's words."""
+    """The casts that `dtype="target"` allows, in numpy's words."""
 
     SAME_KIND = "same_kind"
     UNSAFE = "unsafe"
@@ -31,7 +31,11 @@ PACKED = "F4_E2M1X2"
 
 
 def casting_of(dtype: str | None, casting: str) -> Casting | None:
-    """The casts that the arguments of a load allow, or None. Raises ArgumentError for others."""
+    """Returns the casts that the arguments of a load allow; None allows no cast.
+
+    Raises:
+        ArgumentError: an argument has another value, or `casting` is set without `dtype`.
+    """
     known = [one.value for one in Casting]
     if dtype not in (None, "target"):
         raise ArgumentError(f"dtype is 'target' or None, not {dtype!r}")
@@ -45,26 +49,26 @@ def casting_of(dtype: str | None, casting: str) -> Casting | None:
 
 
 def dtype_problem(stored: DType, wanted: torch.dtype, casting: Casting | None) -> str | None:
-    """Why a tensor of the checkpoint cannot fill one of dtype `wanted`; None if it can."""
+    """Returns why a stored tensor cannot fill a target of dtype `wanted`; None if it can."""
     name = str(wanted).removeprefix("torch.")
     if stored.torch_name == name:
         return None
-    said = f"the checkpoint has {stored}, the target wants {name}"
+    said = f"the checkpoint has dtype {stored}, the target has {name}"
     if casting is None:
         return f"{said}; pass dtype='target' to cast"
     target = BY_TORCH_NAME.get(name)
     if target is None or PACKED in (stored.name, target.name):
-        return f"{said}; torch has no cast between the two: load into a tensor of {stored}"
+        return f"{said}; torch cannot cast one to the other: load into a tensor of dtype {stored}"
     if casting is Casting.UNSAFE or keeps_values(stored, target):
         return None
     return (
-        f"{said}, and a cast of the one to the other may change values: load into a tensor of "
-        f"{stored}, or pass casting='unsafe' to cast all the same"
+        f"{said}, and a cast may change values: load into a tensor of dtype {stored}, or pass "
+        "casting='unsafe' to cast nevertheless"
     )
 
 
 def keeps_values(source: DType, target: DType) -> bool:
-    """Whether a cast keeps every value, but for the precision of floats (rules 2 and 3).
+    """Whether a cast keeps every value, apart from the precision of floats (rules 2 and 3).
 
     >>> from formats.dtypes import BY_NAME
     >>> keeps_values(BY_NAME["F64"], BY_NAME["BF16"]), keeps_values(BY_NAME["I64"], BY_NAME["I32"])
@@ -79,5 +83,5 @@ def keeps_values(source: DType, target: DType) -> bool:
 
 
 def _kind(dtype: DType) -> str:
-    """The first letter of float, complex, integer, unsigned or boolean."""
+    """Returns the first letter of float, complex, integer, unsigned or boolean."""
     return "F" if dtype.name.startswith(("F", "BF")) else dtype.name[0]

@@ -1,4 +1,4 @@
-"""Whether a target and what is to fill it fit together, as all ranks see it."""
+"""Makes one error of the differences between a target and a checkpoint on all ranks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from sharding.agreement.ranks import HASH_BITS, Ranks
 from sharding.url_secrets import without_secrets
 
 
-class Marks(NamedTuple):
-    """Hashes of what a rank found: ranks where they are equal need not tell one another more."""
+class Fingerprints(NamedTuple):
+    """Hashes of one rank's match. Ranks with equal hashes exchange no names."""
 
     unexpected: int
-    """Of the names that this rank's target lacks."""
+    """Of the checkpoint's names that this rank's target lacks."""
     idle: int
-    """Of what of the selection chooses nothing here."""
+    """Of the patterns that choose no name on this rank."""
 
 
-def marks(matched: Match) -> Marks:
-    """The hashes of what this rank found."""
-    return Marks(_hash("\n".join(matched.unexpected).encode()), _hash(_dump(matched.idle)))
+def fingerprints(matched: Match) -> Fingerprints:
+    """Returns the hashes of this rank's match."""
+    return Fingerprints(_hash("\n".join(matched.unexpected).encode()), _hash(_dump(matched.idle)))
 
 
 def differences(
     ranks: Ranks, matched: Match, same_unexpected: bool, same_idle: bool
 ) -> list[Difference]:
-    """What does not fit here, the names that no rank's target has, and idle patterns.
+    """Returns this rank's differences, the names that no rank's target has, and idle patterns.
 
-    Called by all ranks; each flag says that the ranks agree in the one of `Marks`.
+    All ranks call this. A flag is true if the ranks have the same hash in `Fingerprints`.
     """
     names = matched.unexpected
     if not same_unexpected:
@@ -56,9 +56,10 @@ def differences(
 
 
 def _idle_everywhere(ranks: Ranks, idle: Sequence[Claim], known: Sequence[str]) -> list[Claim]:
-    """Of the claims that are idle on some rank, those that no rank's names meet.
+    """Returns the patterns that choose no name of any rank.
 
-    Called by all ranks. A pattern may name a part of the model that another rank alone has.
+    All ranks call this. A pattern that is idle on one rank may name a part of the model that only
+    another rank has.
     """
 
     def join(records: Sequence[bytes]) -> bytes:
@@ -84,7 +85,10 @@ def _hash(data: bytes) -> int:
 def check_fits(
     url: str, found: list[Difference], strict: bool, warns: bool, stacklevel: int = 7
 ) -> None:
-    """Raise MismatchError with all differences; those that `strict=False` skips are warned of."""
+    """Raises MismatchError with all differences, except those that `strict=False` skips.
+
+    A warning names the skipped ones if `warns`.
+    """
     if not strict:
         skipped = [d for d in found if d.problem in ("missing", "unexpected", "shape")]
         found = [d for d in found if d not in skipped]
@@ -99,9 +103,9 @@ def check_fits(
 def check_preflight_scalars(
     url: str, matched: Match, placed: Iterable[Sequence[Placed]] = ()
 ) -> None:
-    """Raise MismatchError where numbers that must agree do not, once they are read.
+    """Raises MismatchError if preflight scalars differ that must be equal. Call it after the reads.
 
-    So it is for values that are to be `placed` in memory that targets share.
+    Each group of `placed` holds the values for memory that targets share. These must be equal too.
     """
     checked = (*(check() for check in matched.checks), *map(conflict, placed))
     found = [difference for difference in checked if difference is not None]

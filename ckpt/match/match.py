@@ -1,7 +1,8 @@
-"""Which tensor and value of a checkpoint goes where in a target, and what does not fit.
+"""Matches each tensor and value of a target with a checkpoint.
 
-Walks the target the way `ckpt.state.flatten` walks a state. Touches nothing: what is to be read
-becomes a `LoadItem`, a value becomes part of `Match.install`, and a misfit a `Difference`.
+The walk goes through the target as `ckpt.state.flatten` goes through a state. It changes nothing. A
+tensor becomes a `LoadItem`, a value becomes part of `Match.install`, and a mismatch becomes a
+`Difference`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.match.casting import Casting, dtype_problem
-from ckpt.match.match_builder import Installer, Match, MatchBuilder
+from ckpt.match.match_builder import NOT_SAVED, Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_per_rank import match_per_rank
 from ckpt.match.match_stateful import filled, match_stateful
@@ -51,7 +52,7 @@ from sharding.describe.sharded_tensor import is_sharded
 from sharding.layout import Mesh
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the name under which a module keeps what `get_extra_state` returns."""
+"""The last part of the name under which a module stores the result of `get_extra_state`."""
 
 
 def match(
@@ -61,10 +62,13 @@ def match(
     world: Mesh,
     casting: Casting | None = None,
 ) -> Match:
-    """Matches a target with a checkpoint; touches neither, and does not communicate.
+    """Matches a target with a checkpoint. Changes neither and does not communicate.
 
-    `world` has all ranks along one axis. `casting` says which other dtypes are allowed. Raises a
-    ShardingError for a tensor that cannot be described.
+    `world` has all ranks along one axis. `casting` allows other dtypes.
+
+    Raises:
+        ShardingError: a tensor of the target cannot be described.
+        StateError: a module's or optimizer's own method failed.
     """
     check_mode()
     builder = MatchBuilder(saved, selection, world)
@@ -102,10 +106,10 @@ class _Matcher:
         self._filled: dict[object, LoadItem] = {}
         self._lacking: dict[str, object] = {}
         self._keep: list[object] = []
-        """What `_filled` and `_lacking` have the identity of."""
+        """The tensors of all keys of `_filled` and `_lacking`: a freed identity could be reused."""
 
     def walk(self, node: object, path: str) -> Installer:
-        """Match what the target has at a path."""
+        """Matches one node of the target, at a path."""
         if isinstance(node, torch.Tensor | LocalPart):
             self._tensor(node, path or ROOT)
             return lambda: node
@@ -126,10 +130,10 @@ class _Matcher:
         return self._value(node, path)
 
     def forgive_ties(self) -> None:
-        """A name the checkpoint lacks does not matter when its tensor is filled by another."""
+        """Adds a difference for each missing name, unless another name fills the same tensor."""
         for name, key in self._lacking.items():
             if key not in self._filled:
-                self._builder.differ(name, "missing", "is in the target and not in the checkpoint")
+                self._builder.differ(name, "missing", NOT_SAVED)
 
     def _tensor(self, given: TensorLike, name: str) -> None:
         self._builder.owns(name)
@@ -155,7 +159,7 @@ class _Matcher:
             self._builder.differ(
                 name,
                 "shape",
-                f"the checkpoint has shape {record.shape}, the target wants {tuple(tensor.shape)}; "
+                f"the checkpoint has shape {record.shape}, the target has {tuple(tensor.shape)}; "
                 "pass strict=False to skip it, or rename it with rename=",
             )
         elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._casting)) is not None:
@@ -171,7 +175,10 @@ class _Matcher:
                 self._builder.ties.append((first, item))
 
     def _array(self, array: np.ndarray, path: str) -> Installer:
-        """An array that torch cannot share is filled by way of a copy, a read-only one replaced."""
+        """Fills an array in place, or through a copy if torch cannot share its memory.
+
+        A read-only array is replaced by the copy.
+        """
         if not is_plain_array(array):
             detail = f"cannot be filled; {instead_of_array(array)}"
             found = f"a numpy {type(array).__name__} of dtype {array.dtype}"
@@ -207,7 +214,7 @@ class _Matcher:
             is_tensor = isinstance(value, torch.Tensor) and identity(value) in own
             aliases_only &= is_tensor or isinstance(value, LocalPart)
         if aliases_only and not _customised(module):
-            return lambda: module  # what was filled are the parameters and buffers themselves
+            return lambda: module  # the reads fill the parameters and buffers themselves
         original = {clean_name(key): key for key in state_dict_names(unwrapped(module))}
 
         def install() -> object:
@@ -225,7 +232,7 @@ class _Matcher:
         def install() -> object:
             loaded = {key: step() for key, step in steps.items()}
             if items is not node:
-                return node  # its flat parameters have got what belongs to their parts
+                return node  # the reads have filled its flat parameters
             if isinstance(node, MutableMapping):
                 return filled(node, loaded)
             return loaded
@@ -245,7 +252,7 @@ class _Matcher:
         return install
 
     def _value(self, node: object, path: str) -> Installer:
-        """A plain value, or a place (None, an empty dict) for whatever was saved."""
+        """Matches a plain value, or a placeholder (None, an empty dict) that takes any value."""
         self._builder.owns(path)
         if not any(
             name in self._builder.selection for name in self._builder.saved.under(path) or [path]
@@ -254,17 +261,17 @@ class _Matcher:
         saved = self._builder.saved.node(path)
         if isinstance(saved, Missing):
             if node != {}:
-                self._builder.differ(path, "missing", "is in the target and not in the checkpoint")
+                self._builder.differ(path, "missing", NOT_SAVED)
             return lambda: node
         self._builder.used.update(self._builder.saved.under(path))
-        is_place = node is None or isinstance(node, dict)
-        fits = is_place or isinstance(node, list | tuple) == isinstance(saved, list | tuple)
-        if not fits or (not is_place and (holds_tensor(saved) or isinstance(saved, dict))):
+        takes_any = node is None or isinstance(node, dict)
+        fits = takes_any or isinstance(node, list | tuple) == isinstance(saved, list | tuple)
+        if not fits or (not takes_any and (holds_tensor(saved) or isinstance(saved, dict))):
             self._builder.differ(
                 path,
                 "structure",
                 f"is {kind_of(saved)} in the checkpoint, a {type(node).__name__} in the target; "
-                "put None there to take what was saved",
+                "put None there to load the saved value",
             )
             return lambda: node
         step = self._builder.whole(saved, path)
@@ -282,7 +289,7 @@ class _Matcher:
 
 
 def _unfit(given: TensorLike) -> str | None:
-    """Why nothing can be put into a tensor of the target; None if it can."""
+    """Returns why a load cannot fill a tensor of the target; None if it can."""
     if isinstance(given, LocalPart):
         return memory_problem(given.local)
     if getattr(given, "is_meta", False):
@@ -299,10 +306,10 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _customised(module: nn.Module) -> bool:
-    """True when loading does more than copying: somebody's hook, or an overridden method.
+    """Whether loading does more than copy: a user's hook or an overridden method runs.
 
-    The hooks of torch.distributed and of our runtime put shards where the state dict already found
-    them.
+    The hooks of torch.distributed and of our runtime do not count. They put shards into the
+    parameters that the state dict already refers to.
     """
     return any(
         type(part).load_state_dict is not nn.Module.load_state_dict
@@ -319,7 +326,7 @@ def _is_of_runtime(hook: object) -> bool:
 
 
 def _holds_target(node: object) -> bool:
-    """True for a sequence with something to fill in it; other sequences are values."""
+    """Whether a sequence contains a tensor, array, module or stateful object to fill."""
     if isinstance(node, list | tuple):
         return any(_holds_target(item) for item in node)
     if isinstance(node, Mapping):

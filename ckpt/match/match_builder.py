@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.errors import Difference
+from ckpt.errors import Difference, DifferenceKind
 from ckpt.match.selection import Claim, Selection
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import empty_for, is_plain, torch_dtype
@@ -22,6 +22,8 @@ from formats.catalog import TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
 from sharding.describe.describing import TensorLike, describe
 from sharding.layout import Mesh
+
+NOT_SAVED = "is in the target and not in the checkpoint"
 
 Installer = Callable[[], object]
 """Installs a part of the target and returns the new value of that part."""
@@ -33,9 +35,9 @@ class Target(NamedTuple):
     """The memory of one load item."""
 
     given: TensorLike
-    """The tensor as the target has it."""
+    """The tensor as the user's state contains it."""
     local: torch.Tensor
-    """This rank's part of it, detached; of any dtype, device and strides."""
+    """This rank's part of the tensor, detached; of any dtype, device and strides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +46,21 @@ class Match:
 
     items: list[LoadItem]
     targets: list[Target]
-    """By the numbers that the items have for them."""
+    """`LoadItem.target` is an index into this list."""
     preflight_scalars: list[LoadItem]
-    """Read into memory of their own, and checked, before the target is touched."""
+    """Read into memory of their own and checked before the load changes the target."""
     checks: list[Check]
-    """Of `preflight_scalars`."""
+    """The checks of `preflight_scalars`."""
     differences: list[Difference]
-    """All but the unexpected names."""
+    """All differences except unexpected names."""
     shared: list[tuple[LoadItem, ...]]
-    """Items whose targets share memory: compared before the target is touched."""
+    """Items whose targets share memory: compared before the load changes the target."""
     unexpected: list[str]
     """The checkpoint's names that this rank's target lacks."""
     saved_names: list[str]
     """All of the checkpoint's names, under the target's names; equal on all ranks."""
     own_names: list[str]
-    """This rank's names, if the selection leaves names out."""
+    """This rank's names; empty if the selection includes all names."""
     idle: tuple[Claim, ...]
     """Parts of the selection that choose no name of the checkpoint or of this target."""
     install: Installer
@@ -81,15 +83,16 @@ class MatchBuilder:
     ties: list[tuple[LoadItem, LoadItem]] = field(default_factory=list)
     """Items for one tensor of the target under two names: only the first is filled."""
     used: set[str] = field(default_factory=set)
-    """The checkpoint's names that found their target, or that do not matter."""
+    """The checkpoint's names that have a target or need none."""
     own_names: list[str] = field(default_factory=list)
-    """The target's names that patterns may match, if the selection leaves names out."""
+    """The target's names that patterns may match; empty if the selection includes all names."""
     _dtypes: dict[DType, torch.dtype] = field(default_factory=dict)
 
     def item(self, name: str, record: TensorRecord, tensor: TensorLike) -> LoadItem:
-        """A new item that fills a tensor of the target; the caller decides where it goes.
+        """Returns a new item that fills a tensor of the target. The caller adds it to a list.
 
-        Raises as `describe` does.
+        Raises:
+            ShardingError: `describe` cannot describe the tensor.
         """
         local, layout = describe(tensor, name, self.world)
         dtype = self._dtypes.get(record.dtype)
@@ -104,8 +107,8 @@ class MatchBuilder:
         """Adds an item."""
         self.items.append(self.item(name, record, tensor))
 
-    def differ(self, name: str, problem: str, detail: str) -> None:
-        """Adds one way in which the two do not fit."""
+    def differ(self, name: str, problem: DifferenceKind, detail: str) -> None:
+        """Adds one difference."""
         self.differences.append(Difference(name, problem, detail))
 
     def owns(self, *names: str) -> None:
@@ -114,14 +117,14 @@ class MatchBuilder:
             self.own_names += names
 
     def selects(self, path: str) -> bool:
-        """Whether names below a path are selected, if there are any."""
+        """Whether the selection includes a saved name below a path, or any name that might be."""
         self.owns(path, join(path, ""))
         return self.chooses(path, join(path, ""))
 
     def chooses(self, path: str, otherwise: str | None = None) -> bool:
-        """Whether a saved name at or below a path is selected.
+        """Whether the selection includes a saved name at or below a path.
 
-        If nothing was saved there: whether `otherwise`, by default the path itself, is selected.
+        If the checkpoint has no such name: whether it includes `otherwise`, by default the path.
         """
         if self.selection.is_all:
             return True
@@ -135,10 +138,10 @@ class MatchBuilder:
         like: Callable[[str, TensorRecord], torch.Tensor] | None = None,
         is_one: bool = False,
     ) -> Installer:
-        """Installs a saved nest with new tensors; `like` makes a tensor from its name and record.
+        """Installs a saved nest with new tensors. `like` makes a tensor from its name and record.
 
-        An entry that is not selected is left out of a dict, and is None in a list. A value that
-        `is_one` has a single name and stays complete.
+        A dict lacks its unselected entries, and a list has None for them. If `is_one`, the value
+        has one name and stays complete.
         """
         if isinstance(tree, TensorRef):
             record = self.saved.catalog.tensors[tree.name]
@@ -166,17 +169,17 @@ class MatchBuilder:
         return lambda: value
 
     def anything(self, own: object, path: str) -> Installer:
-        """Installs the saved value for an object that takes any value; else keeps `own`."""
+        """Installs the saved value for an object that takes any value; keeps `own` without one."""
         if not self.selects(path):
             return lambda: own
         saved = self.saved.node(path)
         if isinstance(saved, Missing):
-            self.differ(path, "missing", "is in the target and not in the checkpoint")
+            self.differ(path, "missing", NOT_SAVED)
             return lambda: own
         self.used.update(self.saved.under(path))
         return self.whole(saved, path)
 
 
 def whole_tensor(record: TensorRecord) -> torch.Tensor:
-    """Fresh memory for a whole tensor of the checkpoint."""
+    """Allocates memory for a whole tensor of the checkpoint."""
     return empty_for(record, record.shape)

@@ -1,11 +1,15 @@
-"""Whether what was saved for a parameter is whole, judged by what was saved for others like it.
+"""Finds entries that the saved state of a parameter lacks, by the states of similar parameters.
 
-An optimizer that has no state for a parameter may never have stepped it. One that has some and
-lacks an entry would start that entry from nothing, silently in a flat parameter and with a KeyError
-elsewhere. What an optimizer keeps is its own affair, so the rule is narrow: parameters are alike
-when they are of one group and of as many dimensions, and an entry is lacking when another's state
-has all that this one has and this entry too, in that other parameter's shape. (Adafactor and 8-bit
-optimizers keep different entries for different parameters, and all of them fit the rule.)
+A parameter without any state may never have been stepped. A parameter with state that lacks one
+entry is different: training would start this entry from zero, silently for a flat parameter and
+with a KeyError elsewhere. Each optimizer chooses its own entries, so the rule is narrow:
+
+1. Two parameters are similar if they are in the same group and have equally many dimensions.
+2. An entry is lacking if the state of a similar parameter has all entries of this state and this
+   entry too, in the shape of that parameter.
+
+Adafactor and 8-bit optimizers keep different entries for different parameters. Neither breaks the
+rule.
 """
 
 from __future__ import annotations
@@ -18,18 +22,18 @@ from formats.catalog import Key
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What was saved for one parameter: the names of its entries."""
+    """The names of the entries that were saved for one parameter."""
 
     name: str
     dimensions: int
     entries: frozenset[Key]
     placed: frozenset[Key]
-    """Those that have the parameter's shape."""
+    """The entries that have the parameter's shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """An entry that a parameter lacks and another like it has."""
+    """An entry that a parameter lacks and a similar one, `other`, has."""
 
     name: str
     entry: Key
@@ -37,7 +41,7 @@ class Lacking:
 
 
 def lacking_entries(group: Iterable[SavedState]) -> Iterator[Lacking]:
-    """What the states of a group's parameters lack; see the top of this file.
+    """Yields the entries that states of one group's parameters lack, by the rule of this file.
 
     >>> moments = frozenset({"exp_avg", "exp_avg_sq"})
     >>> whole = SavedState("up.weight", 2, moments, moments)

@@ -1,17 +1,16 @@
-"""An optimizer as the target: its groups get the saved options, its parameters the saved state.
+"""Matches an optimizer: its groups get the saved options, its parameters the saved state.
 
 Rules:
 
-1. Parameters are found by name, whatever group and position they were saved in. A group's options
-   are those of the saved group that had its parameters; if they were in several, that is a
+1. Names identify parameters. Saved groups and positions do not matter. A group takes its options
+   from the saved group that had its parameters. If several saved groups had them, that is a
    difference.
-2. A fresh optimizer gets its state before its first step: in the placement of the parameter where
-   the shape is the parameter's, else whole. State it has already is filled in place. Of a parameter
-   that is a part of one, or of several, `match_slices` has the rules.
-3. A parameter whose saved state lacks an entry that others like it have is a difference;
-   `match_entries` says which are alike.
-4. State comes back in the dtype it was saved in, also where torch's `load_state_dict` would cast it
-   to the parameter's.
+2. A fresh optimizer gets its state before its first step. A tensor of the parameter's shape gets
+   the parameter's placement, any other tensor is whole. Existing state is filled in place.
+   `match_slices` has the rules for flat parameters.
+3. If the saved state of a parameter lacks an entry that similar parameters have, that is a
+   difference. `match_entries` defines similar.
+4. State keeps its saved dtype, although torch's `load_state_dict` would cast it to the parameter's.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from sharding.describe.members import NamedParameter
 def match_optimizer(
     builder: MatchBuilder, optimizer: Optimizer, named: list[NamedParameter], path: str
 ) -> Installer:
-    """Match an optimizer, whose parameters have these names, with what was saved at a path."""
+    """Matches an optimizer with the saved state at a path; `named` has its parameters' names."""
     for each in named:
         state = [join(join(path, "state"), name) for name in each.names]
         held = optimizer.state.get(each.parameter, {})
@@ -57,7 +56,7 @@ class _OptimizerMatch:
     def run(self) -> Installer:
         groups = self._groups()
         self._find_lacking()
-        self.builder.used.add(join(self.path, "state"))  # a leaf where no parameter has any
+        self.builder.used.add(join(self.path, "state"))  # a leaf if no parameter has state
         held = optimizer_entries(self.optimizer, self.named, self.path)["state"]
         parameters = [named.parameter for named in self.named]
         states = {
@@ -79,7 +78,7 @@ class _OptimizerMatch:
         return install
 
     def _other_keys(self) -> list[str]:
-        """What an optimizer saved beside its state and groups."""
+        """Returns the saved keys beside `state` and `param_groups`."""
         saved = self.builder.saved.node(self.path)
         if not isinstance(saved, dict):
             return []
@@ -90,7 +89,7 @@ class _OptimizerMatch:
     # Groups.
 
     def _groups(self) -> list[dict[str, object]]:
-        """The target's groups with the options that were saved for their parameters (rule 1)."""
+        """Returns the target's groups with the saved options of their parameters (rule 1)."""
         where = join(self.path, "param_groups")
         self.builder.used.update(self.builder.saved.under(where))
         saved = _saved_groups(self.builder.saved.node(where))
@@ -111,7 +110,7 @@ class _OptimizerMatch:
         return groups
 
     def _group_of(self, members: list[str], group_of: Mapping[str, int], where: str) -> int | None:
-        """The saved group that these parameters were in; None, and a difference, if no one was."""
+        """Returns the saved group that had these parameters; None after adding a difference."""
         lacking = [name for name in members if name not in group_of]
         found = sorted({group_of[name] for name in members if name in group_of})
         if lacking:
@@ -133,7 +132,7 @@ class _OptimizerMatch:
         return None
 
     def _option(self, value: Tree, path: str, own: object) -> object:
-        """A group's option; a tensor one is filled into a tensor of its own."""
+        """Returns an option of a group. A tensor is new, and the load fills it."""
         if not isinstance(value, TensorRef):
             return self.builder.whole(value, path, is_one=True)()
         record = self.builder.saved.catalog.tensors[value.name]
@@ -144,14 +143,14 @@ class _OptimizerMatch:
         return tensor
 
     def _renamed(self, name: str) -> str:
-        """A parameter's name in the target, by the rename of its state."""
+        """Returns a parameter's name in the target, by the rename of its state."""
         prefix = join(self.path, "state") + "."
         return self.builder.saved.rename(prefix + name).removeprefix(prefix)
 
     # State.
 
     def _find_lacking(self) -> None:
-        """Write down the entries that the saved states lack (rule 3)."""
+        """Adds a difference for each entry that a saved state lacks (rule 3)."""
         named = iter(self.named)
         for group in self.optimizer.param_groups:
             members = [next(named) for _ in group["params"]]
@@ -163,11 +162,11 @@ class _OptimizerMatch:
                         where,
                         "missing",
                         f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}; "
-                        "pass strict=False to go on without it",
+                        "pass strict=False to load without it",
                     )
 
     def _saved_states(self, named: NamedParameter) -> Iterator[SavedState]:
-        """What was saved for each name of a parameter."""
+        """Yields the saved state of each name of a parameter."""
         tensors = self.builder.saved.catalog.tensors
         shapes = [part.layout.shape for part in named.slices] or [tuple(named.parameter.shape)]
         for name, shape in zip(named.names, shapes, strict=True):
@@ -182,12 +181,12 @@ class _OptimizerMatch:
             yield SavedState(name, len(shape), frozenset(saved), frozenset(placed) - {STEP})
 
     def _parameter_state(self, named: NamedParameter, held: object) -> Installer:
-        """What was saved for one parameter (rule 2)."""
+        """Matches the saved state of one parameter (rule 2)."""
         parameter, state = named.parameter, join(self.path, "state")
         if named.slices:
             held_now = self.optimizer.state.get(parameter, {})
             step = match_slices(self.builder, named, held_now, state)
-            return dict if named.is_idle else step  # all ranks read, and find the same differences
+            return dict if named.is_idle else step  # each rank matches: all find equal differences
         name = named.names[0]
         where = join(state, name)
         mine = held.get(name, {}) if isinstance(held, dict) else {}
@@ -203,7 +202,7 @@ class _OptimizerMatch:
                 where,
                 "structure",
                 f"has tensors of the class {unknown} in the checkpoint, which this program has not "
-                "imported; import it before loading",
+                "imported; import the class before loading",
             )
 
         def like(entry: str, record: TensorRecord) -> torch.Tensor:
@@ -240,7 +239,7 @@ class _SavedGroup:
 
 
 def _saved_groups(saved: Tree | Missing) -> dict[int, _SavedGroup]:
-    """The checkpoint's groups by position; those without names of parameters are left out."""
+    """Returns the checkpoint's groups by position, without groups that lack parameter names."""
     groups = {}
     for position, entry in enumerate(saved if isinstance(saved, list) else []):
         names = entry.get("params") if isinstance(entry, dict) else None
@@ -253,7 +252,7 @@ def _saved_groups(saved: Tree | Missing) -> dict[int, _SavedGroup]:
 def _undo_casts(
     optimizer: Optimizer, parameters: list[torch.Tensor], state: Mapping[int, object]
 ) -> None:
-    """Put back what torch cast to the parameter's dtype (rule 4)."""
+    """Restores the saved dtype of state that torch cast to the parameter's dtype (rule 4)."""
     for index, entries in state.items():
         if not isinstance(entries, dict):
             continue

@@ -1,12 +1,14 @@
-"""State of a parameter that is a part of one, or of several end to end: tensors filled in slices.
+"""Matches the state of a flat parameter: one tensor holds slices of several saved tensors.
+
+A flat parameter is a part of one parameter, or of several end to end. Each has a name.
 
 Rules:
 
-1. An entry that was saved in each name's shape becomes one tensor like what the optimizer sees, and
-   each name fills its slice. A name without the entry has zeros there, as before its first step.
-2. An entry that is a single number or a plain value is one for all names, so they must agree.
-   Numbers stored as tensors are read, and compared, before anything of the target is touched.
-3. Anything else cannot be divided and is a difference.
+1. An entry with the shape of each name's parameter becomes one tensor like the flat parameter. Each
+   name fills its slice. The slice of a name without the entry holds zeros, as before a first step.
+2. All names share an entry that is a single number or a plain value, so their values must agree.
+   The load reads and compares numbers stored as tensors before it changes the target.
+3. Any other entry cannot be divided and is a difference.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from sharding.describe.members import NamedParameter
 def match_slices(
     builder: MatchBuilder, named: NamedParameter, held: Mapping[object, object], path: str
 ) -> Installer:
-    """Match the state of a parameter with what was saved below a path for its names.
+    """Matches the state of a flat parameter with the saved state of its names below a path.
 
-    `held` is the state that it has now.
+    `held` is the parameter's present state.
     """
     found: list[_Saved] = []
     left_out = False
@@ -48,7 +50,7 @@ def match_slices(
         if isinstance(saved, dict):
             found.append(_Saved(where, part, saved))
         elif not isinstance(saved, Missing):
-            builder.differ(where, "structure", "is no dict of entries in the checkpoint")
+            builder.differ(where, "structure", "is not a dict of entries in the checkpoint")
     before = dict(held) if left_out else {}
     keys = dict.fromkeys(key for each in found for key in each.entries)
     matching = _Slices(builder, named, held, found)
@@ -58,7 +60,7 @@ def match_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What was saved for one of the names."""
+    """The saved state of one name."""
 
     where: str
     part: FlatSlice
@@ -73,7 +75,7 @@ class _Slices:
     found: list[_Saved]
 
     def entry(self, key: Key) -> Installer:
-        """One entry of the state, from all names that have it."""
+        """Matches one entry of the state, from all names that have it."""
         mine = self.held.get(key)
         every = [each for each in self.found if each.entries.get(key) is not None]
         having = [each for each in every if join(each.where, key) in self.builder.selection]
@@ -91,7 +93,9 @@ class _Slices:
         elif not records and not any(map(holds_tensor, trees)):
             if all(tree == trees[0] for tree in trees):
                 return self.builder.whole(trees[0], first)
-            self.builder.differ(first, "structure", f"differs from another's; {self._advice()}")
+            self.builder.differ(
+                first, "structure", f"differs from another parameter's; {self._advice()}"
+            )
             return lambda: mine
         self.builder.differ(
             first,
@@ -102,7 +106,7 @@ class _Slices:
         return lambda: mine
 
     def _placed(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
-        """A tensor like the parameter, filled in slices (rule 1)."""
+        """Makes a tensor like the flat parameter and an item for each slice (rule 1)."""
         dtype = torch_dtype(pairs[0][1].dtype.torch_name)
         held, parameter = self.held.get(key), self.named.parameter
         if isinstance(held, torch.Tensor) and held.shape == parameter.shape:
@@ -114,7 +118,7 @@ class _Slices:
         return lambda: tensor
 
     def _number(self, key: Key, pairs: list[tuple[_Saved, TensorRecord]]) -> Installer:
-        """A number that all names agree on (rule 2)."""
+        """Makes a preflight scalar for each name, and a check that all are equal (rule 2)."""
         read: dict[str, tuple[str, torch.Tensor]] = {}
         for each, record in pairs:
             if record.name not in read:
@@ -143,5 +147,5 @@ class _Slices:
     def _advice(self) -> str:
         count = len(self.named.names)
         if count == 1:
-            return "load it into a model that is not sharded, or leave it out with exclude="
-        return f"one flat parameter has these {count}: wrap with use_orig_params=True"
+            return "load into a model that is not sharded, or leave the entry out with exclude="
+        return f"one flat parameter holds {count} parameters: wrap with use_orig_params=True"

@@ -1,16 +1,18 @@
-"""An object with `state_dict()` and `load_state_dict()` as the target, as torch's DCP treats it.
+"""Matches an object with `state_dict()` and `load_state_dict()`, as torch's DCP treats it.
 
 Rules:
 
-1. `state_dict()` is called. A tensor in it is filled where it lies, from the record of its name: of
-   a sharded tensor each rank reads its own part. Then `load_state_dict` gets the nest.
-2. Everything else in the nest is what was saved under the object's name: values, and tensors that
-   the object does not have, whole and on the CPU. So an object may be empty before its first load.
-   An ordinary tensor of another shape counts as one that the object does not have.
+1. The match calls `state_dict()`. The load fills each tensor of the result in place, from the
+   record of its name. Each rank reads its own part of a sharded tensor. `load_state_dict` then gets
+   the nest.
+2. All other entries of the nest come from the checkpoint: values, and tensors that the object does
+   not have, whole and on the CPU. An object may therefore be empty before its first load. An
+   ordinary tensor of another shape counts as a tensor that the object does not have.
 3. A tensor of another dtype, a sharded tensor of another shape and a tensor that the checkpoint
    lacks are differences, as in a dict. With `strict=False` the nest has the object's own tensor.
-4. Entries that are not selected are in the nest as `state_dict()` gave them.
-5. Where one dict of plain values was saved and all of it is selected, `state_dict()` is not called.
+4. Unselected entries stay in the nest as `state_dict()` returned them.
+5. If the saved state is one dict of plain values and all of it is selected, the match does not call
+   `state_dict()`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ckpt.match.match_builder import Installer, MatchBuilder
+from ckpt.match.match_builder import NOT_SAVED, Installer, MatchBuilder
 from ckpt.state.flatten import DICTS, SPREAD
 from ckpt.state.local_states import by_parameters
 from ckpt.state.saved import Missing, holds_tensor, join
@@ -34,16 +36,16 @@ from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 
 Fill = Callable[[TensorLike, str], None]
-"""Matches a tensor of the target with what was saved under its name."""
+"""Matches a tensor of the target with the saved tensor of its name."""
 
 
 def match_stateful(builder: MatchBuilder, fill: Fill, node: Stateful, path: str) -> Installer:
-    """Match an object with what was saved at a path."""
+    """Matches an object with the saved state at a path."""
     if not builder.selects(path):
         return lambda: node
     saved = builder.saved.node(path)
     if isinstance(saved, Missing):
-        builder.differ(path, "missing", "is in the target and not in the checkpoint")
+        builder.differ(path, "missing", NOT_SAVED)
         return lambda: node
     names = builder.saved.under(path)
     builder.used.update(names)
@@ -68,14 +70,14 @@ class _Matching:
     fill: Fill
 
     def walk(self, own: object, saved: Tree, path: str) -> Installer:
-        """What takes the place of `own`, which `state_dict()` has at a path."""
+        """Installs the replacement of `own`, the entry of `state_dict()` at a path."""
         if isinstance(own, Mapping) and isinstance(saved, dict):
             named = by_parameters(own)
             if named is own:
                 return self._dict(own, saved, path)
             for name, tensor in _tensors(named, path):
                 self.fill(tensor, name)
-            return lambda: own  # its flat parameters have got what belongs to their parts
+            return lambda: own  # the reads have filled its flat parameters
         if (
             isinstance(own, list | tuple)
             and isinstance(saved, list | tuple)
@@ -92,7 +94,7 @@ class _Matching:
 
     def _dict(self, own: Mapping[Any, object], saved: Mapping[Key, Tree], path: str) -> Installer:
         steps: dict[Any, Installer] = {}
-        keys = {str(key): key for key in own}  # DCP has made text of all keys
+        keys = {str(key): key for key in own}  # DCP stores all keys as text
         for key, tree in saved.items():
             there = key if key in own else keys.get(str(key), key)
             where = join(path, key)
@@ -125,7 +127,7 @@ class _Matching:
         return lambda: [step() for step in steps]
 
     def _is_filled(self, own: TensorLike, saved: Tree) -> bool:
-        """Whether a tensor is filled where it lies, or refused: rules 2 and 3."""
+        """Whether the load fills a tensor in place or refuses it; False if it makes a new one."""
         if isinstance(own, LocalPart) or is_sharded(own) or hasattr(own, "_local_tensor"):
             return True
         if not isinstance(saved, TensorRef):
@@ -140,7 +142,7 @@ def _always(item: object) -> Installer:
 
 
 def _tensors(nest: object, path: str) -> Iterator[tuple[str, TensorLike]]:
-    """The tensors of a nest with their names."""
+    """Yields the tensors of a nest with their names."""
     if isinstance(nest, SPREAD):
         yield path, nest
     elif isinstance(nest, Mapping):
@@ -152,7 +154,7 @@ def _tensors(nest: object, path: str) -> Iterator[tuple[str, TensorLike]]:
 
 
 def _is_plain_dict(tree: Tree) -> bool:
-    """Whether a tree is one dict without tensors, or dicts, in it."""
+    """Whether a tree is one dict that contains neither tensors nor dicts."""
     return isinstance(tree, dict) and not any(
         holds_tensor(item) or _holds_dict(item) for item in tree.values()
     )
@@ -163,7 +165,7 @@ def _holds_dict(tree: object) -> bool:
 
 
 def _as_dicts_of(state: object, loaded: object) -> object:
-    """A nest whose dicts are Counters and such, where those of a state are: files have dicts."""
+    """Returns a nest with the dict classes of a state, such as Counter: files have plain dicts."""
     if isinstance(loaded, list) and isinstance(state, list) and len(loaded) == len(state):
         return [_as_dicts_of(*pair) for pair in zip(state, loaded, strict=True)]
     if not isinstance(loaded, dict) or not isinstance(state, dict) or loaded is state:
@@ -177,7 +179,7 @@ def _as_dicts_of(state: object, loaded: object) -> object:
 
 
 def filled(node: MutableMapping[object, object], items: Mapping[Any, object]) -> object:
-    """A mapping with these items in it; one by one, because a Counter's `update` adds them up."""
+    """Sets items of a mapping and returns it. Sets each alone: a Counter's `update` adds values."""
     for key, item in items.items():
         node[key] = item
     return node

@@ -1,15 +1,15 @@
-"""Targets that share memory: which of them have to receive the same, and whether they do.
+"""Finds targets that share memory, and checks that they receive equal values.
 
 Rules:
 
-1. Elements of one tensor that lie in one place, as after `expand`, cannot differ: it is refused.
-2. Tensors that share some of their memory, or all of it, are a group. It is filled where the values
-   for each byte that several of them have are the same, and refused by name where they are not.
-   Tied parameters are such a group, also where their shards here are empty.
-3. The values are compared before anything is touched: by `ckpt.transfer.shared_targets` from files,
-   by `ckpt.state_dict` from memory.
-4. Tensors with steps between their elements, over more memory than `MOST_UNITS`, pass: whether they
-   share an element is not looked for.
+1. A tensor with several elements at one address, as after `expand`, is refused: its elements cannot
+   differ.
+2. Tensors that share memory, in part or whole, are a group. A load fills the group if the values
+   for each shared byte are equal. It refuses the group, with names, if they differ. Tied parameters
+   are such a group, even if their shards on this rank are empty.
+3. The values are compared before the load changes the target: from files by
+   `ckpt.transfer.shared_targets`, from memory by `ckpt.state_dict`.
+4. Strided tensors over more memory than `MOST_UNITS` pass without a search for shared elements.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import memory_of
 
 MOST_UNITS = 16 << 20
-"""How many places of memory are compared one by one, at most."""
+"""The search compares at most so many units of memory one by one."""
 
 
 class Extent(NamedTuple):
-    """Where a target's elements lie: bytes `[lo, hi)` of a device's memory, if not all of them."""
+    """The memory of a target: bytes in the range `[lo, hi)` of a device's memory."""
 
     device: str
     lo: int
     hi: int
     name: str
     itemsize: int
-    """Bytes of an element: of a run of them, where they lie end to end."""
+    """Bytes of an element. Elements that lie end to end count as one."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes. Empty, as the shape is, where every byte is the target's."""
+    """In bytes. Shape and strides are empty if the target has every byte of the range."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether every byte in it is the target's."""
+        """Whether the target has every byte of the range."""
         return not self.strides
 
 
 class Shared(NamedTuple):
-    """What the memory of a target asks for."""
+    """The result of the search."""
 
     refused: list[Difference]
-    """Targets that no values fit into, but for equal ones."""
+    """Targets with several elements at one address."""
     groups: list[tuple[LoadItem, ...]]
-    """Wants that share memory and are filled from several records, or in several shapes."""
+    """Items that share memory and are filled from several records, or in several shapes."""
 
 
 def shared_memory(
@@ -63,26 +63,26 @@ def shared_memory(
     ties: Iterable[tuple[LoadItem, LoadItem]],
     targets: Sequence[Target],
 ) -> Shared:
-    """Which items have to receive the same; `ties` are items for one tensor under two names."""
+    """Returns the items that share memory; `ties` are items for one tensor under two names."""
     found = Shared([], [])
     first_of: dict[tuple[str, int, int], tuple[Extent, LoadItem, torch.Tensor]] = {}
     extents: list[Extent] = []
     named: dict[str, LoadItem] = {}
     pairs = [pair for pair in ties if pair[0].source != pair[1].source]
-    for want in items:
-        local = targets[want.target].local
+    for item in items:
+        local = targets[item.target].local
         if type(local) is not torch.Tensor or local.numel() == 0 or local.is_meta:
             continue
-        extent = _extent(want.name, local)
+        extent = _extent(item.name, local)
         if overlaps_itself(extent):
-            found.refused.append(_of_one_place(want.name, local))
+            found.refused.append(_of_one_place(item.name, local))
         elif extent.lo:
-            known, one, other = first_of.setdefault(extent[:3], (extent, want, local))
-            if one is not want and not _takes_the_same(one, other, want, local):
-                pairs.append((one, want))  # both have the first byte
-            if one is want or known.strides != extent.strides or known.shape != extent.shape:
+            known, one, other = first_of.setdefault(extent[:3], (extent, item, local))
+            if one is not item and not _takes_the_same(one, other, item, local):
+                pairs.append((one, item))  # both have the first byte
+            if one is item or known.strides != extent.strides or known.shape != extent.shape:
                 extents.append(extent)
-                named[want.name] = want
+                named[item.name] = item
     pairs += [(named[one], named[other]) for one, other in overlapping(extents)]
     found.groups.extend(_groups(pairs))
     return found
@@ -92,21 +92,21 @@ def _of_one_place(name: str, local: torch.Tensor) -> Difference:
     return Difference(
         name,
         "structure",
-        f"several elements of the target share one place in memory (shape {tuple(local.shape)}, "
-        f"strides {local.stride()}, as after expand()): they cannot hold what was saved; make it a "
-        "tensor of its own with clone()",
+        f"several elements of the target have one address (shape {tuple(local.shape)}, strides "
+        f"{local.stride()}, as after expand()), so they cannot hold different values; make it a "
+        "tensor with memory of its own by clone()",
     )
 
 
 def _takes_the_same(
     one: LoadItem, here: torch.Tensor, other: LoadItem, there: torch.Tensor
 ) -> bool:
-    """Whether two tensors over one run of memory are one, filled from one record."""
+    """Whether two tensors at one address have equal views, filled from one record."""
     return one.source == other.source and is_same_view(here, there)
 
 
 def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that begin in one place have the same elements in the same places."""
+    """Whether two tensors at one address have the same elements at the same addresses."""
     return (one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) == (
         *(other.dtype, other.shape, other.stride()),
         *(other.is_conj(), other.is_neg()),
@@ -114,28 +114,28 @@ def is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _groups(pairs: Iterable[tuple[LoadItem, LoadItem]]) -> Iterator[tuple[LoadItem, ...]]:
-    """The wants that pairs connect, in the order in which they came."""
+    """Yields the items that pairs connect, in the order of the pairs."""
     group_of: dict[str, list[LoadItem]] = {}
     for pair in pairs:
-        one, other = (group_of.setdefault(want.name, [want]) for want in pair)
+        one, other = (group_of.setdefault(item.name, [item]) for item in pair)
         if one is not other:
             one += other
-            group_of |= dict.fromkeys((want.name for want in other), one)
+            group_of |= dict.fromkeys((item.name for item in other), one)
     distinct = {id(group): tuple(group) for group in group_of.values()}
     yield from distinct.values()
 
 
 class Placed(NamedTuple):
-    """What a target would receive: values of its dtype and shape, in host memory of their own."""
+    """The values for a target, in its dtype and shape, in host memory of their own."""
 
     name: str
     local: torch.Tensor
-    """The target on this rank; its memory is not read."""
+    """The target on this rank. Only its address and strides count."""
     values: torch.Tensor
 
 
 def conflict(group: Sequence[Placed]) -> Difference | None:
-    """How the values for the memory of a group contradict each other; None where they do not."""
+    """Returns a difference if two targets of a group get different bytes at one address."""
     group = [one for one in group if one.local.numel()]
     if len(group) < 2:
         return None
@@ -158,31 +158,31 @@ def conflict(group: Sequence[Placed]) -> Difference | None:
 
 
 def differing(one: str, other: str, nbytes: int) -> Difference:
-    """Two targets over the same memory, of which other values were saved."""
+    """Returns the difference for two targets that share memory and were saved with other values."""
     return Difference(
         other,
         "structure",
-        f"shares {nbytes} bytes of memory with {one} in the target, and the two were saved with "
-        "different values: the memory cannot hold both; make one of them a tensor of its own with "
-        "clone() (of tied parameters: untie them), or leave one out with exclude=",
+        f"shares {nbytes} bytes of memory with {one} in the target, and the checkpoint has "
+        "different values for the two; give one of them memory of its own by clone() (untie tied "
+        "parameters), or leave one out with exclude=",
     )
 
 
 def group_bytes(group: Iterable[torch.Tensor]) -> int:
-    """The host memory that comparing the values of a group takes."""
+    """Returns the bytes of host memory that the comparison of a group's values takes."""
     extents = [(_extent("", local), local.numel() * local.itemsize) for local in group]
     span = max(extent.hi for extent, _ in extents) - min(extent.lo for extent, _ in extents)
     return 5 * span + sum(7 * nbytes for _, nbytes in extents)
 
 
 def _as_stored(values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The values as a target keeps them: a conjugated or negated view keeps other bits."""
+    """Returns the values as the target's memory has them, also behind conjugated views."""
     values = values.conj_physical() if local.is_conj() else values
     return (-values if local.is_neg() else values).contiguous()
 
 
 def overlaps_itself(extent: Extent) -> bool:
-    """Whether there is less memory than there are elements, or a step of nothing between some.
+    """Whether elements must share memory: a stride is 0, or the range has too few bytes.
 
     >>> overlaps_itself(Extent("cpu", 0, 32, "w", 4, (6, 8), (0, 4)))
     True
@@ -195,7 +195,7 @@ def overlaps_itself(extent: Extent) -> bool:
 
 
 def overlapping(extents: Iterable[Extent]) -> Iterator[tuple[str, str]]:
-    """Names of two that have some memory in common, for each that has any with one before it.
+    """Yields pairs of names that share memory: for each extent, a pair with one before it.
 
     >>> def dense(lo, hi, name): return Extent("cpu", lo, hi, name, 4, (), ())
     >>> list(overlapping([dense(0, 24, "a"), dense(16, 40, "b"), dense(40, 44, "c")]))
@@ -213,7 +213,7 @@ def overlapping(extents: Iterable[Extent]) -> Iterator[tuple[str, str]]:
 
 
 def _in_cluster(extents: list[Extent]) -> Iterator[tuple[str, str]]:
-    """The same for extents that lie in one run of memory, in ascending order."""
+    """Yields the pairs of extents that lie in one range of memory, in ascending order."""
     if len(extents) < 2:
         return
     last: Extent | None = None
@@ -248,7 +248,7 @@ def _in_cluster(extents: list[Extent]) -> Iterator[tuple[str, str]]:
 
 
 def _extent(name: str, tensor: torch.Tensor) -> Extent:
-    """Where the elements lie, with what lies end to end as one element, in whatever order."""
+    """Returns the extent of a tensor. Elements that lie end to end, in any order, become one."""
     lo, run = tensor.data_ptr(), tensor.itemsize
     device = str(tensor.device)
     if tensor.is_contiguous():

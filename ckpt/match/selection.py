@@ -1,13 +1,13 @@
-"""Which names of a checkpoint or target are meant, by patterns in which `*` and `?` stand for text.
+"""Selects names of a checkpoint or target by patterns with `*` and `?`.
 
 Rules:
 
-1. `*` is any text, dots too, and `?` one character. Every other character is itself: names of
-   tensors have brackets in them, which a shell's patterns would take for sets of characters.
-2. Each pattern matches a name, and the selection as a whole chooses one. A mistyped pattern would
-   load, write or compare nothing, and nobody would see it.
-3. Each verb says which names there are for rule 2: of a load those of the checkpoint and of all
-   ranks' targets, of a comparison those of both checkpoints, else those of the checkpoint.
+1. `*` matches any text, also dots, and `?` matches one character. Every other character matches
+   itself. Names of tensors contain brackets, which the patterns of a shell would read as sets.
+2. Each pattern must match a name, and the whole selection must choose one. A mistyped pattern would
+   otherwise load, write or compare nothing without notice.
+3. Each verb defines the names for rule 2. A load takes those of the checkpoint and of all ranks'
+   targets, a comparison those of both checkpoints, any other verb those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sharding.errors import ArgumentError
 
 _SHOWN = 3
 _COMPARED = 10_000
-"""Names that a mistyped one is compared with: it takes a second for a hundred thousand."""
+"""A mistyped name is compared with at most so many names: 100,000 would take a second."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern names a name.
+    """Whether a pattern matches a name.
 
     >>> matches("blk[0].*", "blk[0].w"), matches("blk[0].*", "blk0.w"), matches("blk?.w", "blk0.w")
     (True, False, True)
@@ -35,7 +35,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which names are meant: those that a pattern to include matches and none to exclude does."""
+    """The names that a pattern of `include` matches and no pattern of `exclude`."""
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -44,9 +44,10 @@ class Selection:
     def of(
         cls, include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
     ) -> Selection:
-        """A selection from one pattern, several or none: none includes all and excludes nothing.
+        """Makes a selection of one pattern, several, or None: all names, or none to exclude.
 
-        Raises ArgumentError for an empty list of patterns to include, which selects nothing.
+        Raises:
+            ArgumentError: `include` is an empty list.
         """
 
         def patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -65,11 +66,11 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """True when every name is in it."""
+        """Whether the selection includes every name."""
         return self.include == ("*",) and not self.exclude
 
     def idle(self, names: Collection[str]) -> tuple[Claim, ...]:
-        """What of this selection chooses none of these names: each pattern, or else the whole.
+        """Returns the patterns that match none of these names, or the selection if it chooses none.
 
         >>> [str(claim) for claim in Selection.of("w*", "b*").idle(["w", "x"])]
         ["exclude='b*'"]
@@ -85,7 +86,7 @@ class Selection:
         return (whole,) if self.exclude and names and not found and whole.is_idle(names) else found
 
     def check_chooses(self, names: Collection[str], where: str) -> None:
-        """Raise ArgumentError unless each pattern matches one of these names, and one is chosen."""
+        """Raises ArgumentError unless each pattern matches a name and the selection chooses one."""
         idle = self.idle(names)
         if idle:
             said = "; ".join(f"{claim.role}: {claim.advice(names)}" for claim in idle)
@@ -94,18 +95,18 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A part of a selection that has to choose a name: one pattern, or the selection as a whole."""
+    """A part of a selection that must choose a name: one pattern, or the whole selection."""
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
     @property
     def role(self) -> str:
-        """The argument that the patterns were given as."""
+        """The argument with the patterns."""
         return "exclude" if self.exclude else "include"
 
     def is_idle(self, names: Iterable[str]) -> bool:
-        """Whether it chooses none of these names."""
+        """Whether the claim chooses none of these names."""
         if self.include and self.exclude:
             chosen = Selection(self.include, self.exclude)
             return not any(name in chosen for name in names)
@@ -113,7 +114,7 @@ class Claim:
         return not any(matches(pattern, name) for name in names)
 
     def advice(self, names: Collection[str]) -> str:
-        """What is wrong, with the names that come near, and what to do."""
+        """Returns the problem, with similar names, and the remedy."""
         if self.include and self.exclude:
             given = ", ".join(map(repr, self.exclude))
             count = len(_plain(names)) if self.include == ("*",) else "the included"
@@ -129,28 +130,28 @@ class Claim:
 
 
 def no_name(pattern: str, names: Collection[str]) -> str:
-    """Why a pattern is refused that matches none of these names; says which names come near."""
+    """Returns the problem of a pattern that matches none of these names, with similar names."""
     known = _parts_of(_plain(names))
     near = get_close_matches(pattern.rstrip("*?."), known, _SHOWN) or known[:_SHOWN]
     there = f"there are {', '.join(near)}" if near else "there are no names"
-    return f"{pattern!r} matches no name; {there}; mend or omit it"
+    return f"{pattern!r} matches no name; {there}; correct or omit the pattern"
 
 
 def check_names_some(
     pattern: str, names: Collection[str], where: str, names_it: Callable[[str, str], bool]
 ) -> None:
-    """Raise ArgumentError where a pattern names none of these; it says which names come near."""
+    """Raises ArgumentError, with similar names, if a pattern names none of these."""
     if pattern != "*" and not any(names_it(pattern, name) for name in names):
         raise ArgumentError(f"{where}: {no_name(pattern, names)}")
 
 
 def _plain(names: Iterable[str]) -> list[str]:
-    """The names, sorted; one that ends with a dot stands for whatever an object may have."""
+    """Returns the names, sorted. A name with a final dot stands for all entries of an object."""
     return sorted({name.rstrip(".") for name in names})
 
 
 def _parts_of(names: Collection[str]) -> list[str]:
-    """The names of the branches and leaves of a tree of names, the upper ones first."""
+    """Returns the names of the branches and leaves of a tree of names, upper ones first."""
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")

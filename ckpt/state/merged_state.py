@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckpt.errors import StateError
 from ckpt.state.flatten import FlatState
 from ckpt.state.nests import conflicting_values, without_tensors
-from ckpt.state.sections import marks, merge, short_hash, summary, unpacked_summary
+from ckpt.state.sections import fingerprints, merge, short_hash, summary, unpacked_summary
 from ckpt.state.state_spec import StateSpec
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
@@ -62,12 +62,12 @@ def agree_on_state(
     def balance(flat: FlatState, whole: StateSpec) -> int:
         return 0 if weigh is None or ranks.is_single_process else weigh(flat, whole.tensors)
 
-    def describing() -> _Marked:
+    def describing() -> _LocalState:
         flat = flatten()
         described = spec_of(flat)
         if ranks.is_single_process:
-            return _Marked(flat, described, 0, 0, 0)
-        return _Marked(flat, described, *marks(described), balance(flat, described))
+            return _LocalState(flat, described, 0, 0, 0)
+        return _LocalState(flat, described, *fingerprints(described), balance(flat, described))
 
     given = short_hash(arguments)
     found, agreed = ranks.run_and_compare(
@@ -132,7 +132,7 @@ def conflict_message(ranks: Ranks, names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marked:
+class _LocalState:
     """A state on one rank, with hashes that say whether the other ranks' is the same."""
 
     flat: FlatState

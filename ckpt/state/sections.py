@@ -32,7 +32,7 @@ _SIZE = Struct("!I")
 _HASH = Struct("!q")
 
 
-def marks(described: StateSpec) -> tuple[int, int]:
+def fingerprints(described: StateSpec) -> tuple[int, int]:
     """A hash of names, types, layouts, ties and keys; and one of these and the plain values."""
     values: list[object] = []
     keys = outline(described.tree, values)
@@ -80,9 +80,9 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
 
     Called by all ranks.
     """
-    own = {marks(section)[1]: section for section in sections(mine)}
+    own = {fingerprints(section)[1]: section for section in sections(mine)}
     table = _table(ranks, list(own))
-    told = [own[mark] for mark, holders in table if holders[0] == ranks.rank]
+    told = [own[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
     record = zlib.compress(b"".join(map(_sized, map(summary, told))), 1)
     answer = ranks.joined("telling what ranks have", record, lambda r: b"".join(map(_sized, r)))
     world = ranks.mesh
@@ -92,10 +92,10 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
     def uniting() -> StateSpec:
         found: list[tuple[Sequence[int], StateSpec]] = []
         texts = (text for packed in _parts(answer) for text in _parts(zlib.decompress(packed)))
-        for (mark, holders), text in zip(table, texts, strict=True):
+        for (fingerprint, holders), text in zip(table, texts, strict=True):
             if holders not in members:
                 members[holders] = [world.rank((rank,)) for rank in holders]
-            section = own[mark] if mark in own else unpacked_summary(text)
+            section = own[fingerprint] if fingerprint in own else unpacked_summary(text)
             found.append((members[holders], section))
         return merged(found, world)
 
@@ -137,7 +137,7 @@ def _section(described: StateSpec, tree: dict[Key, Tree]) -> StateSpec:
 
 
 _Table: TypeAlias = list[tuple[int, tuple[int, ...]]]
-"""Of each different section, in the order of who tells it: its mark, and the ranks that have it."""
+"""The fingerprint of each distinct section and the ranks that have it, in the order of sending."""
 
 
 def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
@@ -146,16 +146,16 @@ def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
     def join(records: Sequence[bytes]) -> bytes:
         holders: dict[int, list[int]] = {}
         for rank, record in enumerate(records):
-            for (mark,) in _HASH.iter_unpack(record):
-                holders.setdefault(mark, []).append(rank)
-        runs = [[mark, *_runs(having)] for mark, having in holders.items()]
+            for (fingerprint,) in _HASH.iter_unpack(record):
+                holders.setdefault(fingerprint, []).append(rank)
+        runs = [[fingerprint, *_runs(having)] for fingerprint, having in holders.items()]
         return zlib.compress(json.dumps(runs, separators=(",", ":")).encode(), 1)
 
     record = b"".join(map(_HASH.pack, mine))
     answer = ranks.joined("comparing descriptions", record, join)
     return [
-        (mark, tuple(rank for first, end in _pairs(runs) for rank in range(first, end)))
-        for mark, *runs in json.loads(zlib.decompress(answer))
+        (fingerprint, tuple(rank for first, end in _pairs(runs) for rank in range(first, end)))
+        for fingerprint, *runs in json.loads(zlib.decompress(answer))
     ]
 
 

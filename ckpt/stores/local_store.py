@@ -27,8 +27,8 @@ from ckpt.errors import ExistsError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter
 from ckpt.stores.open_files import OpenFiles
-from formats.errors import CorruptError
-from formats.storage import LOCAL_READ_BYTES, SizeError, TooLargeError
+from formats.errors import CorruptError, SizeError, TooLargeError
+from formats.storage import LOCAL_READ_BYTES
 
 PART_SUFFIX = ".part"
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)

@@ -31,7 +31,7 @@ from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
 from ckpt.stores.retries import VARIABLE, ErrorClass, RetryPolicy, retry_policy
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
-from formats.errors import CorruptError
+from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (
     BESIDE,
     COPIED_READ_BYTES,
@@ -39,9 +39,6 @@ from formats.storage import (
     REMOTE_READ_BYTES,
     Buffer,
     FileWriter,
-    GoneError,
-    SizeError,
-    TooLargeError,
 )
 from sharding.url_secrets import cause_without_secrets, without_secrets
 

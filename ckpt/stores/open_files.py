@@ -14,8 +14,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
-from formats.errors import CorruptError, HostileError
-from formats.storage import GoneError
+from formats.errors import CorruptError, GoneError, HostileError
 
 OPEN_FILES = 64
 """How many are kept."""

@@ -13,9 +13,9 @@ from typing import TypeVar, cast
 
 from ckpt.errors import ReplacedError
 from ckpt.stores.store import Store, absolute, open_store
+from formats.errors import GoneError, TooLargeError
 from formats.limits import current
 from formats.native.manifest import MANIFEST
-from formats.storage import GoneError, TooLargeError
 
 T = TypeVar("T")
 

@@ -1,14 +1,14 @@
-"""The commit point: files that are written become a checkpoint, all of them or none.
+"""The commit point: written files become a checkpoint, all of them or none.
 
 Rules:
 
-1. A manifest is written when every file that it names is seen, with its size.
-2. It is written within `GRACE_SECONDS` of the beginning of the attempt, or never. So what is older
-   and named by no manifest is a left-over, which `ckpt.gc` may remove.
-3. What another checkpoint borrows from stays. Who borrows looks, after its commit, whether the base
-   is still there, and takes its manifest back if not; who removes a base looks for borrowers after
-   it has withdrawn the manifest, and puts it back if there are any. The second of the two always
-   sees the first.
+1. The manifest is written once the store shows every file that it names, with its size.
+2. The manifest is written within `GRACE_SECONDS` of the start of the attempt, or never. An older
+   file that no manifest names is therefore a left-over, and `ckpt.gc` may remove it.
+3. A base that another checkpoint borrows from stays. An incremental save looks for its base after
+   the commit, and withdraws its manifest if the base is gone. A delete looks for borrowers after it
+   has withdrawn the manifest, and restores it if it finds one. The later of the two always sees the
+   earlier.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
 from formats.native.manifest_loader import load
 
 GRACE_SECONDS = 24 * 3600.0
-"""The longest that a save or a conversion may take from its beginning to its commit."""
+"""A save or conversion may take at most so long from its start to its commit."""
 SEEN_PAUSES_SECONDS = (0.1, 0.3, 1.0, 2.0)
-"""Between looks for files that are not seen: a listing may be out of date for a moment."""
+"""Pauses between looks for missing files: a listing may be out of date for a moment."""
 
 
 def now() -> float:
-    """Seconds that also pass while the machine sleeps, for `commit`'s `began`."""
+    """Returns seconds for `commit`'s `began`. The clock also runs while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -45,16 +45,16 @@ def commit(
     base: tuple[str, str] | None = None,
     here: Sequence[ShardFile] | None = None,
 ) -> None:
-    """The checkpoint exists when this returns, and the one that it replaces is gone.
+    """Commits a checkpoint: it exists when this returns, and the one that it replaces is gone.
 
-    `began` is what `now` said before the first file was begun. `base` is the URL and the mark of
-    the checkpoint that was borrowed from, where one was. `here` are the files that this folder
-    has to have, where hosts have folders of their own; by default all.
+    `began` is the result of `now` before the first file was created. `base` is the URL of an
+    incremental save's base, and the digest of its manifest. `here` has the files that this folder
+    must have, if hosts have folders of their own; by default all files.
 
     Raises:
-        StoreError: files are missing or not as they were written, the attempt took too long, or the
-            base has gone; there is no new checkpoint.
-        ExistsError: there is a checkpoint, of whatever format, and `overwrite` is False.
+        StoreError: files are missing or have other sizes, the attempt took too long, or the base is
+            gone; there is no new checkpoint.
+        ExistsError: a checkpoint of any format is there, and `overwrite` is False.
     """
     names = _check_all_are_seen(store, manifest.files if here is None else here)
     if not overwrite:
@@ -62,27 +62,27 @@ def commit(
     old = _committed(store) if overwrite else None
     if now() - began > GRACE_SECONDS:
         raise StoreError(
-            f"{store.url}: {(now() - began) / 3600:.1f} hours after it began, and a save has "
-            f"{GRACE_SECONDS / 3600:g} until its files count as left-overs; nothing was committed: "
-            "save again"
+            f"{store.url}: this took {(now() - began) / 3600:.1f} hours, and after "
+            f"{GRACE_SECONDS / 3600:g} the files count as left-overs; nothing was committed: save "
+            "again"
         )
     data = dump(manifest)
     store.commit(MANIFEST, data, replace=overwrite)
     if old is not None and not _can_be_read(store, data):
         _take_back(store, old)
         raise StoreError(
-            f"{store.url}/{MANIFEST}: what the store holds is not what was written; what was there "
-            "before is there again: save again, to another disk or bucket"
+            f"{store.url}/{MANIFEST}: the store returns other bytes than were written; the "
+            "checkpoint that was there before is restored: save again, to another disk or bucket"
         )
     if base is not None and not is_as_it_was(*base, store.options):
         _take_back(store, old)
         raise StoreError(
-            f"{store.url}: its base was deleted or replaced while it was saved; nothing was "
+            f"{store.url}: its base was deleted or replaced during the save; nothing was "
             "committed: save again"
         )
     if old is not None:
-        # The new checkpoint is there, whatever happens; left-overs only take space. Somebody may
-        # have borrowed from the old one since it was decided to replace it.
+        # The new checkpoint exists, so an error here leaves only left-overs. Another save may have
+        # borrowed from the old checkpoint meanwhile.
         with suppress(OSError, FormatError):
             found, folder = loans_beside(store.url, store.options)
             for file in load(old).files:
@@ -91,20 +91,21 @@ def commit(
 
 
 def check_no_other(url: str, names: Iterable[str]) -> None:
-    """Raise ExistsError where the files of a folder are a checkpoint of another format."""
+    """Raises ExistsError if the files of a folder are a checkpoint of another format."""
     for name in names:
         if is_of_another_format(name):
             raise ExistsError(
-                f"{url} is a checkpoint of another format ({name}), which nobody would see any "
-                "more beside one of ckpt's own; choose another place, or pass overwrite=True to "
-                "put the new one before it"
+                f"{url} is a checkpoint of another format ({name}), and a checkpoint of ckpt's own "
+                "format in the same folder would hide it; choose another place, or pass "
+                "overwrite=True to hide it"
             )
 
 
 def withdraw(store: Store, data: bytes) -> None:
-    """The manifest, of which `data` are the bytes, is gone durably, and nobody needs its files.
+    """Deletes a manifest with these bytes durably, if no checkpoint borrows from its files.
 
-    Raises InUseError when somebody borrows from them; then it is there, or there again.
+    Raises:
+        InUseError: a checkpoint borrows from the files. The manifest is in its place.
     """
     check_unused(store.url, store.options)
     store.delete(MANIFEST)
@@ -112,7 +113,7 @@ def withdraw(store: Store, data: bytes) -> None:
     try:
         check_unused(store.url, store.options)
     except InUseError:
-        with suppress(ExistsError):  # of a save that has come meanwhile
+        with suppress(ExistsError):  # another save has committed meanwhile
             store.commit(MANIFEST, data, replace=False)
         raise
 
@@ -125,7 +126,7 @@ def _committed(store: Store) -> bytes | None:
 
 
 def _can_be_read(store: Store, data: bytes) -> bool:
-    """Whether the manifest is what was written, or a whole one of somebody else, come since."""
+    """Whether the manifest has the written bytes, or is a valid one of a later save, or is gone."""
     found = _committed(store)
     try:
         return found is None or found == data or bool(load(found))
@@ -142,9 +143,10 @@ def _take_back(store: Store, old: bytes | None) -> None:
 
 
 def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> Iterable[str]:
-    """The names in the folder, first listed.
+    """Returns the names of the first listing of the folder.
 
-    Raises StoreError when rank 0 does not see what the ranks wrote, as they wrote it.
+    Raises:
+        StoreError: rank 0 does not see the files of all ranks, with their sizes.
     """
     seen = store.sizes()
     names = (*seen,)
@@ -159,10 +161,9 @@ def _check_all_are_seen(store: Store, files: Sequence[ShardFile]) -> Iterable[st
     unseen = [file.rank for file in files if file.name not in seen]
     if unseen:
         raise StoreError(
-            f"{store.url}: rank 0 does not see what ranks {unseen[:8]} wrote, "
-            f"{len(unseen)} of {len(files)} files: give all ranks the same URL (one made of the "
-            "time or a process's number is not), on a disk that they share; or somebody has "
-            "removed them"
+            f"{store.url}: rank 0 does not see the files of ranks {unseen[:8]}, {len(unseen)} of "
+            f"{len(files)}: give all ranks the same URL (not one with the time or a process id in "
+            "it), on a disk that they share; or another process has removed the files"
         )
     other = next(file for file in files if seen[file.name] != file.size)
     raise StoreError(

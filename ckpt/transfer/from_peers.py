@@ -18,7 +18,7 @@ from ckpt.plan.read_plan import NOWHERE
 from ckpt.state.memory import torch_dtype, will_change
 from ckpt.state.merged_state import MergedState
 from ckpt.state.saved import Saved
-from ckpt.state.sections import marks, merge
+from ckpt.state.sections import fingerprints, merge
 from ckpt.state.state_spec import StateSpec
 from ckpt.transfer.run import LoadRun
 from formats.catalog import Catalog, TensorRecord, TensorRef
@@ -54,7 +54,10 @@ def fill_from_peers(
         RankError: another rank failed.
     """
     wanted, agreed = ranks.run_and_compare(
-        "planning to load", lambda: _wanted(items, saved), lambda found: (marks(found)[0],), 1
+        "planning to load",
+        lambda: _wanted(items, saved),
+        lambda found: (fingerprints(found)[0],),
+        1,
     )
     if not agreed.same[0]:
         wanted = ranks.run_on_all("planning to load", merge(ranks, wanted))

@@ -1,16 +1,16 @@
-"""The CRC-32s of records, compared by whoever reads all of a record: in any order, by any thread.
+"""Compares the CRC-32s of records that are read in parts, in any order and by any thread.
 
-torch.save keeps one checksum for each storage, and DCP one for each chunk of a tensor: of all its
-bytes. Such a record is larger than what is read at once, tensors may share one, and several threads
-read it. So the checksums of its parts are put together (`formats.crc32`), and compared once they
-are those of all of it.
+torch.save stores one checksum for each storage, and DCP one for each chunk of a tensor. Such a
+record is larger than one read, tensors may share a record, and several threads read it.
+`RecordSums` therefore combines the checksums of the parts (`formats.crc32`), and compares the
+result once it covers the whole record.
 
 Rules:
 
-1. A part is summed while the processor still has it in its cache. Numbers are kept, never bytes.
-2. Bytes that are read twice, as those of views that overlap, count once.
-3. A record of which only a part is read cannot be compared. With `verify="all"` its rest is read
-   for the sake of the checksum; else `unverified` has the tensors that it was read for.
+1. A part is summed while the processor has it in its cache. `RecordSums` keeps numbers, no bytes.
+2. Bytes that are read twice, such as those of overlapping views, count once.
+3. A record that is read in part cannot be compared. With `verify="all"` the rest is read for the
+   checksum. Otherwise `unverified` names the tensors for which the record was read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from sharding.errors import ArgumentError
 from sharding.layout import Box, Piece
 
 Verify = bool | Literal["all"]
-"""True compares every checksum of which all bytes are read, "all" reads what is lacking too."""
+"""True compares each checksum whose bytes are all read; "all" also reads the missing bytes."""
 
 MOST_GAPS = 64
-"""A record that was read with more gaps than these is read once more, and not gap by gap."""
+"""A record with more gaps than these is read again as a whole, not gap by gap."""
 
 SHOWN_NAMES = 3
 
@@ -41,14 +41,14 @@ _Place = tuple[str, int, int]
 
 
 def checked_verify(verify: Verify) -> Verify:
-    """What a caller gave as `verify=`. Raises ArgumentError unless it is True, False or "all"."""
+    """Returns a caller's `verify=`. Raises ArgumentError unless it is True, False or "all"."""
     if isinstance(verify, bool) or verify == "all":
         return verify
     raise ArgumentError(f"verify is True, False or 'all', not {verify!r}")
 
 
 class RecordSums:
-    """The records that one call has read of one checkpoint. Safe to use from several threads."""
+    """The records of one checkpoint that one call reads. Safe to use from several threads."""
 
     def __init__(self, verify: Verify = True) -> None:
         self.verify = checked_verify(verify)
@@ -58,7 +58,7 @@ class RecordSums:
         self._expected: dict[_Place, int] | None = None
 
     def expect(self, requests: Iterable[ReadRequest]) -> None:
-        """These are all that will be read, so that no part is summed of what will not be whole."""
+        """Announces all reads. A record that they do not cover is then not summed."""
         if self.verify is not True:
             return
         self._expected = {}
@@ -69,13 +69,13 @@ class RecordSums:
                 self._expected[place] = self._expected.get(place, 0) + nbytes
 
     def open(self, name: str, extent: Extent) -> None:
-        """Some of a record is read for the tensor `name`; of what has no CRC-32 nothing is kept."""
+        """Notes that part of a record is read for the tensor `name`, if the record has a CRC-32."""
         if self.verify and extent.crc32 is not None:
             with self._lock:
                 self._opened(name, extent)
 
     def part(self, request: ReadRequest, lo: int, hi: int) -> Part | None:
-        """Bytes `[lo, hi)` of a file, about to be read; None where they are not to be summed."""
+        """Returns the part for bytes `[lo, hi)` of a file, before a read; None if not summed."""
         extent = request.extent
         if extent.crc32 is None or not self.verify:
             return None
@@ -89,7 +89,7 @@ class RecordSums:
         return Part(record, fresh) if fresh else None
 
     def wrong(self, part: Part) -> int | None:
-        """The CRC-32 of a record where this part was its last, and it is not what was written."""
+        """Adds a part that was read. Returns the record's CRC-32 if it is complete and wrong."""
         record = part.record
         extent = record.extent
         with self._lock:
@@ -103,7 +103,7 @@ class RecordSums:
         return None if value == extent.crc32 else value
 
     def rest(self, most_bytes: int) -> list[ByteRange]:
-        """What is still to be read, and placed nowhere, in the order of the files."""
+        """Returns the byte ranges that only checksums need, in the order of the files."""
         if self.verify != "all":
             return []
         found: list[ByteRange] = []
@@ -122,16 +122,16 @@ class RecordSums:
 
     @property
     def unverified(self) -> tuple[str, ...]:
-        """The tensors for which a part of a record was read whose CRC-32 was not compared."""
+        """The tensors that were read from records whose CRC-32 was not compared."""
         with self._lock:
             return tuple(dict.fromkeys(name for one in self._open.values() for name in one.names))
 
     def _is_expected(self, extent: Extent) -> bool:
-        """Whether all of a record may come to be read, by what was said in advance."""
+        """Whether the announced reads may cover the whole record."""
         return self._expected is None or self._expected.get(extent[:3], 0) >= extent.nbytes
 
     def _opened(self, name: str, extent: Extent) -> _Record | None:
-        """What was read of a record so far; None where it was compared."""
+        """Returns the state of a record; None if it was compared."""
         place = extent[:3]
         if place in self._compared:
             return None
@@ -150,18 +150,18 @@ class Part:
     def __init__(self, record: _Record, ranges: list[_Range]) -> None:
         self.record = record
         self.ranges = ranges
-        """Those that count, by bytes of the record."""
+        """The ranges that count, in bytes of the record."""
         self.values = [0] * len(ranges)
 
     @property
     def names(self) -> str:
-        """The tensors that the record was read for, as text: the first of many."""
+        """The tensors for which the record was read, as text; only the first ones of many."""
         names = list(self.record.names)
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         return ", ".join(names[:SHOWN_NAMES]) + more
 
     def take(self, at: int, data: memoryview) -> None:
-        """These bytes lie at byte `at` of the file, behind those that were given before."""
+        """Sums the bytes at byte `at` of the file, which follow the bytes of the last call."""
         at -= self.record.extent.offset
         for number, (lo, hi) in enumerate(self.ranges):
             some = data[max(lo - at, 0) : max(hi - at, 0)]
@@ -170,21 +170,21 @@ class Part:
 
 
 class _Record:
-    """What was read of one record, by bytes of the record."""
+    """The ranges of one record that were read, in bytes of the record."""
 
     __slots__ = ("claimed", "extent", "names", "summed")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
         self.names: dict[str, None] = {}
-        """The tensors that it was read for."""
+        """The tensors for which the record was read."""
         self.claimed: list[_Range] = []
-        """What somebody reads or has read: in order, with gaps between."""
+        """Ranges that a thread reads or has read, in order, with gaps between."""
         self.summed: list[tuple[int, int, int]] = []
-        """What was read, with its CRC-32: in order, with gaps between."""
+        """Ranges that were read, with their CRC-32, in order, with gaps between."""
 
     def claim(self, lo: int, hi: int) -> list[_Range]:
-        """The parts of `[lo, hi)` that nobody had claimed; they are claimed now."""
+        """Claims `[lo, hi)`. Returns the parts that were not claimed before."""
         fresh, taken = self.missing(lo, hi), self.claimed
         first = self._first(lo)
         last = first
@@ -196,7 +196,7 @@ class _Record:
         return fresh
 
     def missing(self, lo: int, hi: int) -> list[_Range]:
-        """The parts of `[lo, hi)` that nobody has claimed."""
+        """Returns the parts of `[lo, hi)` that are not claimed."""
         found = []
         at = self._first(lo)
         while at < len(self.claimed) and self.claimed[at][0] < hi:
@@ -209,12 +209,12 @@ class _Record:
         return found
 
     def _first(self, lo: int) -> int:
-        """The first range that ends at `lo` or later."""
+        """Returns the index of the first claimed range that ends at `lo` or later."""
         at = bisect_left(self.claimed, (lo, lo))
         return at - 1 if at and self.claimed[at - 1][1] >= lo else at
 
     def add(self, lo: int, hi: int, value: int) -> None:
-        """`[lo, hi)`, of which nothing was read before, has this CRC-32."""
+        """Adds the CRC-32 of `[lo, hi)`. No part of the range was added before."""
         at, sums = bisect_left(self.summed, (lo, 0, 0)), self.summed
         if at < len(sums) and sums[at][0] == hi:
             _, end, after = sums.pop(at)
@@ -227,7 +227,7 @@ class _Record:
 
 
 def changed(url: str, extent: Extent, name: str, found: int) -> CorruptError:
-    """The error for a record whose bytes have another CRC-32 than was written with them."""
+    """Returns the error for a record whose CRC-32 differs from the stored one."""
     return CorruptError(
         f"{url}/{extent.file}: {name}: bytes {extent.offset}:{extent.offset + extent.nbytes} have "
         f"the CRC-32 {found:08x}, {extent.crc32:08x} was written with them: they were changed "
@@ -236,6 +236,6 @@ def changed(url: str, extent: Extent, name: str, found: int) -> CorruptError:
 
 
 def _bytes_of(extent: Extent, name: str) -> ReadRequest:
-    """The request for what belongs nowhere."""
+    """Returns a request for bytes that only a checksum needs."""
     whole = Piece.packed(Box((0,), (extent.nbytes,)))
     return ReadRequest(name, 1, BoxCopy.of(whole, whole), extent, NOWHERE)

@@ -1,15 +1,15 @@
-"""Whether the ranks that have one tensor have the same bytes of it.
+"""Compares the bytes of replicas: the ranks that hold the same elements of a tensor.
 
 Rules:
 
-1. Replicas are what a layout says: a plain tensor's on all ranks that have it, a DTensor's along
-   the axes of its mesh that replicate. Each shard has replicas of its own.
-2. As long as all agree, it costs one number in an exchange that is made anyway. Of each group of
-   replicas a rank adds up `h(position, bytes) - h(next position, bytes)`, where the first position
-   comes after the last. Where the bytes are the same on all ranks of a group, the numbers of these
-   ranks add up to zero, modulo 2**64; so do those of all ranks, whatever groups there are.
-3. Only where they do not, hashes of each tensor are exchanged, once, to find which differ.
-4. Bits are compared: a NaN is equal to the same NaN, and 0.0 is not to -0.0.
+1. The layout defines the replicas: all ranks that have a plain tensor, and the ranks along the
+   replicated mesh axes of a DTensor. Each shard has its own replicas.
+2. If all replicas are equal, the comparison costs one number in an exchange that happens anyway.
+   For each group of replicas a rank adds up `h(position, bytes) - h(next position, bytes)`. The
+   first position follows the last. If the bytes are equal on all ranks of a group, the sums of
+   these ranks add up to zero modulo 2**64, and so do the sums of all ranks over all groups.
+3. If they do not, the ranks exchange hashes of each tensor once, and find the tensors that differ.
+4. The comparison is of bits: a NaN equals the same NaN, and 0.0 differs from -0.0.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from sharding.agreement.ranks import Ranks
 from sharding.layout import Layout
 
 Replicas = Literal["sample", "check"]
-"""How replicas are compared: by a few bytes of each tensor, or by all of them."""
+"""The bytes that are compared: a few of each tensor, or all."""
 WAYS: tuple[Replicas, ...] = ("sample", "check")
 SHOWN = 8
-"""How many tensors, and ranks of each, a message names."""
+"""A message names at most so many tensors, and ranks of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Differing:
 
     name: str
     first: int
-    """The lowest rank of its mesh: its replica is the one that others are compared with."""
+    """The lowest rank of the tensor's mesh. Its replica is the reference of the comparison."""
     others: tuple[int, ...]
-    """The first ranks with other bytes than that replica has."""
+    """The first ranks whose bytes differ from the reference."""
     more: int
-    """How many ranks there are besides."""
+    """The number of further ranks."""
 
     def __str__(self) -> str:
         ranks = f"rank{'s' * (len(self.others) + self.more > 1)} " + ", ".join(
@@ -59,41 +59,41 @@ class Differing:
 
 
 def named(found: Sequence[Differing]) -> str:
-    """The tensors, as many of them as a message can hold."""
+    """Returns the tensors as text, at most `SHOWN` of them."""
     more = len(found) - SHOWN
     return "; ".join(map(str, found[:SHOWN])) + (f" and {more} more tensors" if more > 0 else "")
 
 
 class _Place(NamedTuple):
-    """Where this rank stands among those that have the same elements of a tensor."""
+    """The position of this rank among the replicas of a tensor's elements."""
 
     group: str
-    """The same text on all ranks of a group, and on no other."""
+    """A text that the ranks of one group share, and no other rank has."""
     position: int
     size: int
 
 
 @dataclass(slots=True)
 class ReplicaHashes:
-    """What one rank says of its replicas in one save."""
+    """The hashes of one rank's replicas in one save."""
 
     way: Replicas
     rank: int
-    """In the default process group, as layouts have it."""
+    """The rank in the default process group, as in layouts."""
     _names: list[str] = field(default_factory=list)
     """The tensors of which this rank has a replica."""
     _rows: Bytes = field(default_factory=lambda: sampled([]))
-    """For each of them its sample, or the hash of all its bytes."""
+    """For each of these tensors its sample, or the hash of all its bytes."""
     _hashes: dict[str, bytes] = field(default_factory=dict)
-    """Those of all bytes, by name: nothing is read twice."""
+    """The hashes of all bytes, by name. Each tensor is hashed once."""
 
     def weigh(self, flat: FlatState, tensors: Mapping[str, StoredTensor]) -> int:
-        """This rank's number for the bytes of its replicas (rule 2).
+        """Returns this rank's sum for the bytes of its replicas (rule 2).
 
-        `tensors` are all ranks' in their layouts, in the same order on all of them.
+        `tensors` has the tensors of all ranks with their layouts, in one order on all ranks.
         """
         found: dict[int, list[str] | None] = {}
-        """By the id of a layout: the names in its group; None where nothing is to be compared."""
+        """By the id of a layout: the names in its group; None without other replicas."""
         groups: dict[_Place, list[str]] = {}
         leaves = flat.leaves
         for name, tensor in tensors.items():
@@ -115,9 +115,9 @@ class ReplicaHashes:
         return total % (1 << 64)
 
     def differing(self, ranks: Ranks, tensors: Mapping[str, StoredTensor]) -> list[Differing]:
-        """The tensors whose replicas differ, the same on every rank (rule 3).
+        """Returns the tensors whose replicas differ, equal on all ranks (rule 3).
 
-        Called by all ranks, after `weigh` on the same tensors.
+        All ranks call this, after `weigh` on the same tensors. Communicates.
         """
         mine = {
             name: xxhash.xxh3_64_intdigest(row.tobytes())
@@ -139,7 +139,7 @@ class ReplicaHashes:
         ]
 
     def _read(self, leaves: Sequence[Leaf]) -> Bytes:
-        """A row for each of these tensors, equal where their bytes are."""
+        """Returns a row for each of these tensors: equal bytes have equal rows."""
         if self.way == "sample":
             return sampled([leaf.local for leaf in leaves])
         for leaf in leaves:
@@ -150,7 +150,7 @@ class ReplicaHashes:
 
 
 def _hash_of(leaf: Leaf) -> bytes:
-    """A hash of all bytes of a tensor."""
+    """Returns a hash of all bytes of a tensor."""
     numel = leaf.local.numel()
     hasher = xxhash.xxh3_64()
     for block in WriteItem(leaf, 0, numel, (numel,)).outgoing().blocks():
@@ -159,9 +159,9 @@ def _hash_of(leaf: Leaf) -> bytes:
 
 
 def _place(layout: Layout, rank: int) -> _Place | None:
-    """A rank's place among the replicas of what it holds.
+    """Returns a rank's place among the replicas of its part of a tensor.
 
-    None where it is the only one, or holds nothing: such a tensor may be in no state of its.
+    None if no other rank has this part, or if the rank has none: its state may lack such a tensor.
     """
     mesh, axes = layout.mesh, layout.replica_axes
     coordinate = mesh.coordinate(rank) if axes else None
@@ -179,9 +179,9 @@ def _place(layout: Layout, rank: int) -> _Place | None:
 def _unlike(
     rows: np.ndarray, layouts: Sequence[Layout], members: Sequence[int]
 ) -> list[tuple[int, list[int], int]]:
-    """Of each column whose replicas differ: its index, the first ranks that do, how many more.
+    """Returns for each column whose replicas differ its index, the first ranks, and how many more.
 
-    `rows` has each rank's hashes; `members` are these ranks' numbers in the layouts.
+    `rows` has each rank's hashes. `members` has the ranks of the rows as layouts number them.
     """
     columns: dict[tuple[object, ...], list[int]] = {}
     for at, layout in enumerate(layouts):
@@ -199,7 +199,7 @@ def _unlike(
 
 
 def _first_replica(layout: Layout, rank: int) -> int:
-    """The rank that holds what `rank` does, in the replica that the mesh's lowest rank is in."""
+    """Returns the rank with the same part as `rank` in the replica of the mesh's lowest rank."""
     mesh = layout.mesh
     lowest, coordinate = mesh.coordinate(mesh.lowest), mesh.coordinate(rank)
     assert lowest is not None

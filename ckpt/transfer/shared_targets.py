@@ -1,13 +1,13 @@
-"""Whether targets that share memory would receive the same, found before any of them is touched.
+"""Compares the records of targets that share memory, before the load changes any of them.
 
 Rules:
 
-1. Records that lie in the same bytes are equal, and so are records whose chunks have equal
-   checksums of 128 bits. Checksums that differ say that the records do. Nothing is read for these.
-2. Where checksums cannot tell (a format without them, compressed chunks, files that were cut
-   elsewhere), this rank reads its part of both records: of two names for one tensor in blocks of
-   `BLOCK_BYTES`, of views with other shapes as a whole, within the budget.
-3. Each rank compares what it holds. A difference on one rank ends the load on all of them.
+1. Records that lie in the same bytes are equal. Records with checksums of 128 bits are equal if all
+   checksums are, and differ otherwise. These comparisons read no data.
+2. Other records have no checksums, compressed chunks, or chunks of other sizes. The rank then reads
+   its part of both records: in blocks of `BLOCK_BYTES` for two names of one tensor, as a whole and
+   within the budget for views of different shapes.
+3. Each rank compares its own parts. A difference on one rank ends the load on all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from formats.storage import Reader
 from sharding.layout import Box, Piece
 
 BLOCK_BYTES = 16 << 20
-"""Bytes of each of two records that are in memory at once."""
+"""Bytes of each of two records that are in memory at the same time."""
 DIGEST_BYTES = 16
-"""Of a checksum that tells equal chunks from others: 128 bits."""
+"""Bytes of a checksum by which equal chunks are known: 128 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SharedTargets:
     verify: Verify
 
     def differences(self, groups: Sequence[tuple[LoadItem, ...]]) -> Iterator[Difference]:
-        """The groups whose memory cannot hold what was saved, each by two names."""
+        """Yields a difference, with two names, for each group that would get different values."""
         for group in groups:
             parts = [part for part in map(self._part, group) if part.local.numel()]
             if len(parts) < 2:
@@ -68,7 +68,7 @@ class SharedTargets:
         return _Part(item.name, record, local, tuple(item.layout.pieces(self.rank)))
 
     def _are_equal(self, one: _Part, other: _Part) -> bool:
-        """Whether both records have the same in the boxes that this rank holds."""
+        """Whether both records have equal elements in the boxes of this rank."""
         a, b = one.record, other.record
         for piece in one.pieces:
             if a.dtype == b.dtype:
@@ -86,23 +86,23 @@ class SharedTargets:
         return True
 
     def _read(self, record: TensorRecord, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """What a target of this dtype would receive of a box, packed."""
+        """Reads a box as a packed tensor of a target's dtype."""
         tensor = empty_for(record, box.shape)
         requests = requests_for(record, [Piece.packed(box)])
         read_requests(self.reader, requests, [memory_of(tensor)], self.verify)
         return tensor.to(dtype)
 
     def _as_placed(self, parts: Sequence[_Part]) -> Iterator[Difference]:
-        """The same for views of other shapes: their values, laid out as the targets are."""
+        """Yields the difference of views with different shapes, by values placed as the targets."""
         needed = group_bytes([part.local for part in parts])
         if needed > self.budget:
             first, other = parts[0].name, parts[1].name
             yield Difference(
                 other,
                 "structure",
-                f"shares memory with {first} in the target as a view of another shape, and to "
-                f"compare what was saved for the two takes {needed} bytes, of which the budget has "
-                f"{self.budget}; leave one out with exclude=, or raise CKPT_MEMORY_BUDGET",
+                f"shares memory with {first} in the target as a view of another shape; to compare "
+                f"their saved values takes {needed} bytes of memory, and the budget is "
+                f"{self.budget} bytes; leave one out with exclude=, or raise CKPT_MEMORY_BUDGET",
             )
             return
         found = conflict([self._placed(part) for part in parts])
@@ -130,17 +130,17 @@ class _Part:
         return self.local.numel() * self.local.itemsize
 
     def is_like(self, other: _Part) -> bool:
-        """Whether the two are one tensor: the same elements of it in the same places."""
+        """Whether the two targets are equal views with equal pieces."""
         here, there = self.local, other.local
         is_one = here.data_ptr() == there.data_ptr() and is_same_view(here, there)
         return is_one and self.pieces == other.pieces
 
 
 def same_bytes(a: Sequence[StoredPiece], b: Sequence[StoredPiece]) -> bool | None:
-    """Whether stored pieces hold the same bits, by place and checksums; None where that is unknown.
+    """Whether stored pieces hold equal bits, by place and checksums; None if these cannot tell.
 
-    Only the checksums of chunks that are stored as they are tell: others may have other bytes for
-    the same elements, or the same bytes on top of another base.
+    Only checksums of uncompressed chunks count. Compressed chunks may have different bytes for
+    equal elements, or equal bytes relative to different bases.
     """
     for one, other in zip_longest(a, b):
         if one is None or other is None or one.piece != other.piece:
@@ -162,7 +162,7 @@ def same_bytes(a: Sequence[StoredPiece], b: Sequence[StoredPiece]) -> bool | Non
 
 
 def blocks(box: Box, most: int) -> Iterator[Box]:
-    """A box in boxes of at most so many elements, cut in halves along its first long dimension.
+    """Yields the parts of a box with at most so many elements: halves along the first dimension.
 
     >>> [(one.lo, one.hi) for one in blocks(Box((0, 0), (4, 2)), 4)]
     [((0, 0), (2, 2)), ((2, 0), (4, 2))]

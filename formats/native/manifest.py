@@ -24,9 +24,10 @@ import xxhash
 
 from formats.catalog import TensorRef, Tree
 from formats.dtypes import DType
+from formats.errors import TooLargeError
 from formats.limits import check, current
 from formats.native.tree import Json, encode
-from formats.storage import Reader, TooLargeError
+from formats.storage import Reader
 from sharding.layout import Layout, Mesh, Placement
 
 MANIFEST = "manifest.json"

@@ -78,7 +78,7 @@ def state_to_load(
         return loading
 
     loading, agreement = ranks.run_and_compare(
-        STAGE, planning, lambda loading: (loading.mark(),), 1
+        STAGE, planning, lambda loading: (loading.fingerprint(),), 1
     )
     if not agreement.same[0]:
         raise OptimizerMismatchError(
@@ -172,7 +172,7 @@ class _Loading:
         if groups is not None:
             self.result["param_groups"] = groups.matched(known, self.optim)
 
-    def mark(self) -> int:
+    def fingerprint(self) -> int:
         """A hash that is equal on ranks that agree."""
         seen = [(m.name, m.target.dtype, str(m.have), str(m.want)) for m in self.moves]
         return crc32(repr(seen).encode())

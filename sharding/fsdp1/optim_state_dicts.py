@@ -72,7 +72,7 @@ class OptimRequest:
     group: ProcessGroup | None = None
     """The ranks that call."""
 
-    def mark(self) -> int:
+    def fingerprint(self) -> int:
         """A hash that is equal on ranks with the same request."""
         return crc32(repr((self.kind, self.rank0_only)).encode())
 
@@ -101,7 +101,10 @@ def optim_state_of(
         return {"state": {**plan.entries, **plan.others}, **_groups(plan.known, state)}
     ranks = Ranks(wanted.group)
     plan, agreement = ranks.run_and_compare(
-        "describing an optimizer's state", planning, lambda plan: (plan.mark(), wanted.mark()), 2
+        "describing an optimizer's state",
+        planning,
+        lambda plan: (plan.fingerprint(), wanted.fingerprint()),
+        2,
     )
     if not agreement.same[1]:
         raise OptimizerMismatchError(
@@ -171,7 +174,7 @@ class _Plan:
         plan.others.update({k: v for k, v in state["state"].items() if k not in keys})
         return plan
 
-    def mark(self) -> int:
+    def fingerprint(self) -> int:
         """A hash that is equal on ranks with the same entries."""
         seen = [(name, each.entries) for name, each in self.described.items()]
         return crc32(repr(seen).encode())

@@ -56,7 +56,7 @@ class _Given:
         for pairs in (self.near, self.spread, self.full):
             yield from (part for part, _ in pairs)
 
-    def mark(self) -> int:
+    def fingerprint(self) -> int:
         """A hash that is equal on ranks that agree."""
         seen = [
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
@@ -93,7 +93,7 @@ class RowLoading:
         else:
             ranks = Ranks(param_group.groups.shard.group)
             given, agreement = ranks.run_and_compare(
-                "reading a sharded state dict", reading, lambda found: (found.mark(),), 1
+                "reading a sharded state dict", reading, lambda found: (found.fingerprint(),), 1
             )
             if not agreement.same[0]:
                 path = state_key(self.inside).rstrip(".") or "the root"

@@ -222,7 +222,7 @@ def test_another_architecture_is_named_with_all_that_differs(
     check(
         outcomes,
         "MismatchError",
-        "model.blocks.1.up.weight: the checkpoint has shape (9, 7), the target wants (10, 7)",
+        "model.blocks.1.up.weight: the checkpoint has shape (9, 7), the target has (10, 7)",
         "model.blocks.2.down.bias: is in the target and not in the checkpoint",
         "model.frozen.turn.bias: is in the checkpoint and not in the target",
     )

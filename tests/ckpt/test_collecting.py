@@ -196,7 +196,7 @@ def test_a_live_save_that_loses_its_file_fails_and_commits_nothing(
 
     monkeypatch.setattr(save_steps, "commit", collected_before)
     monkeypatch.setattr(commit, "SEEN_PAUSES_SECONDS", ())
-    with pytest.raises(OSError, match="somebody has removed them"):
+    with pytest.raises(OSError, match="another process has removed the files"):
         ckpt.save(tmp_path / "a", state(1))
     assert not (tmp_path / "a" / "manifest.json").exists()
 

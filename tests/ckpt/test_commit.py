@@ -177,7 +177,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_checkpoint_stays
 def test_a_checkpoint_is_invisible_until_its_manifest_exists(tmp_path: Path) -> None:
     ckpt.save(tmp_path, old())
     (tmp_path / "manifest.json").rename(tmp_path / "elsewhere")
-    with pytest.raises(ckpt.NotACheckpointError, match="a save that was not finished"):
+    with pytest.raises(ckpt.NotACheckpointError, match="an unfinished save"):
         ckpt.read(tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "manifest.json")
     assert found(str(tmp_path)) == "old"

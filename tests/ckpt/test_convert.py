@@ -237,7 +237,7 @@ def test_a_key_path_selects_what_lies_below_it(small: Path, tmp_path: Path) -> N
 def test_a_key_path_that_is_not_there_is_an_error_that_lists_what_is(
     small: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(MismatchError, match=r"modle.*at the top are model, optimizer, ids"):
+    with pytest.raises(MismatchError, match=r"modle.*its top entries are model, optimizer, ids"):
         convert(small, tmp_path / "m.safetensors", select="modle")
     assert not (tmp_path / "m.safetensors").exists()
 

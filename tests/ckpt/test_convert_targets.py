@@ -103,7 +103,7 @@ def test_a_conversion_does_not_remove_a_strangers_files_that_came_while_it_ran(
         place.mkdir()
         (place / "notes.txt").write_text("precious")
 
-    with pytest.raises(ExistsError, match="something has come there since"):
+    with pytest.raises(ExistsError, match="has appeared there since"):
         convert(source, place, to=to, progress=meanwhile(come))
     assert content(out) == {PLACES[to]: None, f"{PLACES[to]}/notes.txt": b"precious"}
 
@@ -176,7 +176,7 @@ def test_a_file_that_the_replaced_checkpoint_would_take_along_is_no_source(
 ) -> None:
     (shard,) = source.glob("*.safetensors")
     before = content(tmp_path)
-    with pytest.raises(ExistsError, match="would go with the checkpoint"):
+    with pytest.raises(ExistsError, match="would be removed with the replaced checkpoint"):
         convert(shard, source, to="ckpt", overwrite=True)
     assert content(tmp_path) == before
 
@@ -232,7 +232,7 @@ def test_a_file_that_is_only_borrowed_from_is_not_replaced(source: Path, tmp_pat
     (shard,) = (tmp_path / "s1").glob("*.safetensors")
     ckpt.save(tmp_path / "s2", state(1) | {"c": torch.ones(3)}, base=tmp_path / "s1")
     (tmp_path / "s1" / "manifest.json").unlink()
-    with pytest.raises(ExistsError, match="is borrowed from by a checkpoint beside"):
+    with pytest.raises(ExistsError, match=r"a checkpoint beside .* borrows from"):
         convert(source, shard, overwrite=True)
     assert value_at(tmp_path / "s2") == 1
 
@@ -288,7 +288,7 @@ def test_a_folder_with_more_checkpoints_than_one_is_not_replaced(
     convert(other, out / "there", to="hf", max_shard_bytes=200)
     make(out / "there")
     before = content(out)
-    with pytest.raises(ExistsError, match=r"more than the one checkpoint .* move away"):
+    with pytest.raises(ExistsError, match=r"more than the one checkpoint .* move the files away"):
         convert(source, out / "there", to=to, overwrite=True)
     assert content(out) == before
 
@@ -352,14 +352,14 @@ def test_a_target_in_a_file_is_refused_before_anything_is_read(
     source: Path, out: Path, to: str
 ) -> None:
     (out / "there").write_text("precious")
-    with pytest.raises(ExistsError, match="would lie in a file"):
+    with pytest.raises(ExistsError, match="a part of this path is a file"):
         convert(source, out / "there" / PLACES[to], to=to, progress=pytest.fail)
     assert content(out) == {"there": b"precious"}
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_where_a_disk_begins_is_refused_before_anything_is_read(source: Path, to: str) -> None:
-    with pytest.raises(ExistsError, match="is where a disk begins"):
+    with pytest.raises(ExistsError, match="is a mount point"):
         convert(source, "/proc", to=to, overwrite=True, progress=pytest.fail)
 
 
@@ -482,7 +482,7 @@ def test_a_conversion_that_took_too_long_leaves_nothing(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "GRACE_SECONDS", 0.0)
-    with pytest.raises(OSError, match="hours after it began"):
+    with pytest.raises(OSError, match="the files count as left-overs"):
         convert(source, out / "there")
     assert content(out) == {}
 

@@ -131,7 +131,7 @@ def test_a_missing_file_is_named(checkpoints: dict[str, dict[str, bytes]], tmp_p
     for file in files:
         folder = write(tmp_path / "broken", {k: v for k, v in files.items() if k != file})
         if file == "manifest.json":
-            with pytest.raises(ckpt.NotACheckpointError, match="a save that was not finished"):
+            with pytest.raises(ckpt.NotACheckpointError, match="an unfinished save"):
                 ckpt.load(folder, {})
         else:
             assert f"{folder}/{file}: the file is missing" in damage_at(folder)

@@ -135,9 +135,9 @@ def test_it_goes_back_as_far_as_it_must_and_never_forward(run: Path) -> None:
 def test_the_fallbacks_may_be_named(run: Path, tmp_path: Path) -> None:
     flip_last(run / "step-3")
     others = [tmp_path / "nowhere", str(run / "step-1")]
-    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is used"):
         assert ckpt.load(run / "step-3", state(0), fallback=others)["step"] == 1
-    with pytest.warns(ckpt.FallbackWarning, match="step-2 is taken"):
+    with pytest.warns(ckpt.FallbackWarning, match="step-2 is used"):
         assert ckpt.load(run / "step-3", state(0), fallback=run / "step-2")["step"] == 2
 
 
@@ -247,7 +247,7 @@ def test_a_warning_that_is_an_error_ends_the_load_on_all_ranks(
     assert first.startswith("FallbackWarning: ")
     assert second.startswith("RankError: ")
     assert "rank 0" in second
-    assert "step-2 is taken" in second
+    assert "step-2 is used" in second
 
 
 def touched_on_ranks(folder: str) -> tuple[str, tuple[str, ...], set[float]]:
@@ -332,9 +332,9 @@ def test_in_a_bucket_it_goes_back_as_on_a_disk(moto: Server) -> None:
     for key in (entry["Key"] for entry in listed):
         if re.search(r"step-10/.*safetensors|step-2/manifest", key):
             client.delete_object(Bucket=moto.bucket, Key=key)
-    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is used"):
         assert ckpt.latest(run, storage_options=told) == f"{run}/step-1"
-    with pytest.warns(ckpt.FallbackWarning, match="step-1 is taken"):
+    with pytest.warns(ckpt.FallbackWarning, match="step-1 is used"):
         loaded = ckpt.load(f"{run}/step-10", state(0), fallback=True, storage_options=told)
     assert loaded["step"] == 1
 

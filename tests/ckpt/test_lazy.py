@@ -109,7 +109,7 @@ def test_what_is_read_has_memory_of_its_own_and_no_more(shapes: Checkpoint) -> N
         (-8, "index -8 is out of range"),
         ((0, 5), "index 5 is out of range in dimension 1"),
         ((0, 0, 0, 0), r"4 indices for shape \(7, 5, 4\)"),
-        ((..., ...), "one ellipsis at most"),
+        ((..., ...), "at most one ellipsis"),
         ((..., 0, 0, 0, 0), "indices for shape"),
         (slice(None, None, -1), "the step of a slice is positive, not -1"),
     ],

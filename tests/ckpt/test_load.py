@@ -77,8 +77,8 @@ def test_all_differences_are_listed_before_anything_is_touched(tmp_path: Path) -
         ("step", "structure"),
         ("config.lr", "unexpected"),
     }
-    assert "the checkpoint has shape (4, 3), the target wants (4, 2)" in str(error.value)
-    assert "the checkpoint has int64, the target wants float32" in str(error.value)
+    assert "the checkpoint has shape (4, 3), the target has (4, 2)" in str(error.value)
+    assert "the checkpoint has dtype int64, the target has float32" in str(error.value)
     assert repr(target) == repr(before)
 
 

@@ -203,11 +203,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(
         assert not any(touched for _, touched in found.values())
         assert "app.1.bias: is in the target and not in the checkpoint" in found["missing"][0]
         assert (
-            "app.1.weight: the checkpoint has shape (4, 4), the target wants (6, 4)"
+            "app.1.weight: the checkpoint has shape (4, 4), the target has (6, 4)"
             in (found["shape"][0])
         )
         assert (
-            "app.1.weight: the checkpoint has float32, the target wants float64"
+            "app.1.weight: the checkpoint has dtype float32, the target has float64"
             in found["dtype"][0]
         )
 
@@ -271,7 +271,7 @@ def test_a_tensor_that_the_checkpoint_lacks_stays_with_strict_false(tmp_path: Pa
 def test_a_tensor_of_another_dtype_is_cast_only_on_request(tmp_path: Path) -> None:
     ckpt.save(tmp_path, {"object": Held({"w": one(1.5)})})
     target = Held({"w": one(0).double()})
-    with pytest.raises(ckpt.MismatchError, match=r"object\.w: the checkpoint has float32"):
+    with pytest.raises(ckpt.MismatchError, match=r"object\.w: the checkpoint has dtype float32"):
         ckpt.load(tmp_path, {"object": target})
     ckpt.load(tmp_path, {"object": target}, dtype="target")
     assert torch.equal(target.state["w"], one(1.5).double())

@@ -205,7 +205,7 @@ def test_files_of_no_checkpoint_are_notes_and_no_damage(native):
     (native / stray).write_bytes(b"of an attempt that failed")
     report = verify(native)
     assert report.sound
-    assert report.notes == (f"{stray} is in the folder and no part of the checkpoint",)
+    assert report.notes == (f"{stray} is in the folder and not a part of the checkpoint",)
 
 
 @pytest.mark.parametrize("state", [{}, {"step": 1}, {"empty": torch.zeros(0, 4)}])
@@ -216,7 +216,7 @@ def test_a_checkpoint_without_bytes_is_sound(tmp_path, state):
 
 def test_where_there_is_no_checkpoint_there_is_nothing_to_report(native):
     (native / "manifest.json").unlink()
-    with pytest.raises(NotACheckpointError, match="not finished"):
+    with pytest.raises(NotACheckpointError, match="unfinished save"):
         verify(native)
 
 

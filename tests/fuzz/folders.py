@@ -13,8 +13,8 @@ from ckpt.sources import Source
 from ckpt.stores.store import Store
 from ckpt.transfer.read import read_requests
 from formats.catalog import Catalog
-from formats.errors import CorruptError, FormatError
-from formats.storage import LOCAL_READ_BYTES, GoneError, SizeError, TooLargeError
+from formats.errors import CorruptError, FormatError, GoneError, SizeError, TooLargeError
+from formats.storage import LOCAL_READ_BYTES
 from sharding.errors import HoleError
 from sharding.layout import Box, Piece
 from tools import inspect

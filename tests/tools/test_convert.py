@@ -110,7 +110,7 @@ def test_json_has_no_kind_where_none_was_asked_for(run, saved, tmp_path):
         (["--kind", "full", "--world-size", "1.5"], "'1.5' is no number of ranks"),
         (["--kind", "flat"], "invalid choice: 'flat'"),
         (["--world-size", "2"], "give one of full, sharded, local as well (kind=, --kind)"),
-        (["--kind", "local"], "local over how many ranks?"),
+        (["--kind", "local"], "local needs a number of ranks"),
         (["--kind", "local", "--world-size", "2", "--to", "hf"], "(--to ckpt)"),
     ],
 )
@@ -178,7 +178,7 @@ def test_compression_of_a_format_that_has_none_is_a_wrong_argument(run, saved, t
 def test_a_type_that_weights_cannot_be_cast_to_is_a_wrong_argument(run, saved, tmp_path, dtype):
     ended = run("convert", saved, tmp_path / "made", "--dtype", dtype)
     assert (ended.code, ended.out) == (ExitCode.USAGE, "")
-    assert f"{dtype!r} is no type to cast floating-point tensors to; give dtype=" in ended.err
+    assert f"floating-point tensors cannot be cast to {dtype!r}; give dtype=" in ended.err
     assert not (tmp_path / "made").exists()
 
 

@@ -45,7 +45,7 @@ def test_strays_are_notes(run, saved):
     (saved / "notes.txt").write_text("mine")
     ended = run("verify", saved)
     assert ended.code == 0
-    assert "note: notes.txt is in the folder and no part of the checkpoint\n" in ended.out
+    assert "note: notes.txt is in the folder and not a part of the checkpoint\n" in ended.out
 
 
 def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
