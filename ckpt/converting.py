@@ -32,7 +32,7 @@ from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.commit import commit, now
 from ckpt.version import __version__
 from formats import dcp, huggingface, safetensors_file, torch_save
-from formats.catalog import typed_values
+from formats.catalog import TypedValue, named_leaves
 from formats.dcp_nest import lost
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import current
@@ -292,12 +292,13 @@ def _write_folder(
 def _check_values(chosen: Format, state: Outgoing) -> None:
     """Raises UnsupportedError for a value that only ckpt's own format can hold."""
     if chosen in (Format.TORCH, Format.DCP):
-        for name, value in typed_values(state.tree):
-            raise UnsupportedError(
-                f"{name} is {value!s:.80}, and {chosen.value} has no {value.kind} that torch "
-                "loads without running code: leave it out (exclude=, --exclude), store plain "
-                "values in its place, or convert to ckpt's own format"
-            )
+        for name, value in named_leaves(state.tree):
+            if isinstance(value, TypedValue):
+                raise UnsupportedError(
+                    f"{name} is {value!s:.80}, and {chosen.value} has no {value.kind} that torch "
+                    "loads without running code: leave it out (exclude=, --exclude), store plain "
+                    "values in its place, or convert to ckpt's own format"
+                )
 
 
 def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:

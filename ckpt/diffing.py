@@ -26,12 +26,12 @@ from typing import Literal, TypeVar
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
 from ckpt.match.selection import Selection
 from ckpt.sources import Source, open_source
-from ckpt.state.saved import by_name, join
+from ckpt.state.saved import by_name
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
-from formats.catalog import TensorRecord, TensorRef, Tree, str_of
+from formats.catalog import TensorRecord, TensorRef, Tree, named_leaves, str_of
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
@@ -219,20 +219,13 @@ def _below(entries: Mapping[str, _T], prefix: str) -> dict[str, _T]:
     }
 
 
-def plain_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+def plain_values(tree: Tree) -> Iterator[tuple[str, Tree]]:
     """Yields the values of a tree with their names, without tensors. Empty containers are values.
 
     >>> list(plain_values({"step": 3, "w": TensorRef("w"), "lr": [0.1, ()]}))
     [('step', 3), ('lr.0', 0.1), ('lr.1', ())]
     """
-    if isinstance(tree, dict) and tree:
-        for key, item in tree.items():
-            yield from plain_values(item, join(path, key))
-    elif isinstance(tree, list | tuple) and tree:
-        for index, item in enumerate(tree):
-            yield from plain_values(item, join(path, index))
-    elif not isinstance(tree, TensorRef):
-        yield path, tree
+    return (pair for pair in named_leaves(tree) if not isinstance(pair[1], TensorRef))
 
 
 def _compare(

@@ -24,12 +24,10 @@ from ckpt.errors import (
     UnknownNameError,
     UnverifiedWarning,
 )
-from ckpt.match.selection import Selection
-from ckpt.outgoing import selected
+from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import empty_for, memory_of, torch_dtype
-from ckpt.state.saved import join
 from ckpt.state.typed_values import opened
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
@@ -275,31 +273,19 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         memory: list[memoryview] = []
         box_copies = BoxCopies()
 
-        def fill(tree: Tree, path: str) -> object:
-            if isinstance(tree, TensorRef):
-                if tree.name not in tensors:
-                    record = self.catalog.tensors[tree.name]
-                    tensor = empty_for(record, record.shape)
-                    pieces = box_copies.whole(record.shape)
-                    requests.extend(requests_for(record, pieces, len(memory), box_copies))
-                    memory.append(memory_of(tensor))
-                    tensors[tree.name] = tensor
-                return tree
-            if isinstance(tree, dict):
-                return {
-                    key: fill(item, join(path, key))
-                    for key, item in tree.items()
-                    if selected(item, join(path, key), selection)
-                }
-            if isinstance(tree, list | tuple):
-                items = [
-                    fill(item, join(path, i)) if selected(item, join(path, i), selection) else None
-                    for i, item in enumerate(tree)
-                ]
-                return items if isinstance(tree, list) else tuple(items)
-            return opened(tree)
+        def asked(leaf: Tree, _: str) -> object:
+            if not isinstance(leaf, TensorRef):
+                return opened(leaf)
+            if leaf.name not in tensors:
+                record = self.catalog.tensors[leaf.name]
+                tensor = empty_for(record, record.shape)
+                pieces = box_copies.whole(record.shape)
+                requests.extend(requests_for(record, pieces, len(memory), box_copies))
+                memory.append(memory_of(tensor))
+                tensors[leaf.name] = tensor
+            return leaf
 
-        nest = fill(self.catalog.tree, "")
+        nest = map_selected(self.catalog.tree, selection, asked)
         self._read(requests, memory, stacklevel=6)
         if dtype is not None:
             for name, tensor in tensors.items():

@@ -24,9 +24,9 @@ from typing import Protocol
 import numpy as np
 
 from ckpt.errors import Difference, MismatchError
-from ckpt.match.selection import Selection
+from ckpt.match.selection import Selection, map_selected, selected
 from ckpt.plan.read_plan import ReadRequest, requests_for
-from ckpt.state.saved import Missing, Saved, join
+from ckpt.state.saved import Missing, Saved
 from ckpt.structure import names_of
 from ckpt.transfer.read import Array, RangeReader, bytes_of
 from ckpt.transfer.record_sums import RecordSums
@@ -114,37 +114,24 @@ def outgoing(
     aliases: dict[str, str] = {}
     first_names: dict[str, str] = {}
 
-    def walk(node: Tree, path: str) -> Tree:
-        if isinstance(node, TensorRef):
-            first = first_names.setdefault(node.name, path)
-            if first == path:
-                record = catalog.tensors[node.name]
-                check_located(record)
-                written, stream = reading.of(record, target)
-                whole = prod(record.shape)
-                tensors[path] = _outgoing(path, record.shape, written, stream, 0, whole)
-                elements[path] = stream
-            else:
-                aliases[path] = first
+    def streamed(leaf: Tree, path: str) -> Tree:
+        if not isinstance(leaf, TensorRef):
+            return leaf
+        first = first_names.setdefault(leaf.name, path)
+        if first != path:
+            aliases[path] = first
             return TensorRef(first)
-        if isinstance(node, dict):
-            return {
-                key: walk(item, join(path, key))
-                for key, item in node.items()
-                if selected(item, join(path, key), selection)
-            }
-        if isinstance(node, list | tuple):
-            items = [
-                walk(item, join(path, i)) if selected(item, join(path, i), selection) else None
-                for i, item in enumerate(node)
-            ]
-            return items if isinstance(node, list) else tuple(items)
-        return node
+        record = catalog.tensors[leaf.name]
+        check_located(record)
+        written, stream = reading.of(record, target)
+        tensors[path] = _outgoing(path, record.shape, written, stream, 0, prod(record.shape))
+        elements[path] = stream
+        return TensorRef(first)
 
     with Pool(1, "ckpt-ahead") as ahead:
         reading = _Reading(reader, ahead, progress)
-        walked = walk(tree, "")
-        yield Streams(tensors, walked, aliases, _kept_metadata(catalog), elements=elements)
+        chosen: Tree = map_selected(tree, selection, streamed)
+        yield Streams(tensors, chosen, aliases, _kept_metadata(catalog), elements=elements)
 
 
 def _kept_metadata(catalog: Catalog) -> dict[str, str]:
@@ -174,19 +161,6 @@ def check_located(record: TensorRecord) -> None:
         raise HoleError(
             f"{record.name}: {found} of its {prod(record.shape)} elements are in the checkpoint"
         )
-
-
-def selected(tree: Tree, path: str, selection: Selection) -> bool:
-    """Whether the selection includes a leaf, or a name below a container."""
-    if selection.is_all:
-        return True
-    if isinstance(tree, dict) and tree:
-        return any(selected(item, join(path, key), selection) for key, item in tree.items())
-    if isinstance(tree, list | tuple) and tree:
-        return path in selection or any(
-            selected(item, join(path, i), selection) for i, item in enumerate(tree)
-        )
-    return path in selection
 
 
 def _below(catalog: Catalog, select: str, url: str) -> Tree:

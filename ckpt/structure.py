@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt.state.saved import join
-from formats.catalog import Key, Tree
+from formats.catalog import Key, Tree, join
 
 
 @dataclass(frozen=True, slots=True)

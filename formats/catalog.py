@@ -185,13 +185,22 @@ def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
     return leaf(tree)
 
 
-def typed_values(tree: Tree, path: str = "") -> Iterator[tuple[str, TypedValue]]:
-    """The typed values of a tree by name."""
-    if isinstance(tree, TypedValue):
-        yield path, tree
-    elif isinstance(tree, dict | list | tuple):
+def join(path: str, key: object) -> str:
+    """Returns the name of the entry `key` of the nest at `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+    """Yields the leaves of a tree with their names. Empty containers are leaves.
+
+    >>> list(named_leaves({"step": 3, "lr": [0.1, ()]}))
+    [('step', 3), ('lr.0', 0.1), ('lr.1', ())]
+    """
+    if isinstance(tree, dict | list | tuple) and tree:
         for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from typed_values(item, f"{path}.{key}" if path else str(key))
+            yield from named_leaves(item, join(path, key))
+    else:
+        yield path, tree
 
 
 def str_of(value: Tree) -> str:

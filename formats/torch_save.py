@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from formats.catalog import Catalog, FileRecord, TensorRef, Tree
+from formats.catalog import Catalog, FileRecord, TensorRef, Tree, map_tree
 from formats.errors import CorruptError, UnsupportedError
 from formats.gathered import Gathered
 from formats.outgoing import Outgoing, OutgoingTensor, announce
@@ -79,21 +79,15 @@ def pack(
     """The pickle of a tree, and the tensors whose bytes are the storages 0, 1, 2 ... of it."""
     order: dict[str, StoredTensor] = {}
 
-    def packed(node: Tree) -> object:
-        if isinstance(node, TensorRef):
-            name = aliases.get(node.name, node.name)
-            if name not in order:
-                order[name] = _stored(tensors[name], str(len(order)))
-            return order[name]
-        if isinstance(node, dict):
-            return {key: packed(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [packed(value) for value in node]
-        if isinstance(node, tuple):
-            return tuple(packed(value) for value in node)
-        return node
+    def packed(leaf: Tree) -> object:
+        if not isinstance(leaf, TensorRef):
+            return leaf
+        name = aliases.get(leaf.name, leaf.name)
+        if name not in order:
+            order[name] = _stored(tensors[name], str(len(order)))
+        return order[name]
 
-    return dump(packed(tree)), [tensors[name] for name in order]
+    return dump(map_tree(tree, packed)), [tensors[name] for name in order]
 
 
 def check_all_placed(where: str, state: Outgoing, placed: Set[str]) -> None:

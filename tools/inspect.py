@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from ckpt.display import count, printable, size
 from ckpt.match.selection import check_names_some, matches
-from ckpt.state.saved import by_name, join
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, str_of
+from ckpt.state.saved import by_name
+from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, join, str_of
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, shortened

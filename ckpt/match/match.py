@@ -26,7 +26,7 @@ from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
 from ckpt.state.per_rank import PerRank
 from ckpt.state.refusals import instead_of_array
-from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, join, kind_of
+from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, kind_of
 from ckpt.state.stateful import (
     ParameterNames,
     Stateful,
@@ -38,7 +38,7 @@ from ckpt.state.stateful import (
 )
 from ckpt.state.tensor_kinds import check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import is_plain_array, like_target
-from formats.catalog import TensorRef
+from formats.catalog import TensorRef, join
 from formats.native.tree import ROOT
 from sharding.describe.describing import (
     TensorLike,

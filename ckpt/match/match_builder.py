@@ -16,9 +16,9 @@ from ckpt.errors import Difference, DifferenceKind
 from ckpt.match.selection import Claim, Selection
 from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import empty_for, is_plain, torch_dtype
-from ckpt.state.saved import Missing, Saved, holds_tensor, join
+from ckpt.state.saved import Missing, Saved, holds_tensor
 from ckpt.state.typed_values import opened
-from formats.catalog import TensorRecord, TensorRef, Tree
+from formats.catalog import TensorRecord, TensorRef, Tree, join
 from formats.dtypes import DType
 from sharding.describe.describing import TensorLike, describe
 from sharding.layout import Mesh

@@ -25,10 +25,10 @@ from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries
 from ckpt.match.match_slices import match_slices
 from ckpt.state.memory import torch_dtype
-from ckpt.state.saved import Missing, join
+from ckpt.state.saved import Missing
 from ckpt.state.stateful import STEP, call_of, optimizer_entries
 from ckpt.state.subclass_state import put_together, unknown_classes
-from formats.catalog import TensorRecord, TensorRef, Tree
+from formats.catalog import TensorRecord, TensorRef, Tree, join
 from sharding.describe.dtensor import zeros_placed_like
 from sharding.describe.members import NamedParameter
 

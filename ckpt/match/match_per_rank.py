@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from ckpt.match.match_builder import Installer, MatchBuilder
 from ckpt.state.per_rank import PerRank, ranks_in
-from ckpt.state.saved import Missing, join, kind_of
+from ckpt.state.saved import Missing, kind_of
 from ckpt.state.stateful import call_of
+from formats.catalog import join
 
 
 def match_per_rank(builder: MatchBuilder, node: PerRank, path: str) -> Installer:

@@ -22,9 +22,9 @@ import torch
 from ckpt.errors import Difference
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.state.memory import torch_dtype
-from ckpt.state.saved import Missing, holds_tensor, join
+from ckpt.state.saved import Missing, holds_tensor
 from ckpt.state.stateful import STEP
-from formats.catalog import Key, TensorRecord, TensorRef, Tree
+from formats.catalog import Key, TensorRecord, TensorRef, Tree, join
 from sharding.describe.dtensor import zeros_placed_like
 from sharding.describe.local_part import FlatSlice
 from sharding.describe.members import NamedParameter

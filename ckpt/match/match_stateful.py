@@ -27,9 +27,9 @@ import torch
 from ckpt.match.match_builder import NOT_SAVED, Installer, MatchBuilder
 from ckpt.state.flatten import DICTS, SPREAD
 from ckpt.state.local_states import by_parameters
-from ckpt.state.saved import Missing, holds_tensor, join
+from ckpt.state.saved import Missing, holds_tensor
 from ckpt.state.stateful import Stateful, call_of
-from formats.catalog import Key, TensorRef, Tree
+from formats.catalog import Key, TensorRef, Tree, join
 from formats.native.tree import ROOT
 from sharding.describe.describing import TensorLike
 from sharding.describe.local_part import LocalPart

@@ -16,7 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
+from formats.catalog import Tree, join
 from sharding.errors import ArgumentError
 
 _SHOWN = 3
@@ -127,6 +129,45 @@ class Claim:
         return ", ".join(
             f"{role}={pattern!r}" for role, patterns in said.items() for pattern in patterns
         )
+
+
+def selected(tree: Tree, path: str, selection: Selection) -> bool:
+    """Whether the selection includes a leaf, or a name below a container."""
+    if selection.is_all:
+        return True
+    if isinstance(tree, dict) and tree:
+        return any(selected(item, join(path, key), selection) for key, item in tree.items())
+    if isinstance(tree, list | tuple) and tree:
+        return path in selection or any(
+            selected(item, join(path, i), selection) for i, item in enumerate(tree)
+        )
+    return path in selection
+
+
+def map_selected(
+    tree: Tree, selection: Selection, leaf: Callable[[Tree, str], object], path: str = ""
+) -> Any:
+    """Returns the selected part of a tree, with `leaf(node, name)` in the place of each leaf.
+
+    A dict lacks its unselected entries, and a list has None for them.
+
+    >>> map_selected({"a": 1, "b": [2, 3]}, Selection.of("b.1", None), lambda node, name: name)
+    {'b': [None, 'b.1']}
+    """
+    if isinstance(tree, dict):
+        return {
+            key: map_selected(item, selection, leaf, join(path, key))
+            for key, item in tree.items()
+            if selected(item, join(path, key), selection)
+        }
+    if isinstance(tree, list | tuple):
+        named = [(join(path, index), item) for index, item in enumerate(tree)]
+        items = [
+            map_selected(item, selection, leaf, name) if selected(item, name, selection) else None
+            for name, item in named
+        ]
+        return items if isinstance(tree, list) else tuple(items)
+    return leaf(tree, path)
 
 
 def no_name(pattern: str, names: Collection[str]) -> str:

@@ -21,7 +21,7 @@ from ckpt.errors import StateError
 from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
 from ckpt.state.refusals import instead_of, instead_of_array, instead_of_key, shown
-from ckpt.state.saved import holds_tensor, join
+from ckpt.state.saved import holds_tensor
 from ckpt.state.stateful import (
     MAX_DEPTH,
     ParameterNames,
@@ -35,7 +35,7 @@ from ckpt.state.stateful import (
 )
 from ckpt.state.tensor_kinds import ORDINARY, awaited, check_mode, kind_problem, memory_problem
 from ckpt.state.typed_values import OF_TYPE, Kind, is_number, is_plain_array, typed
-from formats.catalog import TensorRef, Tree, TypedValue
+from formats.catalog import TensorRef, Tree, TypedValue, join
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.limits import current

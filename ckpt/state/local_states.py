@@ -1,7 +1,7 @@
-"""Local state dicts as runtimes make them: flat parameters, with the names of what is in them.
+"""Names the parts of flat parameters in local state dicts.
 
-Those of this project's runtime say themselves what they hold, in their `_metadata`. Those of
-torch's FSDP have flat parameters and no word about them: only the module they are of knows.
+A local state dict of this project's runtime has the names in its `_metadata`. One of torch's FSDP
+has flat parameters without names: only its module has them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from ckpt.state.stateful import unwrapped
 from sharding.describe.local_part import FLAT_PARAMETERS
 
 FLAT = "_flat_param"
-"""What both runtimes call a flat parameter; a number follows where there are several."""
+"""Both runtimes' name of a flat parameter; a number follows if there are several."""
 
 
 def by_parameters(state: Mapping[object, object]) -> Mapping[object, object]:
-    """A state dict by the names of parameters: with `LocalPart`s where it has flat ones.
+    """Returns a state dict by parameter names, with `LocalPart`s in the place of flat parameters.
 
-    The state dict itself where it does not say that it has. Nothing is copied. Raises
-    LocalShapeError for a truncated shard, and ShardingError for another rank's.
+    Returns the state dict itself if its `_metadata` names no flat parameters. Copies nothing.
+
+    Raises:
+        LocalShapeError: a shard is truncated.
+        ShardingError: a shard is another rank's.
     """
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping) or not any(
@@ -37,24 +40,25 @@ def by_parameters(state: Mapping[object, object]) -> Mapping[object, object]:
 
 
 def with_names(state: object, model: nn.Module | None) -> object:
-    """A state whose local state dicts of torch's FSDP have the names that `model` knows.
+    """Returns a state whose local state dicts of torch's FSDP have the parameter names of `model`.
 
-    Raises StateError for flat parameters that nobody can name.
+    Raises:
+        StateError: there are flat parameters and no `model`.
     """
     if not isinstance(state, Mapping):
         return state
     named = by_parameters(state)
     if named is not state:
-        return state  # it speaks for itself
+        return state  # its `_metadata` has the names
     flat = next((key for key in state if _is_flat(key)), None)
     if flat is None:
         found = {key: with_names(item, model) for key, item in state.items()}
         return found if any(found[key] is not item for key, item in state.items()) else state
     if model is None:
         raise StateError(
-            f"{flat} is a flat parameter, and nothing says which parameters are in it: pass the "
-            "module that the state dict is of as model=, or a state dict with its _metadata as "
-            "this project's state_dict() returned it"
+            f"{flat} is a flat parameter without the names of its parameters: pass the module of "
+            "the state dict as model=, or a state dict with _metadata, as this project's "
+            "state_dict() returns it"
         )
     from sharding.describe.torch_fsdp import named_parts  # torch's FSDP
 

@@ -1,8 +1,8 @@
-"""One state that several ranks hold together: each describes its part, and they compare.
+"""Merges the states of all ranks into one.
 
-Usually all say the same, and one exchange of hashes shows it. Only where they do not, as when
-pipeline stages hold other names, the ranks tell one another their descriptions
-(`ckpt.state.sections`), and all merge them alike.
+The ranks usually have equal state specs, and one exchange of hashes proves it. If they differ, for
+example between pipeline stages, the ranks exchange their specs (`ckpt.state.sections`), and all
+merge them alike.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
 
 SHOWN = 8
-"""How many values a warning names."""
+"""A warning names at most so many values."""
 Weigh = Callable[[FlatState, Mapping[str, StoredTensor]], int]
-"""A rank's number for the bytes of its replicas of these tensors.
+"""Returns a rank's sum for the bytes of its replicas of these tensors.
 
-Where all replicas are equal, the ranks' numbers add up to zero, modulo 2**64.
+The sums of all ranks add up to zero modulo 2**64 if all replicas are equal.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MergedState:
-    """A state on one rank, and what it is part of."""
+    """A rank's state and the merged state of all ranks."""
 
     flat: FlatState
-    """As this rank has it."""
+    """This rank's state."""
     whole: StateSpec
-    """As all ranks have it together; the same on every rank, but for plain values."""
+    """The merged state; equal on all ranks, except for plain values."""
     same_values: bool
-    """Whether the plain values are the same on all ranks too; True where the structures differ."""
+    """Whether the plain values are equal on all ranks too; True if the structures differ."""
     conflicting_values: tuple[str, ...]
-    """There, the names of this rank's plain values in whose place `whole` has another rank's."""
+    """If the structures differ: names of plain values on which this rank lost to a lower rank."""
     balanced: bool
-    """Whether the numbers for the replicas' bytes add up to zero."""
+    """Whether the sums for the replicas' bytes add up to zero."""
     number: int
-    """Rank 0's."""
+    """The `number` of rank 0."""
 
 
 def agree_on_state(
@@ -53,10 +53,13 @@ def agree_on_state(
     arguments: bytes = b"",
     weigh: Weigh | None = None,
 ) -> MergedState:
-    """What `flatten` describes on every rank, as one state.
+    """Returns the states that `flatten` returns on all ranks, as one.
 
-    Called by all ranks. An error of any of them is raised on all, with `stage` in it. Raises
-    StateError where descriptions contradict each other, or `arguments` differ.
+    All ranks call this. Communicates.
+
+    Raises:
+        StateError: the states contradict each other, or the ranks have different `arguments`.
+        RankError: another rank failed; the message has `stage`.
     """
 
     def balance(flat: FlatState, whole: StateSpec) -> int:
@@ -98,7 +101,7 @@ def agree_on_state(
 
 
 def spec_of(flat: FlatState) -> StateSpec:
-    """A rank's state without its bytes. What is described alike is the same object."""
+    """Returns a rank's state without its bytes. Tensors of one layout and dtype share an object."""
     alike: dict[tuple[int, str], StoredTensor] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, leaf in flat.leaves.items():
@@ -111,9 +114,9 @@ def spec_of(flat: FlatState) -> StateSpec:
 
 
 def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:
-    """The names of this rank's plain values that are not rank 0's.
+    """Returns the names of this rank's plain values that differ from rank 0's.
 
-    Called by all ranks, where structures are the same and values are not.
+    All ranks call this if their structures are equal and their values are not. Communicates.
     """
     mine = summary(StateSpec({}, {}, without_tensors(held.whole.tree)))
     first = ranks.broadcast(mine)
@@ -122,22 +125,22 @@ def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:
 
 
 def conflict_message(ranks: Ranks, names: Sequence[str]) -> str:
-    """A warning's text on a rank whose values of these names are not those of the whole state."""
+    """Returns the warning of a rank whose values of these names are not stored."""
     shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
     return (
         f"rank {ranks.rank} has other values in the state than the lowest rank that has them, "
-        f"whose values are taken: {shown}{f' and {more} more' if more > 0 else ''}; give what "
-        "differs between ranks a name of its own"
+        f"whose values are taken: {shown}{f' and {more} more' if more > 0 else ''}; give values "
+        "that differ between ranks names of their own"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalState:
-    """A state on one rank, with hashes that say whether the other ranks' is the same."""
+    """A state on one rank, with hashes to compare it with the other ranks' states."""
 
     flat: FlatState
     described: StateSpec
     structure: int
     values: int
-    """Of the structure and the plain values."""
+    """The hash of the structure and the plain values."""
     balance: int

@@ -1,15 +1,15 @@
-"""The nests of several ranks in one: keys are united, nothing that a rank has is left out unsaid.
+"""Merges the nests of several ranks into one.
 
 Rules:
 
-1. A *node* is a dict, a tensor, or a list or tuple with a node in it. Everything else is a plain
-   value: a number, and a list of numbers too.
-2. Dicts unite by key, lists and tuples by position if there is a node in one of them, parameter
-   groups by their parameters.
-3. Where plain values differ, the value of the lowest rank is stored, and `conflicting_values` names
-   the others'.
-4. None gives way to a node: one rank alone may keep an average of the weights. Every other pair
-   of a node with something else is an error.
+1. A *node* is a dict, a tensor, or a list or tuple that contains a node. Anything else is a plain
+   value: a number, or a list of numbers.
+2. Dicts are merged by key, parameter groups by their parameters, and lists and tuples by position
+   if one of them contains a node.
+3. If plain values differ, the value of the lowest rank is stored. `conflicting_values` names the
+   values of the others.
+4. A node replaces None: one rank alone may keep an average of the weights. Any other pair of a node
+   and a plain value is an error.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias, TypeGuard
 
 from ckpt.errors import StateError
-from ckpt.state.saved import holds_tensor, join, kind_of
-from formats.catalog import Key, TensorRef, Tree, TypedValue, map_tree
+from ckpt.state.saved import holds_tensor, kind_of
+from formats.catalog import Key, TensorRef, Tree, TypedValue, join, map_tree
 from formats.dtypes import DType
 
 
 def is_node(tree: Tree) -> bool:
-    """Whether there is a dict or a tensor in a tree (rule 1)."""
+    """Whether a tree is a node (rule 1)."""
     if isinstance(tree, list | tuple):
         return any(is_node(item) for item in tree)
     return isinstance(tree, dict | TensorRef)
 
 
 def outline(tree: Tree, values: list[object]) -> object:
-    """The nodes of a tree without its plain values, which are appended to `values` in order.
+    """Returns the nodes of a tree, and appends its plain values to `values` in order.
 
-    Two trees have equal outlines where each has a node wherever the other has one, with the same
-    keys in the same order.
+    Two trees have equal outlines if they have the same nodes, with the same keys in the same order.
 
     >>> found = []
     >>> outline({"w": TensorRef("w"), "step": 3, "ids": [1, 2]}, found), found
@@ -56,24 +55,21 @@ def outline(tree: Tree, values: list[object]) -> object:
 
 
 def _marshalled(value: Tree) -> object:
-    """A plain value as marshal takes it: a dtype or a typed value is no value of Python's."""
-    if isinstance(value, list):
-        return [_marshalled(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_marshalled(item) for item in value)
-    return (..., str(value)) if isinstance(value, DType | TypedValue) else value
+    """Returns a plain value in a form that marshal accepts: dtypes and typed values become text."""
+    return map_tree(value, lambda v: (..., str(v)) if isinstance(v, DType | TypedValue) else v)
 
 
 def without_tensors(tree: Tree) -> Tree:
-    """The tree with None in the place of every tensor."""
+    """Returns the tree with None in the place of each tensor."""
     without: Tree = map_tree(tree, lambda leaf: None if isinstance(leaf, TensorRef) else leaf)
     return without
 
 
 def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = "") -> Tree:
-    """Two nests as one (rules 2 to 4); the first is of the lower rank.
+    """Merges two nests (rules 2 to 4). The first is of the lower rank.
 
-    Raises StateError naming the key path and the `ranks` where a node cannot be united.
+    Raises:
+        StateError: a node cannot be merged; the message has the key path and the `ranks`.
     """
     if isinstance(first, dict) and isinstance(second, dict):
         united = dict(first)
@@ -101,21 +97,21 @@ def merged_trees(first: Tree, second: Tree, ranks: tuple[int, int], path: str = 
     kinds = [kind_of(tree) if path else type(tree).__name__ for tree in (first, second)]
     raise StateError(
         f"{path or 'the state'}: {kinds[0]} on rank {ranks[0]}, {kinds[1]} on rank {ranks[1]}; "
-        "give what differs between ranks a name of its own"
+        "give values that differ between ranks names of their own"
     )
 
 
 def _check_keys(
     first: Mapping[Key, Tree], second: Mapping[Key, Tree], ranks: tuple[int, int], path: str
 ) -> None:
-    """Raise StateError for keys with names of their own that Python takes for one: 1 and True."""
+    """Raises StateError for keys of different types that are equal in Python, like 1 and True."""
     others = [key for key in second if type(key) is not str]
     own = {key: key for key in first if type(key) is not str} if others else {}
     for key in others:
         if type(own.get(key, key)) is not type(key):
             raise StateError(
                 f"{path or 'the state'}: the keys {own[key]!r} on rank {ranks[0]} and {key!r} on "
-                f"rank {ranks[1]} are the same to Python; rename one"
+                f"rank {ranks[1]} are equal in Python; rename one"
             )
 
 
@@ -124,7 +120,7 @@ _Groups: TypeAlias = list[dict[Key, Tree]]
 
 
 def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
-    """Whether these are parameter groups without tensors, whose names go by their places."""
+    """Whether a tree is a list of parameter groups without tensors."""
     if not isinstance(tree, list) or not all(isinstance(group, dict) for group in tree):
         return False
     members = [group.get("params") for group in tree if isinstance(group, dict)]
@@ -135,9 +131,9 @@ def _are_groups(tree: Tree) -> TypeGuard[_Groups]:
 
 
 def _merged_groups(first: _Groups, second: _Groups, ranks: tuple[int, int], path: str) -> Tree:
-    """Groups with the same options are one; a parameter stays where it first was.
+    """Merges parameter groups: equal options make one group, and a parameter keeps its first group.
 
-    A group has the options that any rank has for one of its parameters.
+    A group has all options that a rank has for one of its parameters.
     """
     united = [_options(group) for group in first]
     members = [[*_members(group)] for group in first]
@@ -172,9 +168,9 @@ def _options(group: Mapping[Key, Tree]) -> dict[Key, Tree]:
 
 
 def conflicting_values(mine: Tree, whole: Tree, path: str = "") -> Iterator[str]:
-    """The names of a rank's plain values in whose place others are in the whole nest (rule 3).
+    """Yields the names of a rank's plain values that differ in the whole nest (rule 3).
 
-    Also of its lists that have more entries there, unless tensors are among these.
+    Also yields the names of lists that are longer there, unless they contain tensors.
     """
     if _are_groups(mine) and _are_groups(whole):
         yield from _conflicting_options(mine, whole, path)
@@ -203,7 +199,7 @@ def _conflicting_options(mine: _Groups, whole: _Groups, path: str) -> Iterator[s
 
 
 def _is_same(one: Tree, other: Tree) -> bool:
-    """Whether two plain values are the same, of the same types, and to the sign of a zero."""
+    """Whether two plain values are equal, with equal types and equal signs of zeros."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -1,7 +1,7 @@
-"""What to write in the place of a value that cannot be stored: the end of an error's text.
+"""Advice for values that cannot be stored: the end of an error's text.
 
-No value of a user's class is stored: to make it again, a reader would have to import what a file
-names. Its plain parts can be stored.
+A checkpoint stores no value of a user's class, because a reader would have to import a class that a
+file names. The plain parts of such a value can be stored.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ _ADVICE: tuple[tuple[Callable[[object], bool], str], ...] = (
 
 
 def shown(path: tuple[object, ...]) -> str:
-    """A key path the way a user would write it: `state["optim"][0]`."""
+    """Returns a key path as Python code: `state["optim"][0]`."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 def instead_of(value: object) -> str:
-    """What to store in the place of a value that cannot be stored."""
+    """Returns the advice for a value that cannot be stored."""
     return next((advice for test, advice in _ADVICE if test(value)), STATES)
 
 
 def instead_of_key(key: object) -> str:
-    """What to use in the place of a key that cannot be stored."""
+    """Returns the advice for a key that cannot be stored."""
     if isinstance(key, Enum):
         return f"use its .value or its .name; {KEYS}"
     if isinstance(key, str | int | float):
@@ -86,7 +86,7 @@ def instead_of_key(key: object) -> str:
 
 
 def instead_of_array(found: np.ndarray) -> str:
-    """What to store in the place of an array that cannot be stored."""
+    """Returns the advice for an array that cannot be stored."""
     if isinstance(found, np.ma.MaskedArray):
         return "store its .data and its .mask under keys of their own"
     kind = found.dtype.kind

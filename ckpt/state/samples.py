@@ -1,14 +1,14 @@
-"""A few bytes of many tensors, spread over each: whether two hold the same, at hardly any cost.
+"""Samples a few bytes of many tensors, for a cheap comparison of replicas.
 
 Rules:
 
-1. The sample of a tensor depends on its elements alone, in row-major order: not on strides, device
-   or on where it lies. So replicas have equal samples whenever they are equal to the bit.
-2. A tensor of at most `SAMPLE_BYTES` is sampled in whole. Of a larger one, runs of `WORD_BYTES` are
-   taken at six `PLACES`, the first and the last among them. Each is a cache miss, and no more of
-   them would fit into 3 µs.
-3. What lies end to end in host memory is read by one numpy call for all tensors: 1 to 2 µs each.
-   What lies on a device is gathered there, and comes by one copy for each device.
+1. A sample depends only on the tensor's elements in row-major order, not on strides, device or
+   address. Replicas with equal bits thus have equal samples.
+2. The sample of a tensor of at most `SAMPLE_BYTES` is the whole tensor. The sample of a larger one
+   has `WORD_BYTES` at each of six `PLACES`, among them the first and the last bytes. Each place is
+   a cache miss, so more places would take more than 3 µs.
+3. One numpy call reads all contiguous tensors in host memory: 1 to 2 µs each. Samples of tensors on
+   a device are gathered there and copied once for each device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ckpt.state.memory import is_lazy
 
 WORD_BYTES = 8
 PLACES = (0.0, 0.1867, 0.4141, 0.6213, 0.8243, 1.0)
-"""Where in a tensor the words are, as parts of its length: not at the beginnings of rows."""
+"""The places of the words, as fractions of a tensor's length: not at the beginnings of rows."""
 SAMPLE_BYTES = WORD_BYTES * len(PLACES)
 _ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types in which elements of these sizes can be gathered on any device."""
+"""Dtypes in which elements of these sizes can be gathered on any device."""
 
 
 class _HostMemory:
-    """All memory of this process, for numpy; only addresses of live tensors are read."""
+    """All memory of this process as a numpy array. Only addresses of live tensors are read."""
 
     __array_interface__ = {  # noqa: RUF012 - numpy's protocol wants a dict
         "version": 3,
@@ -45,9 +45,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def sampled(tensors: Sequence[torch.Tensor]) -> Bytes:
-    """A row of `SAMPLE_BYTES` bytes for each tensor; zeros for those without elements.
+    """Returns a row of `SAMPLE_BYTES` bytes for each tensor; zeros for a tensor without elements.
 
-    The tensors are detached; reading them waits for what their device has been told to do.
+    The tensors are detached. Reading a device waits for its queued work.
     """
     rows = np.zeros((len(tensors), SAMPLE_BYTES), np.uint8)
     at: list[int] = []
@@ -75,7 +75,7 @@ def sampled(tensors: Sequence[torch.Tensor]) -> Bytes:
 
 
 def _offsets(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Which bytes are taken of tensors of these lengths (rule 2), a row for each."""
+    """Returns the offsets of the sampled bytes in tensors of these lengths (rule 2), in rows."""
     last = nbytes[:, None] - 1
     word = np.arange(WORD_BYTES, dtype=np.int64)
     starts = (np.maximum(last + 1 - WORD_BYTES, 0) * np.array(PLACES)).astype(np.int64)
@@ -86,7 +86,7 @@ def _offsets(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The sample of a tensor that is on a device, or not end to end in memory, where it is."""
+    """Returns the sample of a tensor that is not contiguous host memory, on its own device."""
     itemsize, device = tensor.itemsize, tensor.device
     offsets = _offsets(np.array([tensor.nbytes]))[0]
     if not is_lazy(tensor) and itemsize in _ELEMENTS:

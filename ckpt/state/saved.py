@@ -1,4 +1,4 @@
-"""The leaves of a saved state under the names a target knows them by."""
+"""Looks up the leaves of a saved state by the names of a target."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from ckpt.errors import StateError
-from formats.catalog import Catalog, Key, TensorRef, Tree
+from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.native.tree import ROOT
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""From the checkpoint's name to the target's: a function, or a mapping of names or prefixes."""
+"""Maps names of the checkpoint to names of the target: a function, or a dict of (prefix) names."""
 
 _T = TypeVar("_T")
 
 
 class Missing:
-    """Stands for what is not in a checkpoint."""
+    """Stands for an entry that a checkpoint lacks."""
 
 
 MISSING = Missing()
 
 
-def join(path: str, key: object) -> str:
-    """The name of what lies under `key` at `path`."""
-    return f"{path}.{key}" if path else str(key)
-
-
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
-    """Every leaf with its name. Empty containers and lists without tensors are leaves."""
+    """Yields each leaf with its name. Empty containers and lists without tensors are leaves."""
     if isinstance(tree, dict) and tree:
         for key, item in tree.items():
             yield from leaves(item, join(path, key))
@@ -41,9 +36,9 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
 
 
 def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") -> dict[str, _T]:
-    """The entries by their names. Raises StateError where two have the same one.
+    """Returns the entries by name. Raises StateError if two entries have one name.
 
-    A file of torch.save may hold both `"a.b"` and `"a"` with `"b"` in it.
+    A file of torch.save may have both an entry `"a.b"` and an entry `"b"` of `"a"`.
     """
     found: dict[str, _T] = {}
     for name, entry in entries:
@@ -54,7 +49,7 @@ def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") ->
 
 
 def holds_tensor(tree: Tree) -> bool:
-    """True when there is a tensor somewhere in the tree."""
+    """Whether the tree contains a tensor."""
     if isinstance(tree, dict):
         return any(holds_tensor(item) for item in tree.values())
     if isinstance(tree, list | tuple):
@@ -63,7 +58,7 @@ def holds_tensor(tree: Tree) -> bool:
 
 
 def kind_of(tree: Tree) -> str:
-    """What stands in a tree, in a few words."""
+    """Returns the kind of a tree's top node as text."""
     if isinstance(tree, TensorRef):
         return "a tensor"
     if isinstance(tree, dict):
@@ -74,10 +69,10 @@ def kind_of(tree: Tree) -> str:
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str]:
-    """A function from a checkpoint's name to the target's.
+    """Returns a function from names of the checkpoint to names of the target.
 
-    Of a mapping's keys the longest that is the name, or a dotted prefix of it, counts; the empty
-    key puts a prefix before every other name.
+    In a mapping, the longest key counts that is the name or a dotted prefix of it. The empty key
+    puts a prefix before all other names.
 
     >>> renamer({"old": "new", "": "model"})("old.w"), renamer({"": "model"})("w")
     ('new.w', 'model.w')
@@ -101,7 +96,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
 
 def _parameters(tree: Tree, path: str = "") -> Iterator[str]:
-    """The names that optimizers have for their parameters' state, also where there is no state."""
+    """Yields the names of the state of all parameters of optimizers, even without any state."""
     if not isinstance(tree, dict):
         return
     groups = tree.get("param_groups")
@@ -114,7 +109,7 @@ def _parameters(tree: Tree, path: str = "") -> Iterator[str]:
 
 
 class Saved:
-    """A checkpoint's state, looked up by the target's names."""
+    """The state of a checkpoint by the names of a target."""
 
     def __init__(self, catalog: Catalog, rename: Rename | None = None) -> None:
         self.catalog = catalog
@@ -131,7 +126,7 @@ class Saved:
 
     @property
     def _sorted(self) -> list[str]:
-        """The names of the leaves, sorted; most targets never ask."""
+        """The names of the leaves, sorted on first use: most targets need none."""
         if self._names is None:
             self._names = sorted(self.leaves)
         return self._names
@@ -148,9 +143,9 @@ class Saved:
     def _index_renamed(
         self, tree: Tree, path: str, renamed: Mapping[str, str]
     ) -> tuple[str | None, int]:
-        """The name of a nest of which all leaves were renamed alike, else None; how many there are.
+        """Returns the new name of a nest, None if its leaves were renamed apart, and their number.
 
-        Such a nest is found by its name, unless something else was renamed to be below it.
+        A nest is found by its new name, unless another leaf was renamed to a name below it.
         """
         is_list = isinstance(tree, list | tuple) and holds_tensor(tree)
         items = tree.items() if isinstance(tree, dict) else enumerate(tree) if is_list else ()  # type: ignore[arg-type]
@@ -169,10 +164,7 @@ class Saved:
         return one, count
 
     def idle_keys(self) -> dict[str, list[str]]:
-        """The keys of `rename=` that are neither a name of the checkpoint nor a prefix of one.
-
-        Each with all names that the checkpoint has.
-        """
+        """Returns the keys of `rename=` that match no name or prefix, with all names they could."""
         keys = [key for key in self._keys if key]
         if not keys:
             return {}
@@ -186,7 +178,7 @@ class Saved:
         return {key: names for key in keys if key not in names and not names_some(f"{key}.")}
 
     def node(self, path: str) -> Tree | Missing:
-        """What was saved at a name, in its nest; a flat dict of leaves that were renamed apart."""
+        """Returns the saved nest at a name; a flat dict if its leaves were renamed apart."""
         if path in self._nodes:
             return self._nodes[path]
         if path in self.leaves:
@@ -197,7 +189,7 @@ class Saved:
         return under if under else MISSING
 
     def under(self, path: str) -> list[str]:
-        """The names of the leaves at or below a name, sorted."""
+        """Returns the names of the leaves at or below a name, sorted."""
         if not path:
             return self._sorted
         found = [path] if path in self.leaves else []

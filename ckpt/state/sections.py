@@ -1,10 +1,10 @@
-"""Descriptions that differ between ranks, told by each to all, in parts.
+"""Merges state specs that differ between ranks, section by section.
 
-A description is cut into sections: runs of a state's top entries. Equal sections are told once,
-whoever has them, so a rank with one entry of its own tells that entry and not the whole model.
+A section is a run of a state's top entries. Equal sections are sent once, so a rank with one entry
+of its own sends this entry and not the whole model.
 
-Two exchanges, whatever the number of ranks: the hashes of all sections; then each section by the
-lowest rank that has it.
+Any number of ranks needs two exchanges: of the fingerprints of all sections, and of the sections,
+each sent by the lowest rank that has it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from formats.native.manifest_loader import load
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
 RUN_KEYS = 16
-"""How many top entries that are tensors or values stand in a section, about."""
+"""The average number of top entries in a section of tensors and values."""
 _SIZE = Struct("!I")
 _HASH = Struct("!q")
 
 
 def fingerprints(described: StateSpec) -> tuple[int, int]:
-    """A hash of names, types, layouts, ties and keys; and one of these and the plain values."""
+    """Returns a hash of names, dtypes, layouts, ties and keys, and one that includes the values."""
     values: list[object] = []
     keys = outline(described.tree, values)
     kinds: dict[str, int] = {}
     kind_of: dict[int, int] = {}
-    """By the id of a description: many tensors share one."""
-    numbers: list[int] = []
+    """By the id of a `StoredTensor`, which many tensors share."""
+    kind_numbers: list[int] = []
     for tensor in described.tensors.values():
         kind = kind_of.get(id(tensor))
         if kind is None:
             text = repr((tensor.dtype.name, tensor.layout))
             kind = kind_of[id(tensor)] = kinds.setdefault(text, len(kinds))
-        numbers.append(kind)
+        kind_numbers.append(kind)
     aliases = sorted(described.aliases.items())
-    structure = _hash((list(described.tensors), numbers, list(kinds), aliases, keys))
+    structure = _hash((list(described.tensors), kind_numbers, list(kinds), aliases, keys))
     return structure, _hash((structure, values))
 
 
@@ -60,25 +60,25 @@ def _hash(values: Any) -> int:
 
 
 def short_hash(data: bytes) -> int:
-    """A hash that ranks can compare."""
+    """Returns a hash that ranks can compare."""
     return xxhash.xxh3_64_intdigest(data) >> (64 - HASH_BITS)
 
 
 def summary(described: StateSpec) -> bytes:
-    """A description as bytes that another rank can read back."""
+    """Returns a state spec as bytes for another rank."""
     return dump(Manifest(described.tensors, described.aliases, described.tree, ()))
 
 
 def unpacked_summary(text: bytes) -> StateSpec:
-    """A description that another rank has given."""
+    """Returns the state spec in the bytes of another rank."""
     manifest = load(text, "another rank's summary", stored=False)
     return StateSpec(manifest.tensors, manifest.aliases, manifest.tree)
 
 
 def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
-    """The states of all ranks in one: as a function, the same on all, that may raise StateError.
+    """Exchanges the sections. Returns a function that merges them, equal on all ranks.
 
-    Called by all ranks.
+    All ranks call this. Communicates. The function raises StateError for contradicting sections.
     """
     own = {fingerprints(section)[1]: section for section in sections(mine)}
     table = _table(ranks, list(own))
@@ -87,7 +87,7 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
     answer = ranks.joined("telling what ranks have", record, lambda r: b"".join(map(_sized, r)))
     world = ranks.mesh
     members: dict[tuple[int, ...], list[int]] = {}
-    """Many sections are of the same ranks: one list for all."""
+    """Sections of the same ranks share one list."""
 
     def uniting() -> StateSpec:
         found: list[tuple[Sequence[int], StateSpec]] = []
@@ -103,10 +103,10 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
 
 
 def sections(described: StateSpec) -> Iterator[StateSpec]:
-    """The description in parts, which together are the whole of it.
+    """Yields the sections of a state spec, in order.
 
-    Equal top entries are in equal sections on nearly all ranks, whatever stands between them. The
-    first section of every state that is a dict is an empty one.
+    Equal top entries are in equal sections on nearly all ranks, whatever entries lie between them.
+    The first section of a dict is empty.
     """
     tree = described.tree
     if not isinstance(tree, dict):
@@ -141,7 +141,7 @@ _Table: TypeAlias = list[tuple[int, tuple[int, ...]]]
 
 
 def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
-    """The sections of all ranks."""
+    """Exchanges the fingerprints of the sections of all ranks. Communicates."""
 
     def join(records: Sequence[bytes]) -> bytes:
         holders: dict[int, list[int]] = {}
@@ -160,7 +160,7 @@ def _table(ranks: Ranks, mine: Sequence[int]) -> _Table:
 
 
 def _runs(numbers: Sequence[int]) -> list[int]:
-    """Ascending numbers as the bounds of their runs, first and end in turn.
+    """Returns ascending numbers as the bounds of their runs, first and end in turn.
 
     >>> _runs([0, 1, 2, 5])
     [0, 3, 5, 6]
@@ -183,7 +183,7 @@ def _sized(data: bytes) -> bytes:
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
-    """What was made one after the other by `_sized`."""
+    """Yields the parts of data that `_sized` has made, one after the other."""
     at = 0
     while at < len(data):
         (size,) = _SIZE.unpack_from(data, at)

@@ -31,8 +31,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.saved import join
 from ckpt.state.subclass_state import taken_apart
+from formats.catalog import join
 from sharding.describe.describing import (
     TensorLike,
     clean_name,

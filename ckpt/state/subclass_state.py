@@ -1,13 +1,13 @@
-"""Optimizer state whose tensors are made of other tensors, as 8-bit moments are: stored by those.
+"""Stores optimizer state of tensor subclasses that wrap other tensors, such as 8-bit moments.
 
-In the place of such a tensor stands a dict: its class by name, what its class needs besides to make
-it again (`__tensor_flatten__` says what), and its tensors.
+A dict replaces such a tensor: the name of its class, the context of `__tensor_flatten__`, and its
+inner tensors.
 
 Rules:
 
-1. Nothing that a checkpoint names is imported. Its class is one that the program has imported, is a
-   subclass of `torch.Tensor`, and is found by its name; else that is a difference.
-2. DTensors are no such tensors: their layouts say what they are made of.
+1. A load imports no class that a checkpoint names. The program must have imported the class, which
+   must be a subclass of `torch.Tensor`; otherwise that is a difference.
+2. DTensors do not count: layouts describe them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ORDINARY = (torch.Tensor, torch.nn.Parameter, type(None))
-"""Classes of which no tensor is made of others."""
+"""Classes whose tensors wrap no other tensors."""
 CLASS = "__tensor_subclass__"
-"""The key under which the name of the class stands."""
+"""The key of the class name."""
 
 
 def is_composed(value: object) -> bool:
-    """Whether it is a tensor that is made of others, by a class that is not torch.distributed's."""
+    """Whether a value is a tensor that wraps others, of a class outside of torch.distributed."""
     kind = type(value)
     if kind in ORDINARY or kind.__module__.startswith("torch.distributed"):
-        return False  # nearly always
+        return False  # the fast path: nearly all values
     return (
         isinstance(value, torch.Tensor)
         and not value.is_nested
@@ -38,7 +38,7 @@ def is_composed(value: object) -> bool:
 
 
 def taken_apart(value: Any) -> Any:
-    """What stands for a tensor that is made of others; anything else as it is."""
+    """Returns the dict that replaces a tensor with inner tensors; any other value unchanged."""
     if not is_composed(value):
         return value
     names, context = value.__tensor_flatten__()
@@ -52,7 +52,7 @@ def taken_apart(value: Any) -> Any:
 
 
 def put_together(nest: Any) -> Any:
-    """A nest with the tensors themselves in the place of what stands for them."""
+    """Returns a nest with tensors in the place of the dicts of `taken_apart`."""
     if isinstance(nest, list):
         return [put_together(item) for item in nest]
     if not isinstance(nest, dict):
@@ -66,7 +66,7 @@ def put_together(nest: Any) -> Any:
 
 
 def unknown_classes(nest: object) -> Iterator[str]:
-    """The names in a nest of classes that this program has not imported (rule 1)."""
+    """Yields the names of classes in a nest that this program has not imported (rule 1)."""
     if isinstance(nest, Mapping):
         name = nest.get(CLASS)
         if name is not None and _class_named(name) is None:

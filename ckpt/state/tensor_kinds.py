@@ -1,10 +1,10 @@
-"""Which tensors have elements of their own in memory: only those can be stored.
+"""Finds tensors that cannot be stored or filled, because their memory does not have their elements.
 
 Rules:
 
-1. The elements that a tensor shows are the elements that lie in its memory. Classes that answer
-   for themselves (`__torch_dispatch__`), and what torch's function transforms wrap, break this.
-2. A subclass that only adds methods is stored by its elements, as is a Parameter: its class and its
+1. A tensor can be stored if its memory holds its elements. Classes with `__torch_dispatch__`, and
+   tensors inside torch's function transforms, compute their elements instead.
+2. A Parameter, or a subclass that only adds methods, is stored by its elements. Its class and its
    attributes belong to the program.
 """
 
@@ -20,7 +20,7 @@ from ckpt.state.subclass_state import is_composed
 from sharding.describe.sharded_tensor import is_sharded
 
 ORDINARY = (torch.Tensor, nn.Parameter)
-"""Types with nothing to be asked of them but their memory."""
+"""Types whose tensors have only memory."""
 _PYTHON = torch._C.DispatchKey.Python
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _KINDS = {
@@ -29,11 +29,11 @@ _KINDS = {
     "FakeTensorMode",
     "FunctionalTensor": "store the tensor that it stands for, outside of torch's tracing",
 }
-"""By the name of a class of torch's: what to do."""
+"""The advice by the name of a class of torch."""
 
 
 def check_mode() -> None:
-    """Raise StateError where torch makes no real tensors at the moment."""
+    """Raises StateError inside torch's FakeTensorMode."""
     if torch._C._get_dispatch_mode(_FAKE) is not None:
         raise StateError(
             "a FakeTensorMode is active: tensors made in it have no elements; save and load "
@@ -42,14 +42,14 @@ def check_mode() -> None:
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or the result of a collective that torch has not awaited yet."""
+    """Returns the tensor itself, after the wait for a collective that produces it."""
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return tensor.wait()  # type: ignore[attr-defined, no-any-return]
     return tensor
 
 
 def kind_problem(tensor: torch.Tensor) -> str | None:
-    """Why no checkpoint holds, or fills, a tensor of this kind, and what to do; None if it can."""
+    """Returns why a tensor of this kind cannot be stored or filled, with advice; None if it can."""
     if type(tensor) in ORDINARY and _is_dense(tensor):
         return None
     if is_lazy(tensor):
@@ -70,11 +70,11 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
         )
     if is_composed(tensor) or is_composed(getattr(tensor, "_local_tensor", None)):
         return (
-            f"a {type(tensor).__qualname__} is made of other tensors, and such are stored only as "
-            "an optimizer's state of a parameter that is not divided: store those"
+            f"a {type(tensor).__qualname__} wraps other tensors, and is stored only as an "
+            "optimizer's state of a parameter that is not divided: store its inner tensors"
         )
     if _answers_for_itself(tensor):
-        todo = _KINDS.get(type(tensor).__name__, "store the tensors that it is made of")
+        todo = _KINDS.get(type(tensor).__name__, "store its inner tensors")
         return (
             f"a {type(tensor).__qualname__} does not have its elements in memory of its own: {todo}"
         )
@@ -82,7 +82,7 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
 
 
 def memory_problem(local: torch.Tensor) -> str | None:
-    """Why not all elements of a tensor lie in its memory, and what to do; None if they do."""
+    """Returns why a tensor's memory lacks elements, with advice; None if it has them all."""
     count = local.numel()
     if local.is_meta:
         return "a tensor on the meta device has no data to store"
@@ -106,12 +106,12 @@ def memory_problem(local: torch.Tensor) -> str | None:
         return (
             f"the memory of this tensor was freed: its storage has {held_bytes} bytes, and "
             f"{needed_bytes} are needed for its shape {tuple(local.shape)}; save and load while "
-            "its elements are there"
+            "the tensor has its memory"
         )
     if not is_there:
         return (
-            "a functional tensor, or one of zeros without memory, has no elements of its own; take "
-            "its clone(), made outside of torch's tracing"
+            "a functional tensor, or one of zeros without memory, has no elements of its own; "
+            "store a clone() that is made outside of torch's tracing"
         )
     return None
 
@@ -122,7 +122,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _answers_for_itself(tensor: torch.Tensor) -> bool:
-    """Whether its class computes what torch asks of it; DTensors are known."""
+    """Whether a tensor's class computes its elements. DTensors do not count."""
     return (
         type(tensor) not in ORDINARY
         and not hasattr(tensor, "_local_tensor")

@@ -1,11 +1,11 @@
-"""Values of Python's own types that are stored by a kind and by plain values: sets, paths, dates.
+"""Stores values of Python types that JSON lacks, by a kind and plain parts: sets, paths, dates.
 
 Rules:
 
-1. A value comes back equal and of the same type, or it is not of these kinds. Only a value of
-   exactly one of these types is taken: a subclass could have more in it.
-2. The table here is closed. Nothing that a checkpoint names is imported or called but these.
-3. Equal values have equal parts: the members of a set are sorted by what is stored of them.
+1. A loaded value is equal to the saved one and of the same type. Only exact types count, because a
+   subclass could have more content.
+2. The table is closed: a load imports and calls nothing else that a checkpoint names.
+3. Equal values have equal parts: the members of a set are sorted by their stored form.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from formats.native.tree import encode_value
 NUMBERS = (np.bool_, np.integer, np.float16, np.float32, np.float64, np.complex64, np.complex128)
 """Scalars of numpy that Python's numbers hold exactly."""
 ARRAYS = (np.ndarray, np.memmap, np.matrix, np.recarray)
-"""Arrays that are nothing but their elements."""
+"""Array classes without content beside the elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How values of one type are stored."""
+    """The stored form of values of one type."""
 
     name: str
     type: type
     parts: Callable[[Any], tuple[object, ...]]
-    """What a value is made of, as plain values and values of these kinds."""
+    """Returns the parts of a value: plain values and values of these kinds."""
     made: Callable[..., object]
-    """The value again, of those."""
+    """Makes the value from its parts."""
     is_set: bool = False
 
 
@@ -66,7 +66,7 @@ def _deque(longest: int | None, items: list[object]) -> deque[object]:
 def _moment(kind: type[datetime] | type[time]) -> Callable[..., object]:
     def made(text: str, fold: int, zone: timezone | None) -> object:
         if zone is not None and type(zone) is not timezone:
-            raise TypeError(f"{zone!r:.80} is no timezone")
+            raise TypeError(f"{zone!r:.80} is not a timezone")
         return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
     return made
@@ -131,24 +131,24 @@ _NAMED = {kind.name: kind for kind in KINDS}
 
 
 def typed(kind: Kind, parts: Sequence[Tree]) -> TypedValue:
-    """The stored value of a kind; `parts` may have members of a set in any order."""
+    """Returns the stored value of a kind. `parts` may have the members of a set in any order."""
     if kind.is_set:
         parts = sorted(parts, key=lambda part: json.dumps(encode_value(part)))
     return TypedValue(kind.name, tuple(parts))
 
 
 def is_number(node: object) -> TypeGuard[np.generic]:
-    """Whether a scalar of numpy is a number that one of Python's holds exactly."""
+    """Whether a scalar of numpy is a number that a Python number holds exactly."""
     return isinstance(node, NUMBERS) and type(node) is not np.timedelta64
 
 
 def is_plain_array(array: np.ndarray) -> bool:
-    """Whether an array is nothing but elements of a type that torch has too."""
+    """Whether an array has only elements, of a dtype that torch has too."""
     return type(array) in ARRAYS and str(array.dtype) in BY_TORCH_NAME
 
 
 def like_target(node: object, loaded: object) -> object:
-    """A loaded value in the type that the target has, where it has numpy's or torch's for it."""
+    """Returns a loaded value in the target's type of numpy or torch, if the target has one."""
     if is_number(node) and isinstance(loaded, bool | int | float | complex):
         kind: Any = type(node)
         again = kind(loaded)
@@ -159,9 +159,10 @@ def like_target(node: object, loaded: object) -> object:
 
 
 def opened(tree: Tree) -> object:
-    """What a plain value of a tree stands for: a dtype of torch, a value of these kinds, itself.
+    """Returns a tree with the values themselves: torch's dtypes and values of these kinds.
 
-    Raises FormatError where there is no such value.
+    Raises:
+        FormatError: the parts of a stored value are not valid.
     """
     return map_tree(tree, _opened)
 
@@ -177,5 +178,5 @@ def _opened(value: Tree) -> object:
     except FormatError:
         raise
     except Exception as error:
-        raise FormatError(f"there is no {value}: {type(error).__name__}: {error}") from error
+        raise FormatError(f"{value} is not valid: {type(error).__name__}: {error}") from error
     return found

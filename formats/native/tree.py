@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from formats.catalog import Key, TensorRef, Tree, TypedValue
+from formats.catalog import Key, TensorRef, Tree, TypedValue, join
 from formats.dtypes import BY_NAME
 from formats.errors import FormatError, HostileError
 from formats.keys import KeysApart
@@ -42,11 +42,6 @@ TYPED = frozenset(
 
 Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
 """What stands in the tree for a tensor: of its name, the tag of its node and what the node says."""
-
-
-def join(path: str, key: object) -> str:
-    """The name of what lies under `key` at `path`."""
-    return f"{path}.{key}" if path else str(key)
 
 
 def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "") -> Json:

@@ -18,7 +18,6 @@ Rules:
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +35,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.describe.local_part import LocalPart
 from sharding.describe.members import NamedParameter
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
+from sharding.engine.outputs import tensors_in
 from sharding.errors import OptimizerMismatchError
 from sharding.fsdp1.entry_point import entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows
@@ -228,21 +228,13 @@ def _described(name: str, entry: object, value: object) -> tuple[Any, ...]:
         return "divided", value.dtype
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return "number", value.dtype, tuple(value.shape), value.item()
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         raise OptimizerMismatchError(
             f"{name}: the optimizer's {entry!r} has a tensor of shape {tuple(tensor.shape)}, and "
             "only numbers and tensors of the parameter's shape can be divided among ranks; use "
             "sharding.fully_shard, or an optimizer that works element by element"
         )
     return "value", value
-
-
-def _tensors(nest: object) -> Iterator[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, Mapping | list | tuple):
-        for item in nest.values() if isinstance(nest, Mapping) else nest:
-            yield from _tensors(item)
 
 
 def _made(said: tuple[Any, ...], part: LocalPart) -> object:

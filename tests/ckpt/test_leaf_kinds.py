@@ -449,7 +449,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "freed tensor": (freed, "memory of this tensor was freed"),
     "tensor beyond its storage": (cut_short, "its storage has 16 bytes"),
     "wrapping subclass": (lambda: Wrapping(torch.ones(3)), "the tensors that it is made of"),
-    "composed subclass": (lambda: Composed(torch.ones(3)), "is made of other tensors"),
+    "composed subclass": (lambda: Composed(torch.ones(3)), "wraps other tensors"),
     "lazy parameter": (nn.UninitializedParameter, "run it once"),
     "lazy buffer": (nn.UninitializedBuffer, "run it once"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import StateError
-from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, join, leaves, renamer
-from formats.catalog import Catalog, TensorRef, Tree
+from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, leaves, renamer
+from formats.catalog import Catalog, TensorRef, Tree, join
 from formats.native.tree import ROOT
 
 
