@@ -472,15 +472,15 @@ MUTATIONS = (
     ),
     Mutation(
         "stores: a commit does not replace another",
-        "            self.flush()  # the files this one speaks of must be durable before it is\n"
+        "            self.flush()  # the files that this one names must be durable first\n"
         "            self._give_name(part, name, replace)",
-        "            self.flush()  # the files this one speaks of must be durable before it is\n"
+        "            self.flush()  # the files that this one names must be durable first\n"
         "            self._give_name(part, name, True)",
         "ckpt/store ckpt/commit stores/contract",
     ),
     Mutation(
         "stores: files are durable before the manifest",
-        "            self.flush()  # the files this one speaks of must be durable before it is\n",
+        "            self.flush()  # the files that this one names must be durable first\n",
         "",
         "ckpt/commit faults/power_loss",
     ),

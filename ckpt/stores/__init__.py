@@ -1,5 +1,5 @@
-"""Folders of files, wherever they are: a local disk, a bucket, whatever fsspec can open.
+"""Stores: folders of files on a local disk, in a bucket, or behind any fsspec file system.
 
-`store.open_store` is the way in. What a store is asked for and what it promises is the same for
-all; `tests/stores` holds them to it.
+`store.open_store` opens a store. All stores have one interface and one contract, which
+`tests/stores` checks.
 """

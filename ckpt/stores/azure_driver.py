@@ -1,7 +1,8 @@
-"""Azure's blob storage: adlfs' credentials and client, and our own requests.
+"""The driver of Azure's blob storage: requests through the client of adlfs, with its credentials.
 
-A file goes as blocks that a list then makes a blob of. Blocks of which nobody makes one are removed
-by Azure after a week; `abort` makes an empty blob of them, where there is none, and removes that.
+A large file is uploaded as blocks, and a block list makes a blob of them. Azure removes blocks
+without a blob after a week. To abort an upload, the driver commits an empty blob, if there is none
+of the name, and deletes it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ckpt.stores.retries import ErrorClass
 T = TypeVar("T")
 
 _ONCE = {"retry_total": 0, "connection_timeout": CONNECT_SECONDS, "read_timeout": ANSWER_SECONDS}
-"""Retries are `ckpt.stores.retries`'."""
+"""The client makes no retries: `ckpt.stores.retries` does."""
 _IF_ABSENT = {"match_condition": MatchConditions.IfMissing}
 _BROKEN = (
     exceptions.ServiceRequestError,
@@ -43,7 +44,7 @@ _BROKEN = (
 
 
 class AzureDriver:
-    """The requests, through one adlfs file system."""
+    """Sends requests through one adlfs file system."""
 
     capabilities = StoreCapabilities(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
@@ -55,12 +56,12 @@ class AzureDriver:
         self._fs = file_system
 
     def server(self) -> str:
-        """The account."""
+        """Returns the URL of the account."""
         return str(self._fs.service_client.url).partition("?")[0]
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
-        """What is directly below a prefix."""
-        if not folder.strip("/"):  # the list of containers is no folder of checkpoints
+        """Lists the blobs and prefixes directly below a prefix."""
+        if not folder.strip("/"):  # the list of containers is not a folder of checkpoints
             return []
         container, prefix = self._folder(folder)
 
@@ -72,19 +73,19 @@ class AzureDriver:
                     found.append(ObjectInfo(name.rstrip("/"), False, 0, 0.0))
                 elif name:
                     found.append(_found(name, blob))
-            # Accounts with real folders list each as an empty blob too.
+            # Accounts with real folders also list each folder as an empty blob.
             folders = {one.name for one in found if not one.is_file}
             return [one for one in found if not one.is_file or one.name not in folders]
 
         return self._run(listing())
 
     def head(self, path: str) -> ObjectInfo:
-        """One blob."""
+        """Returns the properties of one blob."""
         blob = self._blob(path)
         return _found(path.rpartition("/")[2], self._run(blob.get_blob_properties(**_ONCE)))
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """A range in one request."""
+        """Reads a range in one request."""
         length = sum(target.nbytes for target in targets)
 
         async def fetch() -> tuple[memoryview, int]:
@@ -96,14 +97,14 @@ class AzureDriver:
 
         data, size = self._run(fetch())
         if len(data) != length:
-            raise ShortAnswerError(f"the answer has {len(data)} of {length} bytes")
+            raise ShortAnswerError(f"the response has {len(data)} of {length} bytes")
         for target in targets:
             target[:] = data[: len(target)]
             data = data[len(target) :]
         return size
 
     def get(self, path: str, limit: int) -> bytes | int:
-        """A blob, if it is not too large."""
+        """Reads a blob; returns its size if that is above `limit`."""
 
         async def fetch() -> bytes | int:
             answer = await self._blob(path).download_blob(**_ONCE)
@@ -112,36 +113,36 @@ class AzureDriver:
                 return size
             data = bytes(await answer.readall())
             if len(data) != size:
-                raise ShortAnswerError(f"the answer has {len(data)} of {size} bytes")
+                raise ShortAnswerError(f"the response has {len(data)} of {size} bytes")
             return data
 
         return self._run(fetch())
 
     def put(self, path: str, data: memoryview) -> None:
-        """A blob in one request."""
+        """Writes a blob in one request."""
         self._upload(path, data, overwrite=True)
 
     def put_if_absent(self, path: str, data: memoryview) -> None:
-        """A blob in one request, on condition that there is none."""
+        """Writes a blob in one request, on the condition that it does not exist."""
         self._upload(path, data, overwrite=False)
 
     def create_multipart(self, path: str) -> str:
-        """A mark for the blocks of this upload; no request."""
+        """Returns an upload id, the prefix of the block names. Sends no request."""
         return secrets.token_hex(8)
 
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
-        """One block; gives its name."""
+        """Uploads one block and returns its name."""
         name = f"{upload_id}{number:06}"
         self._run(self._blob(path).stage_block(name, bytes(data), length=len(data), **_ONCE))
         return name
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
-        """The blob, made of its blocks."""
+        """Makes a blob of its blocks."""
         blocks = [BlobBlock(name) for name in parts]
         self._run(self._blob(path).commit_block_list(blocks, **_ONCE))
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """The blocks are gone, unless they are those of a blob that exists."""
+        """Deletes the blocks, unless a blob of the name exists."""
 
         async def abort() -> None:
             blob = self._blob(path)
@@ -153,7 +154,7 @@ class AzureDriver:
         self._run(abort())
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
-        """Names directly below a prefix that have blocks and no blob."""
+        """Lists names directly below a prefix that have blocks and no blob."""
         container, prefix = self._folder(folder)
 
         async def pending() -> list[Unfinished]:
@@ -163,7 +164,7 @@ class AzureDriver:
             async for blob in all_kinds:
                 name = blob.name[len(prefix) :]
                 if blob.name not in blobs and "/" not in name:
-                    began = blob.last_modified  # now, where it is not known: it is never old
+                    began = blob.last_modified  # an unknown time counts as now: never old
                     started = began.timestamp() if began else time.time()
                     found.append(Unfinished(name, started, ""))
             return found
@@ -171,14 +172,14 @@ class AzureDriver:
         return self._run(pending())
 
     def delete(self, path: str) -> None:
-        """The blob is gone."""
+        """Deletes a blob."""
         self._run(self._blob(path).delete_blob(delete_snapshots="include", **_ONCE))
 
     def delete_folder(self, folder: str) -> None:
-        """Nothing to do: a prefix is no thing."""
+        """Does nothing: a prefix has no object of its own."""
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """What a client's error means."""
+        """Returns the class of a client's error."""
         if isinstance(error, PastEndError):
             return ErrorClass.PAST_END
         if isinstance(error, _BROKEN):

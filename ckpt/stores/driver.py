@@ -1,9 +1,8 @@
-"""What a store of objects asks of a driver: single requests, each done once or failing once.
+"""The interface of drivers: single requests to a server, without retries.
 
-A driver sits on an fsspec file system, which brings addresses, credentials and connections. It
-holds no state of its own, and knows what its server's errors mean; whether something is tried again
-is not its business (`ckpt.stores.retries`). Paths are as that file system writes them: the bucket
-first, no protocol.
+A driver uses an fsspec file system, which has the addresses, credentials and connections. It has no
+state of its own and classifies the errors of its server. `ckpt.stores.retries` decides about
+retries. Paths have the form of the file system: the bucket first, no protocol.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 20
 ANSWER_SECONDS = 60
-"""A request has failed when nothing of its answer comes for so long."""
+"""A request fails if no part of its response comes for so long."""
 LONGEST_SECONDS = 300
-"""A request has failed after so long in any case, as where nobody takes what is sent."""
+"""A request fails after so long in any case, for example if the server reads no data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """A file, or a folder, as a listing shows it."""
+    """A file or folder in a listing."""
 
     name: str
     is_file: bool
     nbytes: int | None
-    """None where it does not say: a web server's page of links."""
+    """None if the listing lacks it: a web server's page of links."""
     modified: float
     """Seconds since 1970 by the server's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """How a driver takes a large file."""
+    """The limits of a driver for the parts of a large file."""
 
     least_bytes: int
-    """Every part but the last has so many."""
+    """The smallest size of a part; the last one may be smaller."""
     most: int
-    """The number of parts."""
+    """The largest number of parts."""
 
 
 class ShortAnswerError(CorruptError):
-    """The answer to a read ended before what it promised."""
+    """The response to a read has fewer bytes than it announced."""
 
 
 class PastEndError(CorruptError):
-    """The file ends before the bytes that are wanted."""
+    """The file ends before the requested bytes."""
 
     def __init__(self, size: int | None) -> None:
         self.size = size
@@ -63,98 +62,99 @@ class PastEndError(CorruptError):
 
 
 class Driver(Protocol):
-    """The requests. What they raise is the driver's own; `trouble` says what it means.
+    """The requests of a driver. `error_class` classifies the errors that they raise.
 
-    How a large file is written is a `MultipartDriver`'s or a `StreamDriver`'s.
+    A `MultipartDriver` or a `StreamDriver` also writes large files.
     """
 
     capabilities: StoreCapabilities
     holds_answers: bool
-    """Whether it has all of an answer in memory before it fills the buffers."""
+    """Whether a whole response is in memory before the driver fills the buffers."""
 
     def server(self) -> str:
-        """Which server answers, as far as its promises go; "" before the first request."""
+        """Returns the identity of the server, to remember its guarantees; "" before a request."""
         ...
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
-        """What is directly in a folder; nothing where there is none."""
+        """Lists the files and folders directly in a folder; none if the folder does not exist."""
         ...
 
     def head(self, path: str) -> ObjectInfo:
-        """One file."""
+        """Returns the properties of one file."""
         ...
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """Fill buffers of bytes, end to end, from `offset` on; gives the size of the file if known.
+        """Fills buffers end to end with the bytes from `offset` on.
 
-        Raises ShortAnswerError or PastEndError where there is less.
+        Returns the size of the file if it is known. Raises ShortAnswerError or PastEndError if
+        there are fewer bytes.
         """
         ...
 
     def get(self, path: str, limit: int) -> bytes | int:
-        """All bytes of a file; its size where that is above `limit`."""
+        """Reads all bytes of a file; returns its size if that is above `limit`."""
         ...
 
     def put(self, path: str, data: memoryview) -> None:
-        """A file in one request."""
+        """Writes a file in one request."""
         ...
 
     def put_if_absent(self, path: str, data: memoryview) -> None:
-        """A file in one request, on condition that there is none."""
+        """Writes a file in one request, on the condition that it does not exist."""
         ...
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """The parts are gone."""
+        """Deletes the parts of an upload."""
         ...
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
-        """What has begun in a folder and neither been finished nor aborted."""
+        """Lists the uploads in a folder that are neither complete nor aborted."""
         ...
 
     def delete(self, path: str) -> None:
-        """The file is gone."""
+        """Deletes a file."""
         ...
 
     def delete_folder(self, folder: str) -> None:
-        """The folder is gone if it was one and empty."""
+        """Deletes a folder if it is empty, on servers with folders."""
         ...
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """What an error means."""
+        """Returns the class of an error."""
         ...
 
 
 class MultipartDriver(Driver, Protocol):
-    """One that writes large files in parts."""
+    """A driver that writes large files in parts."""
 
     part_limits: PartLimits
 
     def create_multipart(self, path: str) -> str:
-        """A file in parts begins; gives its mark."""
+        """Begins an upload in parts and returns its id."""
         ...
 
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
-        """One part, numbered from 1; gives what `finish` needs of it."""
+        """Uploads one part, numbered from 1. Returns its tag for `complete_multipart`."""
         ...
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
-        """The parts, in order, become the file."""
+        """Makes the file of its parts, in order."""
         ...
 
 
 @runtime_checkable
 class StreamDriver(Driver, Protocol):
-    """One whose file system streams large files."""
+    """A driver that streams large files."""
 
     def stream(self, path: str) -> AbstractContextManager[FileWriter]:
-        """A file, whole when the block ends well."""
+        """Returns a writer. The file is complete when the block ends without an exception."""
         ...
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """What work in a loop that another thread runs comes to, within `LONGEST_SECONDS`.
+    """Runs work in the event loop of another thread, within `LONGEST_SECONDS`; returns its result.
 
-    An exception in this thread, as when a user interrupts it, ends the work.
+    An exception in this thread, such as an interrupt, cancels the work.
     """
     future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, LONGEST_SECONDS), loop)
     try:

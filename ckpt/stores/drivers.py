@@ -1,4 +1,4 @@
-"""Which driver sends the requests of an fsspec file system, and how that file system is set up."""
+"""Chooses the driver of an fsspec file system, and the options of the file system."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckpt.stores.fsspec_driver import FsspecDriver
 
 
 def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
-    """The driver for an fsspec file system.
+    """Returns the driver for an fsspec file system.
 
-    A driver of its own imports the client library of its server, so it is imported for that alone.
+    The drivers of S3, Azure and Google import a client library, so each is imported on use.
     """
     package = type(file_system).__module__.partition(".")[0]
     if package == "s3fs":
@@ -31,15 +31,15 @@ def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
 
 
 def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for a file system, with what its driver here relies on where the user says nothing.
+    """Returns the options of a file system: the user's, and the defaults that its driver needs.
 
     >>> settings_of("memory", {"a": 1})
     {'a': 1}
     """
     if protocol not in ("s3", "s3a"):
         return dict(options)
-    # Retries are `ckpt.stores.retries`'. Half of the servers that speak S3 know no trailing
-    # checksums.
+    # `ckpt.stores.retries` makes the retries. Half of the servers with an S3 interface lack
+    # trailing checksums.
     config = {
         "retries": {"mode": "standard", "total_max_attempts": 1},
         "connect_timeout": CONNECT_SECONDS,

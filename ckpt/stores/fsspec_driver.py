@@ -1,4 +1,4 @@
-"""Any file system that fsspec has: what its interface promises, and no more."""
+"""The driver of any other fsspec file system. It relies only on the interface of fsspec."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from formats.storage import Buffer, FileWriter
 from sharding.url_secrets import without_secrets
 
 READ_ONLY = {"http", "https"}
-"""Protocols whose drivers would post files somewhere, or say that they lack a method."""
+"""Protocols without writes."""
 _TIMES = ("mtime", "last_modified", "LastModified", "updated", "created")
-"""What drivers call the time of a file."""
+"""The names of a file's time in different drivers."""
 
 
 class FsspecDriver:
-    """The requests, as calls of the file system."""
+    """Sends requests as calls of the file system."""
 
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=False, hides_unfinished=False, durable=False
@@ -34,12 +34,12 @@ class FsspecDriver:
         self._fs = file_system
 
     def server(self) -> str:
-        """Not asked for: nothing of its promises is to be found out."""
+        """Returns "": the guarantees of a file system are known without a request."""
         return ""
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
-        """What is directly in a folder."""
-        self._fs.invalidate_cache(folder)  # other processes write here too
+        """Lists the files and folders directly in a folder."""
+        self._fs.invalidate_cache(folder)  # other processes may have written here
         own = folder.rstrip("/")
         return [
             _found(entry)
@@ -48,7 +48,7 @@ class FsspecDriver:
         ]
 
     def head(self, path: str) -> ObjectInfo:
-        """One file."""
+        """Returns the properties of one file."""
         self._fs.invalidate_cache(path.rpartition("/")[0])
         entry = self._fs.info(path)
         if entry["type"] != "file":
@@ -56,20 +56,20 @@ class FsspecDriver:
         return _found(entry)
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """A range in one request."""
+        """Reads a range in one request."""
         length = sum(target.nbytes for target in targets)
         data = memoryview(self._fs.cat_file(path, start=offset, end=offset + length))
         if len(data) > length:
             raise OSError(
                 f"the server answered a request for bytes {offset}:{offset + length} with "
-                f"{len(data)}: it knows no ranges, and cannot be read from"
+                f"{len(data)} bytes: it has no range requests, which ckpt needs"
             )
         if len(data) < length:
             size = self._size(path)
             raise (
                 PastEndError(size)
                 if size < offset + length
-                else ShortAnswerError(f"the answer ended after {len(data)} of {length} bytes")
+                else ShortAnswerError(f"the response has {len(data)} of {length} bytes")
             )
         for target in targets:
             target[:] = data[: len(target)]
@@ -77,68 +77,68 @@ class FsspecDriver:
         return None
 
     def get(self, path: str, limit: int) -> bytes | int:
-        """All bytes of a file, if they are few."""
+        """Reads all bytes of a file; returns its size if that is above `limit`."""
         size = self._size(path)
         return size if size > limit else bytes(self._fs.cat_file(path))
 
     def put(self, path: str, data: memoryview) -> None:
-        """A file in one call."""
+        """Writes a file in one call."""
         self._check_can_write(path)
         self._make_folder(path)
         self._fs.pipe_file(path, bytes(data))
 
     def put_if_absent(self, path: str, data: memoryview) -> None:
-        """A file in one call, on condition of its absence where the file system knows that."""
+        """Writes a file in one call, if absent as far as the file system has this condition."""
         self._check_can_write(path)
         self._make_folder(path)
-        # fsspec's own way of saying that a file system knows no such condition; others do not know
-        # the argument. `capabilities` does not claim it: a commit looks for the file before.
+        # NotImplementedError: the file system lacks the condition. TypeError: it lacks the
+        # argument. `capabilities` does not claim the condition: a commit looks for the file first.
         with suppress(NotImplementedError, TypeError):
             self._fs.pipe_file(path, bytes(data), mode="create")
             return
         self._fs.pipe_file(path, bytes(data))
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """Nothing to do: `list_multipart` lists none."""
+        """Does nothing: `list_multipart` returns no uploads."""
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
-        """None: fsspec has no word for them."""
+        """Returns no uploads: fsspec has no interface for them."""
         return []
 
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
-        """A file, streamed."""
+        """Returns a writer that streams a file."""
         self._check_can_write(path)
         self._make_folder(path)
         remote = self._fs.open(path, "wb")
         try:
             yield Stream(remote)
         except BaseException:
-            # Closing would publish the truncated file; drivers that can, forget it instead.
+            # `close` would publish the truncated file. Some drivers can discard it instead.
             discard = getattr(remote, "discard", None)
             if discard is not None:
-                with suppress(Exception):  # the error on its way says more
+                with suppress(Exception):  # the exception on its way is the cause
                     discard()
-                with suppress(AttributeError):  # or its finaliser would close it after all
+                with suppress(AttributeError):  # otherwise the file's finaliser would close it
                     setattr(remote, "closed", True)  # noqa: B010
             raise
         remote.close()
 
     def delete(self, path: str) -> None:
-        """The file is gone."""
+        """Deletes a file."""
         self._check_can_write(path)
         self._fs.rm_file(path)
 
     def delete_folder(self, folder: str) -> None:
-        """The folder is gone where there are such things and it is empty."""
-        # fsspec's way of saying that a file system has no folders; OSError is a folder that is not
-        # there or has been filled meanwhile. An empty folder that stays does no harm.
+        """Deletes a folder if it is empty, on file systems with folders."""
+        # NotImplementedError: the file system has no folders. OSError: the folder is missing, or
+        # was filled meanwhile. An empty folder that stays does no harm.
         with suppress(OSError, NotImplementedError):
             if not self._fs.ls(folder, detail=False, refresh=True):
                 self._fs.rmdir(folder)
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """What an error means, as far as its class says it."""
+        """Returns the class of an error, by its Python class and status."""
         if isinstance(error, PastEndError):
             return ErrorClass.PAST_END
         if isinstance(error, FileExistsError):
@@ -163,12 +163,12 @@ class FsspecDriver:
         return ErrorClass.PASSING if is_broken else ErrorClass.LASTING
 
     def _size(self, path: str) -> int:
-        """Bytes in a file; none where the server does not say."""
+        """Returns the bytes of a file; 0 if the server does not tell."""
         return self.head(path).nbytes or 0
 
     def _check_can_write(self, path: str) -> None:
         if READ_ONLY & {self._fs.protocol, *self._fs.protocol}:
-            raise OSError(EROFS, "what is reached by HTTP can only be read", without_secrets(path))
+            raise OSError(EROFS, "an HTTP server can only be read", without_secrets(path))
 
     def _make_folder(self, path: str) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -181,12 +181,12 @@ class Stream:
         self._remote = remote
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers; the driver copies what it does not send at once."""
+        """Appends the buffers. The driver copies bytes that it does not send at once."""
         for buffer in buffers:
             self._remote.write(buffer)
 
     def rewrite_start(self, data: Buffer) -> None:
-        """Refused: what was sent is sent."""
+        """Raises OSError: a stream cannot change bytes that it has sent."""
         raise OSError("a streamed upload cannot change its first bytes; create it rewritable")
 
 
@@ -199,7 +199,7 @@ def _found(entry: dict[str, Any]) -> ObjectInfo:
 
 
 def _time_of(entry: dict[str, Any]) -> float:
-    """When a file was last written; now where the driver does not say: it is never old."""
+    """Returns the time of a file's last write; now if the driver does not tell, so never old."""
     for key in _TIMES:
         found = entry.get(key)
         if isinstance(found, datetime):

@@ -1,7 +1,7 @@
-"""Google's storage: gcsfs' requests, with conditions where its interface has them.
+"""The driver of Google's storage: requests of gcsfs, with conditions where gcsfs has them.
 
-A file is streamed by gcsfs, one block after another, as Google takes it: parts cannot be sent out
-of order, so a rewritable file is collected on a local disk first.
+gcsfs streams a file block by block. Google takes parts only in order, so a rewritable file is first
+written to a local disk.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from ckpt.stores.retries import ErrorClass
 from formats.storage import FileWriter
 
 BLOCK_BYTES = 16 << 20
-"""What is sent at once, in memory until then."""
+"""Bytes of one request, which are in memory until it is sent."""
 
 
 class GcsDriver(FsspecDriver):
-    """The requests, through one gcsfs file system."""
+    """Sends requests through one gcsfs file system."""
 
     capabilities = StoreCapabilities(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
     )
 
     def server(self) -> str:
-        """The address that requests go to."""
+        """Returns the address of the server."""
         return str(getattr(self._fs, "base", ""))
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
-        """What is directly below a prefix; the list of buckets is no folder of checkpoints."""
+        """Lists objects and prefixes directly below a prefix, but not the buckets themselves."""
         return super().list_folder(folder) if folder.strip("/") else []
 
     def put(self, path: str, data: memoryview) -> None:
-        """An object in one request."""
+        """Writes an object in one request."""
         self._fs.pipe_file(path, bytes(data), mode="overwrite")
 
     def put_if_absent(self, path: str, data: memoryview) -> None:
-        """An object in one request, with ifGenerationMatch=0."""
+        """Writes an object in one request, with ifGenerationMatch=0."""
         self._fs.pipe_file(path, bytes(data), mode="create")
 
     @contextmanager
     def stream(self, path: str) -> Iterator[FileWriter]:
-        """An object, streamed; nothing of it is left when the block raises."""
+        """Returns a writer that streams an object. An exception in the block discards it."""
         remote = self._fs.open(path, "wb", block_size=BLOCK_BYTES)
         try:
             yield Stream(remote)
         except BaseException:
             remote.discard()
-            remote.closed = True  # or its finaliser would publish what there is
+            remote.closed = True  # otherwise the finaliser would publish the truncated object
             raise
         remote.close()
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """What gcsfs' errors mean; it has tried some of them several times itself."""
+        """Returns the class of an error of gcsfs, which has made retries of its own."""
         code: Any = getattr(error, "code", None)
         code = int(code) if str(code).isdecimal() else None
         if code in (401, 403):

@@ -1,16 +1,15 @@
-"""A folder on a disk of this machine, through the operating system's own calls.
+"""The store of a folder on a local disk, by calls of the operating system.
 
 Rules:
 
-1. A file appears under its name only when it is complete and flushed to the disk: it is written as
-   `.<name>.<random>.part`, and gets its own name after that.
-2. So readers see the old content or the new, and without `replace` exactly one of several writers
-   wins: what came first stays.
+1. A file appears under its name once it is complete and flushed to the disk. Until then its name is
+   `.<name>.<random>.part`.
+2. A reader thus sees the old content or the new. Without `replace`, the first of several writers
+   wins.
 3. Reads are `pread`s of exact ranges into the caller's memory.
-4. The disk starts on what was written while more is being written, so that the flush which ends a
-   file has little left to wait for.
-5. A file that one store has asked the size of, or read from, is the same file until it is pushed
-   out of the `OpenFiles`, even when another process replaces it: size and content fit together.
+4. The disk starts to write while more data comes, so that the final flush is short.
+5. A file whose size or content was read stays the same file while `OpenFiles` keeps it open, even
+   if another process replaces it: its size and its content always match.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from formats.storage import LOCAL_READ_BYTES
 
 PART_SUFFIX = ".part"
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part", re.DOTALL)
-"""The name of a file that is being written."""
+"""The name of a partly written file."""
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""What a file system without hard links says: there, absence is checked before the rename."""
+"""The errors of file systems without hard links. There the store looks just before the rename."""
 
 DISK_S_OWN = "lost+found"
-"""The folder that ext4 has at its root: no checkpoint's, and only root may look into it."""
+"""The folder at the root of ext4, which only root may read."""
 
 
 class LocalStore:
-    """The store for a local folder, which need not exist until something is written."""
+    """The store of a local folder. A write creates the folder if it does not exist."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.url = os.fspath(folder)
@@ -51,14 +50,14 @@ class LocalStore:
             put_if_absent=True, atomic_replace=True, hides_unfinished=True, durable=True
         )
         self._folder = Path(folder).absolute()
-        """Where that was when it was opened, whatever folder the process is in later."""
+        """The absolute path, which a later change of the working directory does not affect."""
         self._files = OpenFiles(self._folder, self.url)
 
     def __str__(self) -> str:
         return self.url
 
     def names(self) -> list[str]:
-        """The files directly in the folder, sorted; none when there is no such folder."""
+        """Returns the files directly in the folder, sorted; none if the folder does not exist."""
         try:
             with os.scandir(self._folder) as entries:
                 return sorted(entry.name for entry in entries if _says(entry.is_file))
@@ -66,12 +65,12 @@ class LocalStore:
             return []
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of the files directly in the folder, by name, in one listing."""
+        """Returns the sizes of the files directly in the folder, by name, in one listing."""
         found = {}
         try:
             with os.scandir(self._folder) as entries:
                 for entry in entries:
-                    with suppress(FileNotFoundError):  # gone since it was listed
+                    with suppress(FileNotFoundError):  # deleted since the listing
                         if _says(entry.is_file):
                             found[entry.name] = entry.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +78,7 @@ class LocalStore:
         return dict(sorted(found.items()))
 
     def folders(self) -> list[str]:
-        """The folders directly in the folder, sorted."""
+        """Returns the folders directly in the folder, sorted."""
         try:
             with os.scandir(self._folder) as entries:
                 found = sorted(entry.name for entry in entries if _says(entry.is_dir))
@@ -88,22 +87,22 @@ class LocalStore:
             return []
 
     def exists(self, name: str) -> bool:
-        """True when the folder has this file."""
+        """Whether the folder has this file."""
         return (self._folder / name).is_file()
 
     def size(self, name: str) -> int:
-        """Bytes in a file."""
+        """Returns the size of a file."""
         with self._files.reading(name) as descriptor:
             return os.fstat(descriptor).st_size
 
     def modified(self, name: str) -> float:
-        """When a file was last written, in seconds since 1970 by the disk's clock."""
+        """Returns the time of a file's last write, in seconds since 1970 by the disk's clock."""
         return (self._folder / name).stat().st_mtime
 
     def arrivals(self) -> dict[str, float]:
-        """When files, or their entries, last changed: what copies can set only the first of these.
+        """Returns the last change of each file or its entry, by name; "" is the folder itself.
 
-        By name, with "" for the folder itself.
+        A copy can set the time of the last write, but not the time of its entry.
         """
         found = {}
         for name in ("", *self.names()):
@@ -112,7 +111,7 @@ class LocalStore:
         return found
 
     def unfinished(self) -> list[Unfinished]:
-        """The `.part` files in the folder, some of which may be being written (rule 1)."""
+        """Returns the `.part` files in the folder (rule 1). A process may still write to one."""
         found = []
         for part in self.names():
             matched = _PART.fullmatch(part)
@@ -123,12 +122,12 @@ class LocalStore:
         return found
 
     def abort(self, unfinished: Unfinished) -> None:
-        """Remove one; whoever still writes it fails. No error when it is gone already."""
+        """Removes an unfinished file, if it exists. A process that still writes to it fails."""
         with suppress(FileNotFoundError):
             (self._folder / unfinished.upload_id).unlink()
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """All bytes of a file, as they were at one moment."""
+        """Reads all bytes of one version of a file."""
         with self._files.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -136,7 +135,7 @@ class LocalStore:
             return _read_range(descriptor, 0, size)
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
-        """The last bytes of a file that should have `size` bytes."""
+        """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
         with self._files.reading(name) as descriptor:
             found = os.fstat(descriptor).st_size
             if found != size:
@@ -144,7 +143,7 @@ class LocalStore:
             return _read_range(descriptor, size - length, size)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes of a file."""
+        """Reads exactly these bytes of a file."""
         with self._files.reading(name, is_known=True) as descriptor:
             data = os.pread(descriptor, length, offset)
             if len(data) == length:
@@ -154,7 +153,7 @@ class LocalStore:
         return bytes(target)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fill the buffers, end to end, from `offset` on."""
+        """Fills the buffers end to end with the bytes from `offset` on."""
         length = sum([target.nbytes for target in targets])
         with self._files.reading(name, is_known=True) as descriptor:
             if len(targets) <= IO_VECTORS and os.preadv(descriptor, targets, offset) == length:
@@ -166,7 +165,7 @@ class LocalStore:
                     count = os.preadv(descriptor, [view], at)
                     if count == 0:
                         raise CorruptError(
-                            f"{self._shown(name)}: bytes {offset}:{offset + length} are wanted, "
+                            f"{self._shown(name)}: bytes {offset}:{offset + length} are needed, "
                             f"the file ends at {os.fstat(descriptor).st_size}: it was truncated"
                         )
                     at, view = at + count, view[count:]
@@ -175,9 +174,9 @@ class LocalStore:
     def create(
         self, name: str, rewritable: bool = False, replace: bool = True
     ) -> Iterator[LocalFileWriter]:
-        """A new file (rule 1). `rewritable` costs nothing here: a local file always is.
+        """Returns a writer of a new file (rule 1). Local files are always rewritable.
 
-        Raises ExistsError at the end, without `replace`, when something has the name by then.
+        Raises ExistsError at the end of the block if the file exists then, unless `replace`.
         """
         part, descriptor = self._begin(name)
         try:
@@ -193,9 +192,9 @@ class LocalStore:
                 part.unlink()
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
-        """Write a small file atomically and flush the folder (rule 2).
+        """Writes a small file atomically and flushes the folder (rule 2).
 
-        Raises ExistsError, without `replace`, when the file is there already.
+        Raises ExistsError if the file exists, unless `replace`.
         """
         part, descriptor = self._begin(name)
         try:
@@ -204,7 +203,7 @@ class LocalStore:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            self.flush()  # the files this one speaks of must be durable before it is
+            self.flush()  # the files that this one names must be durable first
             self._give_name(part, name, replace)
             self._files.forget(name)
         finally:
@@ -213,23 +212,23 @@ class LocalStore:
         self.flush()
 
     def delete(self, name: str) -> None:
-        """Remove a file; no error when it is gone already."""
+        """Removes a file, if it exists."""
         with suppress(FileNotFoundError):
             (self._folder / name).unlink()
         self._files.forget(name)
 
     def remove_if_empty(self) -> None:
-        """Remove the folder, durably, if nothing is in it."""
+        """Removes the folder durably if it is empty."""
         with suppress(OSError):
             self._folder.rmdir()
             _flush(self._folder.parent)
 
     def flush(self) -> None:
-        """Make the folder's entries durable."""
+        """Makes the folder's entries durable."""
         _flush(self._folder)
 
     def close(self) -> None:
-        """Close the files kept open for reading."""
+        """Closes the files that are open for reading."""
         self._files.close()
 
     def __enter__(self) -> LocalStore:
@@ -239,24 +238,24 @@ class LocalStore:
         self.close()
 
     def _shown(self, name: str) -> str:
-        """What messages call a file: by the folder as the user gave it."""
+        """Returns the name of a file in messages, with the folder as the user gave it."""
         return self._files.shown(name)
 
     def _begin(self, name: str) -> tuple[Path, int]:
-        """The file that a new one is written as, and a descriptor of it."""
+        """Creates the `.part` file of a new file; returns its path and a descriptor."""
         self._make_folder()
         part = self._folder / f".{name}.{secrets.token_hex(4)}{PART_SUFFIX}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             return part, os.open(part, flags, 0o666)
-        except FileNotFoundError:  # somebody has removed the folder just now, which was empty
+        except FileNotFoundError:  # another process has just removed the empty folder
             self._make_folder()
             return part, os.open(part, flags, 0o666)
 
     def _give_name(self, part: Path, name: str, replace: bool) -> None:
-        """A finished file gets its name; without `replace` only where nothing has it (rule 2).
+        """Gives a finished file its name; without `replace` only if the name is free (rule 2).
 
-        The name that it was written under may stay: the caller removes it.
+        The `.part` name may stay. The caller removes it.
         """
         target = self._folder / name
         if replace:
@@ -274,7 +273,7 @@ class LocalStore:
             os.replace(part, target)
 
     def _make_folder(self) -> None:
-        """The folder exists, and the folders above it durably know of it."""
+        """Creates the folder, and makes its entries in the folders above durable."""
         made, folder = [], self._folder
         while not folder.exists():
             made.append(folder)
@@ -285,7 +284,7 @@ class LocalStore:
 
 
 def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
-    """Bytes `[lo, hi)` of a file, fewer where it has become shorter meanwhile."""
+    """Returns bytes `[lo, hi)` of a file; fewer if the file has become shorter meanwhile."""
     data, more = b"", os.pread(descriptor, hi - lo, lo)
     while more:
         data += more
@@ -294,7 +293,7 @@ def _read_range(descriptor: int, lo: int, hi: int) -> bytes:
 
 
 def _says(is_one: Callable[[], bool]) -> bool:
-    """What an entry says of its kind; a link that leads around in a circle is of none."""
+    """Returns whether an entry is of a kind; False for a link in a circle."""
     try:
         return is_one()
     except OSError as error:

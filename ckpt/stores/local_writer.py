@@ -1,4 +1,4 @@
-"""Appending to a file of a local disk, which is set to work while more comes."""
+"""Appends to a file on a local disk, which starts to write while more data comes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from formats.storage import Buffer
 
 IO_VECTORS = 1024
-"""Buffers per call that reads or writes: the kernel's limit."""
+"""The largest number of buffers of one call: the kernel's limit."""
 EARLY_BYTES = 8 << 20
-"""Bytes after which the disk is set to work: the flush at the end has little to wait for then."""
+"""The disk starts to write after so many bytes, so that the final flush is short."""
 
 
 class LocalFileWriter:
@@ -23,10 +23,10 @@ class LocalFileWriter:
         self._shown = shown
         self._written = 0
         self._started = 0
-        """Bytes that the disk has been told to write."""
+        """Bytes that the disk has started to write."""
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers, many in one call."""
+        """Appends the buffers, many in one call."""
         waiting = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         with _named(self._shown):
             for first in range(0, len(waiting), IO_VECTORS):
@@ -36,7 +36,7 @@ class LocalFileWriter:
             self._started = self._written
 
     def rewrite_start(self, data: Buffer) -> None:
-        """Replace the first bytes of the file."""
+        """Replaces the first bytes of the file."""
         view, done = memoryview(data).cast("B"), 0
         with _named(self._shown):
             while done < len(view):
@@ -45,7 +45,7 @@ class LocalFileWriter:
 
 @contextmanager
 def _named(shown: str) -> Iterator[None]:
-    """What the system says of a descriptor, it says of this file: that the disk is full, say."""
+    """Adds the file's name to an error of a descriptor, for example of a full disk."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,7 @@ def _named(shown: str) -> Iterator[None]:
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> int:
-    """Write all of the buffers; returns their bytes."""
+    """Writes all of the buffers; returns their bytes."""
     total = 0
     while buffers:
         count = os.writev(descriptor, buffers)
@@ -68,7 +68,7 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> int:
 
 
 def _start_write_back(descriptor: int, offset: int, length: int) -> None:
-    """Let the disk begin to write a range, without waiting for it; Linux only, and only a hint."""
+    """Asks the disk to write a range, without a wait. A hint that only Linux has."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
 

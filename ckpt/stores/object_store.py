@@ -1,15 +1,15 @@
-"""A folder in a bucket, or behind any other fsspec driver: requests that are tried until they work.
+"""The store of a folder in a bucket, or behind any other fsspec driver.
 
 Rules:
 
-1. Every request goes through `_try`, which sends it again while that may help
-   (`ckpt.stores.retries`) and makes what remains one of our errors: with the URL, what was tried,
-   and what to do.
-2. A request whose answer was lost may have been done: whoever sends one that cannot be done twice
-   looks (`_finish`, `_put_absent`).
-3. Nothing is believed of a server that it has not shown: the first commit of a process asks it to
-   break its promise (`_put_absent`), and the answer holds for all folders of that server.
-4. Names of folders are prefixes: nothing is made or removed for them where there is no such thing.
+1. All requests go through `_try`. It sends a request again while a retry may help
+   (`ckpt.stores.retries`), and turns a final failure into an error with the URL, the request and
+   the remedy.
+2. A server may have carried out a request whose response was lost. After a request that must not be
+   repeated, the store looks at the result (`_finish`, `_put_absent`).
+3. The store trusts only guarantees that a server has shown. The first commit of a process tests the
+   server (`_put_absent`), and the result holds for all folders of that server.
+4. Folders are prefixes. The store creates and removes none where they are not objects.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ T = TypeVar("T")
 _log = logging.getLogger("ckpt.stores")
 
 CANCEL_SECONDS = 10.0
-"""How long to try to take back what was begun: whoever failed or was interrupted waits for it."""
+"""The deadline of an abort after a failure or an interrupt, which waits for it."""
 COPY_BYTES = 8 << 20
 
 _honours: dict[str, bool] = {}
-"""Whether a server honours a condition, by its address; what commits of this process have shown."""
+"""Whether a server honours conditions, by its address, as commits of this process have shown."""
 
 
 class ObjectStore:
-    """The store for everything but local disks."""
+    """The store of any folder that is not on a local disk."""
 
     def __init__(
         self,
@@ -81,32 +81,32 @@ class ObjectStore:
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What holds here, as far as it is known."""
+        """The guarantees of this store, as far as they are known."""
         claimed = self._driver.capabilities
         if claimed.put_if_absent is False:
             return claimed
         return replace(claimed, put_if_absent=_honours.get(self._driver.server()))
 
     def names(self) -> list[str]:
-        """The files directly in the folder, sorted; none when there is no such folder."""
+        """Returns the files directly in the folder, sorted; none if the folder does not exist."""
         return [found.name for found in self._listing() if found.is_file]
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of the files directly in the folder, by name, in one listing if it has them."""
+        """Returns the sizes of the files directly in the folder, in one listing if it has them."""
         sizes = {}
         for found in self._listing():
             if found.is_file:
-                with suppress(FileNotFoundError):  # gone since it was listed
+                with suppress(FileNotFoundError):  # deleted since the listing
                     known = found.nbytes
                     sizes[found.name] = self.size(found.name) if known is None else known
         return sizes
 
     def folders(self) -> list[str]:
-        """The folders directly in the folder, sorted."""
+        """Returns the folders directly in the folder, sorted."""
         return [found.name for found in self._listing() if not found.is_file]
 
     def exists(self, name: str) -> bool:
-        """True when the folder has this file."""
+        """Whether the folder has this file."""
         try:
             self._status(name)
         except FileNotFoundError:
@@ -114,19 +114,19 @@ class ObjectStore:
         return True
 
     def size(self, name: str) -> int:
-        """Bytes in a file."""
+        """Returns the size of a file."""
         return self._status(name).nbytes or 0
 
     def modified(self, name: str) -> float:
-        """When a file was last written, in seconds since 1970 by the server's clock."""
+        """Returns the time of a file's last write, in seconds since 1970 by the server's clock."""
         return self._status(name).modified
 
     def arrivals(self) -> dict[str, float]:
-        """When the files were last written, by name: a copy in a bucket is a new object."""
+        """Returns the times of the last writes, by name. A copy in a bucket is a new object."""
         return {found.name: found.modified for found in self._listing() if found.is_file}
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """All bytes of a file, in one request."""
+        """Reads all bytes of a file in one request."""
         path = self._path(name)
         found = self._try("reading", name, lambda: self._driver.get(path, limit))
         if isinstance(found, int):
@@ -134,7 +134,7 @@ class ObjectStore:
         return found
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
-        """The last bytes of a file that should have `size` bytes, in one request."""
+        """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
         target = bytearray(length)
         try:
             found = self._fetch(name, size - length, [memoryview(target)])
@@ -146,13 +146,13 @@ class ObjectStore:
         return bytes(target)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes of a file."""
+        """Reads exactly these bytes of a file."""
         target = bytearray(length)
         self.read_into(name, offset, memoryview(target))
         return bytes(target)
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fill the buffers, end to end, from `offset` on, in one request."""
+        """Fills the buffers end to end with the bytes from `offset` on, in one request."""
         views = [target.cast("B") for target in targets if target.nbytes]
         if not views:
             return
@@ -164,7 +164,7 @@ class ObjectStore:
             end = offset + sum(view.nbytes for view in views)
             size = self.size(name) if error.size is None else error.size
             raise CorruptError(
-                f"{self.url}/{name}: bytes {offset}:{end} are wanted, the file ends at {size}: it "
+                f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at {size}: it "
                 "was truncated"
             ) from error
 
@@ -172,11 +172,11 @@ class ObjectStore:
     def create(
         self, name: str, rewritable: bool = False, replace: bool = True
     ) -> Iterator[FileWriter]:
-        """A new file, in parts; where the driver has none, a stream.
+        """Returns a writer of a new file, in parts or, if the driver has no parts, as a stream.
 
-        A rewritable stream is first written to a temporary local file. Without `replace`, what
-        goes in one request goes on condition that the file is absent; for a larger one it is
-        looked for before it begins and just before it is complete, and ExistsError raised.
+        A rewritable stream is first written to a temporary local file. Without `replace`, a file of
+        one request has the condition that it does not exist. For a larger file the store looks at
+        the start and just before the end, and raises ExistsError.
         """
         driver = self._driver
         if not replace:
@@ -198,7 +198,7 @@ class ObjectStore:
                     self._check_absent(name)
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
-        """Write a small file in one request, on condition of its absence unless `replace`."""
+        """Writes a small file in one request; unless `replace`, on the condition of its absence."""
         path, view = self._path(name), memoryview(data)
         if replace:
             self._try("writing", name, lambda: self._driver.put(path, view))
@@ -206,30 +206,30 @@ class ObjectStore:
         self._put_new(name, view)
 
     def unfinished(self) -> list[Unfinished]:
-        """Uploads in parts that have begun here and not ended, some of which may be going on."""
+        """Returns incomplete uploads in parts. A process may still be writing one."""
         return self._try(
             "listing uploads below", "", lambda: self._driver.list_multipart(self._root)
         )
 
     def abort(self, unfinished: Unfinished) -> None:
-        """Take back what was uploaded; no error when it is gone already."""
+        """Aborts an incomplete upload, if it exists."""
         self._abort(unfinished.name, unfinished.upload_id, self._policy)
 
     def delete(self, name: str) -> None:
-        """Remove a file; no error when it is gone already."""
+        """Removes a file, if it exists."""
         path = self._path(name)
         with suppress(FileNotFoundError):
             self._try("deleting", name, lambda: self._driver.delete(path))
 
     def remove_if_empty(self) -> None:
-        """Remove the folder where there are such things; to object stores it is only a prefix."""
+        """Removes the folder if it is empty, on servers with folders."""
         self._driver.delete_folder(self._root)
 
     def flush(self) -> None:
-        """Nothing to do: what a server has acknowledged is stored."""
+        """Does nothing: a file that the server has acknowledged is durable."""
 
     def close(self) -> None:
-        """Nothing is kept open: drivers pool their own connections."""
+        """Does nothing: drivers pool their own connections."""
 
     def __enter__(self) -> ObjectStore:
         return self
@@ -296,14 +296,14 @@ class ObjectStore:
             yield upload
             upload.finish()
         except BaseException:
-            with suppress(OSError):  # then `ckpt gc` finds it
+            with suppress(OSError):  # `ckpt gc` finds an upload that could not be aborted
                 upload.cancel()
             raise
 
     def _finish(
         self, driver: MultipartDriver, name: str, upload_id: str, tags: Sequence[Any], total: int
     ) -> None:
-        """Parts become a file, though the answer that says so be lost (rule 2)."""
+        """Makes a file of its parts, even if the response of a try was lost (rule 2)."""
         path, tries = self._path(name), 0
 
         def finish() -> None:
@@ -322,13 +322,13 @@ class ObjectStore:
             raise ExistsError(f"{self.url}/{name} exists already")
 
     def _put_new(self, name: str, data: memoryview) -> None:
-        """Write a file that is not there, or raise ExistsError."""
+        """Writes a new file. Raises ExistsError if the file exists."""
         if self.capabilities.put_if_absent is not True:
             self._check_absent(name)
         self._put_absent(name, data)
 
     def _put_absent(self, name: str, data: memoryview) -> None:
-        """Write a file that is not there, and find out whether the server saw to that (rule 3)."""
+        """Writes a new file on condition, and learns whether the server honours it (rule 3)."""
         path, tries = self._path(name), 0
 
         def put() -> None:
@@ -340,7 +340,7 @@ class ObjectStore:
             self._try("writing", name, put)
         except ExistsError:
             self._learn(True)
-            # The answer to a try that went well may have been lost: then this is what we wrote.
+            # The response of a successful try may have been lost: then the bytes are equal.
             if tries == 1 or self.read_whole(name, max(len(data), self.size(name))) != data:
                 raise
         except UnsupportedRequestError:
@@ -353,22 +353,22 @@ class ObjectStore:
                 except ExistsError:
                     self._learn(True)
                 except StoreError:
-                    # The commit has happened by the first try. Only the question whether this
-                    # server keeps its promise stays open: the next commit asks it again.
+                    # The first try has committed. Whether the server honours conditions stays
+                    # unknown: the next commit tests it again.
                     pass
                 else:
                     self._learn(False)
 
     def _learn(self, honours: bool) -> None:
-        """From now on it is known what this server does with a condition."""
+        """Remembers whether this server honours conditions."""
         server = self._driver.server()
         if self._driver.capabilities.put_if_absent is None and server not in _honours:
             _honours[server] = honours
             if not honours:
-                # No warning of Python's, which may be an exception: the commit has gone well.
+                # A Python warning may be an exception, but the commit has succeeded.
                 _log.warning(
-                    "%s: this server ignores the condition that a file be absent: of two jobs that "
-                    "save to one place at the same instant both may believe that they have "
+                    "%s: this server ignores the condition that a file does not exist: if two jobs "
+                    "save to one place at the same instant, both may believe that they have "
                     "(docs/stores.md)",
                     self,
                 )
@@ -398,7 +398,7 @@ class ObjectStore:
             raise self._explained(doing, place, error) from cause_without_secrets(error)
 
     def _explained(self, doing: str, place: str, error: Exception) -> Exception:
-        """The error for a request that will not go well."""
+        """Returns the error for a request that has finally failed."""
         said = f"{type(error).__name__}: {error}"
         match self._driver.error_class(error):
             case ErrorClass.MISSING:
@@ -408,14 +408,15 @@ class ObjectStore:
             case ErrorClass.EXISTS:
                 return ExistsError(f"{place} exists already")
             case ErrorClass.UNSUPPORTED:
-                return UnsupportedRequestError(f"{place}: {doing} it: the server cannot: {said}")
+                return UnsupportedRequestError(
+                    f"{place}: {doing} it failed: the server does not support the request: {said}"
+                )
             case ErrorClass.NO_BUCKET:
                 return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
             case ErrorClass.DENIED:
                 return StoreError(
-                    f"{place}: {doing} it was denied ({said}); check the credentials, where "
-                    "storage_options= or the driver's environment variables have them, and what "
-                    "they permit"
+                    f"{place}: {doing} it was denied ({said}); check the credentials, in "
+                    "storage_options= or the driver's environment variables, and their permissions"
                 )
             case ErrorClass.PASSING if isinstance(error, CorruptError):
                 return CorruptError(f"{place}: {doing} it failed each time: {said}")
@@ -428,28 +429,28 @@ class ObjectStore:
 
     def _path(self, name: str) -> str:
         root = self._root.rstrip("/")
-        while name.startswith(BESIDE):  # to an object store dots are letters
+        while name.startswith(BESIDE):  # an object store takes dots as letters
             root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
         return f"{root}/{name}"
 
 
 class UnsupportedRequestError(StoreError):
-    """The server does not know a request."""
+    """The server does not support a request."""
 
 
 class _Local:
-    """Collects a file locally before it is uploaded."""
+    """Writes a file to a local disk before its upload."""
 
     def __init__(self, local: IO[bytes]) -> None:
         self._local = local
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers."""
+        """Appends the buffers."""
         for buffer in buffers:
             self._local.write(buffer)
 
     def rewrite_start(self, data: Buffer) -> None:
-        """Replace the first bytes of the file."""
+        """Replaces the first bytes of the file."""
         end = self._local.tell()
         self._local.seek(0)
         self._local.write(data)

@@ -1,7 +1,7 @@
-"""The files of a folder that are kept open for reading, each used by one read at a time.
+"""Keeps files of a folder open for reads. One read at a time uses a descriptor.
 
-A file that was asked for once is the same file until it is pushed out by `OPEN_FILES` others, even
-when another process replaces it.
+A file stays the same file while it is kept open, even if another process replaces it. `OPEN_FILES`
+later files close the oldest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from formats.errors import CorruptError, GoneError, HostileError
 
 OPEN_FILES = 64
-"""How many are kept."""
+"""The largest number of open files."""
 BAD_SECTOR = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
-"""What a read says where the bytes are lost, or not what the file system's own checksum says."""
+"""The errors of a read whose bytes are lost, or have a wrong checksum of the file system."""
 
 
 class OpenFiles:
@@ -28,18 +28,18 @@ class OpenFiles:
     def __init__(self, folder: Path, shown: str) -> None:
         self._folder = folder
         self._shown = shown
-        """What messages call the folder."""
+        """The name of the folder in messages."""
         self._open: OrderedDict[str, int] = OrderedDict()
         self._forgotten = 0
-        """Counts what was replaced, deleted or closed: a read begun before is not kept open."""
+        """Counts calls of `forget` and `close`: descriptors from before are not kept open."""
         self._lock = threading.Lock()
 
     def reading(self, name: str, is_known: bool = False) -> Reading:
-        """A descriptor for one read; a file that is known to be there and is not is damage."""
+        """Returns a descriptor for one read. If `is_known`, a missing file is a GoneError."""
         return Reading(self, name, is_known)
 
     def forget(self, name: str) -> None:
-        """What is read of a file from here on is of the one that has the name by then."""
+        """Closes a file, so that later reads open the file that has the name then."""
         with self._lock:
             self._forgotten += 1
             descriptor = self._open.pop(name, None)
@@ -47,23 +47,23 @@ class OpenFiles:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close those that are kept; files that are read just now are closed after that."""
+        """Closes all files; those in use are closed after their read."""
         with self._lock:
             self._forgotten += 1
             while self._open:
                 os.close(self._open.popitem()[1])
 
     def __del__(self) -> None:
-        # As Python's own files do: whoever forgot keeps no descriptors.
-        with suppress(AttributeError):  # an interrupt came while it was made
+        # As Python's own files do, this closes the descriptors of a forgotten store.
+        with suppress(AttributeError):  # an interrupt has ended `__init__`
             self.close()
 
     def shown(self, name: str) -> str:
-        """What messages call a file."""
+        """Returns the name of a file in messages."""
         return str(Path(self._shown, name))
 
     def take(self, name: str) -> tuple[int, int]:
-        """A descriptor of a file, which is nobody else's until it is given back; when that was."""
+        """Returns a descriptor that no other read has until `give_back`, and the present count."""
         with self._lock:
             descriptor = self._open.pop(name, None)
             forgotten = self._forgotten
@@ -72,7 +72,7 @@ class OpenFiles:
         return descriptor, forgotten
 
     def give_back(self, name: str, descriptor: int, forgotten: int) -> None:
-        """The descriptor is kept if nothing was forgotten since, and one too many is closed."""
+        """Keeps the descriptor unless the count has changed; closes the oldest of too many."""
         with self._lock:
             stale: int | None = descriptor
             if forgotten == self._forgotten:
@@ -85,7 +85,7 @@ class OpenFiles:
 
 
 class Reading:
-    """One read: the descriptor is nobody else's meanwhile, so that nobody closes it."""
+    """One read. No other read has its descriptor, so none closes it."""
 
     __slots__ = ("_descriptor", "_files", "_forgotten", "_is_known", "_name")
 
@@ -113,11 +113,11 @@ class Reading:
 
 
 def _opened(path: Path, shown: str) -> int:
-    """A descriptor of a file to read; links are followed, as a cache of downloads is made of them.
+    """Opens a file for reads. Follows links, of which a cache of downloads consists.
 
-    Raises HostileError for what is no file: a pipe would be waited for, a device has no end.
+    Raises HostileError unless it is a file: an open pipe would wait, and a device has no end.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which files do not mind
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # no effect on files
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)

@@ -1,9 +1,9 @@
-"""A store that knows a checkpoint which is replaced or deleted while it is read from a damaged one.
+"""A store that distinguishes a checkpoint that was replaced or deleted from a damaged one.
 
-A checkpoint is never changed in place: one that is written over gets a new manifest, and then its
-old files go. So where a file is missing that a manifest names, the manifest is read again. If it
-is what it was, the file is lost. If it is another one, or gone, nothing is lost: whoever reads was
-too late, and may begin again.
+A checkpoint never changes in place. An overwriting save commits a new manifest and then deletes the
+old files. If a file that the manifest names is missing, the guard reads the manifest again. If the
+manifest is unchanged, the file is lost. If it is another one, or gone, the checkpoint was replaced
+or deleted, and the reader may begin again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from formats.native.manifest import MANIFEST
 T = TypeVar("T")
 
 TRIES = 10
-"""How often a checkpoint is begun that is replaced each time."""
+"""The largest number of reads of a checkpoint that is replaced each time."""
 MANIFEST_HEAD_BYTES = 64
-"""Of a manifest: its own digest stands in them, which no two checkpoints have in common."""
+"""The first bytes of a manifest. They contain its digest, which no two checkpoints share."""
 
 
 def guarded(store: Store) -> Store:
-    """The store, which raises ReplacedError for what is missing because of another checkpoint.
+    """Returns a store that raises ReplacedError for files that went with a replaced checkpoint.
 
-    It is about the native checkpoint whose manifest was read through it first, and changes nothing
-    where there is none.
+    The first manifest that is read through this store defines the checkpoint. Without one the guard
+    does nothing.
     """
     return cast("Store", _ReplacementGuard(store))
 
 
 def unless_replaced(action: Callable[[], T]) -> T:
-    """What an action gives, begun again where the checkpoint is replaced meanwhile."""
+    """Returns the result of an action, which begins again after a ReplacedError."""
     for _ in range(TRIES - 1):
         try:
             return action()
@@ -45,9 +45,9 @@ def unless_replaced(action: Callable[[], T]) -> T:
 
 
 def head_now(url: str, store: Store) -> bytes:
-    """What the manifest begins with that is there now; nothing where none is.
+    """Reads the first bytes of the present manifest; none without a manifest.
 
-    `url` is an absolute one. The store itself may still have the old one open.
+    `url` is absolute. The store itself may still have the old manifest open.
     """
     with open_store(url, store.options) as fresh:
         try:
@@ -55,11 +55,11 @@ def head_now(url: str, store: Store) -> bytes:
         except (FileNotFoundError, NotADirectoryError):
             return b""
         except TooLargeError as error:
-            return str(error).encode()  # which no manifest begins with
+            return str(error).encode()  # no manifest begins like this
 
 
 def replaced(url: str, name: str, now: bytes) -> ReplacedError:
-    """The error for a file that is missing; `now` is what `head_now` gives."""
+    """Returns the error for a missing file; `now` is the result of `head_now`."""
     happened = "replaced by another one" if now else "deleted"
     return ReplacedError(
         f"{url}: the checkpoint was {happened} while it was read, and {name} went with it; "
@@ -68,7 +68,7 @@ def replaced(url: str, name: str, now: bytes) -> ReplacedError:
 
 
 class _ReplacementGuard:
-    """See `guarded`. What is not here is the store's own."""
+    """See `guarded`. Attributes that are not here are the store's."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url
@@ -84,7 +84,7 @@ class _ReplacementGuard:
         return getattr(self._store, name)
 
     def size(self, name: str) -> int:
-        """Bytes in a file."""
+        """Returns the size of a file."""
         try:
             return self._store.size(name)
         except FileNotFoundError as error:
@@ -92,7 +92,7 @@ class _ReplacementGuard:
             raise
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """All bytes of a small file. The manifest is always the same one."""
+        """Reads all bytes of a small file. Raises ReplacedError for another manifest."""
         try:
             data = self._store.read_whole(name, limit)
         except FileNotFoundError as error:
@@ -106,7 +106,7 @@ class _ReplacementGuard:
         return data
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
-        """The last bytes of a file that should have `size` bytes."""
+        """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
         try:
             return self._store.read_end(name, size, length)
         except FileNotFoundError as error:
@@ -114,7 +114,7 @@ class _ReplacementGuard:
             raise
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes of a file."""
+        """Reads exactly these bytes of a file."""
         try:
             return self._store.read(name, offset, length)
         except (GoneError, FileNotFoundError) as error:
@@ -122,7 +122,7 @@ class _ReplacementGuard:
             raise
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fill the buffers, end to end, from `offset` on."""
+        """Fills the buffers end to end with the bytes from `offset` on."""
         try:
             self._store.read_into(name, offset, *targets)
         except (GoneError, FileNotFoundError) as error:
@@ -130,7 +130,7 @@ class _ReplacementGuard:
             raise
 
     def _look(self, name: str, error: Exception) -> None:
-        """Raise ReplacedError where a file is missing because the checkpoint is another now."""
+        """Raises ReplacedError if the manifest is no longer the one that was read first."""
         if self._head is not None:
             now = head_now(self._where, self._store)
             if now != self._head:

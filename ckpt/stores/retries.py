@@ -1,14 +1,14 @@
-"""When a request to a server is sent again, and for how long: one policy for all of them.
+"""The retry policy of all requests to servers.
 
 Rules:
 
-1. A request is sent again after a failure that may pass (broken connections, time-outs, answers cut
-   short, 429 and 5xx), until `RetryPolicy.deadline_seconds` after the first try began. Any other
-   failure, as a missing permission or bucket, is an error at once.
-2. Between tries lies a random part of a pause that doubles each time, up to `longest_seconds`:
-   ranks that failed together do not come back together.
-3. Requests are such that requests one twice does what requests it once does, or whoever sends it
-   looks what the first one did.
+1. A request is sent again after a failure that may pass (broken connections, time-outs, short
+   responses, 429 and 5xx), until `RetryPolicy.deadline_seconds` after the start of the first try.
+   Any other failure, such as a missing permission or bucket, is an error at once.
+2. The pause between tries is a random part of a time that doubles up to `longest_seconds`: ranks
+   that fail together do not retry together.
+3. A repeated request has the effect of a single one, or its sender looks at the result of the
+   first.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ T = TypeVar("T")
 VARIABLE = "CKPT_STORE_DEADLINE"
 DEFAULT_SECONDS = 300.0
 TOLD_AFTER_SECONDS = 10.0
-"""A request that has failed for so long is spoken of in the log, once."""
+"""The log mentions a request once after failures for so long."""
 
 _log = logging.getLogger("ckpt.stores")
 
 
 class ErrorClass(Enum):
-    """What a failed request means, whatever the driver calls it."""
+    """The meaning of a failed request, for all drivers."""
 
     MISSING = "missing"
-    """There is no such file."""
+    """The file does not exist."""
     EXISTS = "exists"
-    """The condition that it be absent does not hold."""
+    """The file exists, against the condition of the request."""
     DENIED = "denied"
     """No credentials, wrong ones, or no permission."""
     NO_BUCKET = "no bucket"
     UNSUPPORTED = "unsupported"
-    """The server does not know what was asked for."""
+    """The server does not support the request."""
     PAST_END = "past end"
     """The file ends before the range."""
     PASSING = "passing"
-    """It may go well the next time."""
+    """A retry may succeed."""
     LASTING = "lasting"
-    """Anything else."""
+    """Any other failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to try, and how long to wait between."""
+    """The deadline of a request and the pauses between its tries."""
 
     deadline_seconds: float = DEFAULT_SECONDS
     first_seconds: float = 0.2
@@ -74,9 +74,9 @@ class RetryPolicy:
         what: str,
         is_over: Callable[[], bool] = lambda: False,
     ) -> T:
-        """What `action` returns, when it does; else the error of its last try.
+        """Returns the result of `action`, or raises the error of its last try.
 
-        `what` is for the log. Nothing is tried again once `is_over`.
+        `what` names the action in the log. There is no retry once `is_over`.
         """
         began, pause, told = self.clock(), self.first_seconds, False
         while True:
@@ -103,9 +103,9 @@ class RetryPolicy:
 
 
 def retry_policy() -> RetryPolicy:
-    """The policy that the environment asks for: `CKPT_STORE_DEADLINE` is in seconds.
+    """Returns the policy of the environment: `CKPT_STORE_DEADLINE` in seconds.
 
-    Raises ArgumentError for text that is no number of seconds.
+    Raises ArgumentError if the variable is not a number of seconds.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
@@ -115,5 +115,5 @@ def retry_policy() -> RetryPolicy:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ArgumentError(f"{VARIABLE} is {text!r}: it takes a number of seconds, like 300")
+        raise ArgumentError(f"{VARIABLE} is {text!r}; it is a number of seconds, like 300")
     return RetryPolicy(seconds)

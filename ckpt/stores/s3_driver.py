@@ -1,9 +1,9 @@
-"""S3, and servers that speak it: s3fs' sessions and credentials, and our own requests.
+"""The driver of S3 and compatible servers: requests through the client of s3fs.
 
-Why not s3fs' files: they send the parts of a file one after another, keep three copies, finish what
-an exception has cut short, and ask twice before they answer. Here a request is one call of the
-client that s3fs has made; what a user told s3fs about requests (encryption, who pays) goes with
-each.
+The files of s3fs send parts one after another, keep three copies, complete an upload that an
+exception has ended, and send two more requests for each file. This driver therefore makes each
+request as one call of the client, with the session, the credentials and the request options
+(encryption, who pays) of s3fs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ckpt.stores.retries import ErrorClass
 T = TypeVar("T")
 
 SEND_BYTES = 256 << 10
-"""What is handed to a connection at once."""
+"""Bytes of one write to a connection."""
 RECEIVE_BYTES = 1 << 20
-"""The most that is taken from one at once."""
+"""The largest read from a connection."""
 _MISSING = ("404", "NoSuchKey", "NoSuchUpload", "NotFound")
 _EXISTS = ("412", "PreconditionFailed")
 _DENIED = (
@@ -44,7 +44,7 @@ _UNSUPPORTED = ("501", "NotImplemented")
 _PAST_END = ("416", "InvalidRange")
 _PASSING = (
     "408",
-    "409",  # of a conditional put: another is under way
+    "409",  # a conditional put while another is in progress
     "429",
     "ConditionalRequestConflict",
     "InternalError",
@@ -69,7 +69,7 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class S3Driver:
-    """The requests, through one s3fs file system."""
+    """Sends requests through one s3fs file system."""
 
     capabilities = StoreCapabilities(
         put_if_absent=None, atomic_replace=True, hides_unfinished=True, durable=True
@@ -81,14 +81,14 @@ class S3Driver:
         self._fs = file_system
 
     def server(self) -> str:
-        """The address that requests go to."""
+        """Returns the address of the server."""
         client = self._fs._s3
         return "" if client is None else str(client.meta.endpoint_url)
 
     def list_folder(self, folder: str) -> list[ObjectInfo]:
-        """What is directly below a prefix."""
+        """Lists the objects and prefixes directly below a prefix."""
         bucket, prefix = self._folder(folder)
-        if not bucket:  # the list of buckets is no folder of checkpoints
+        if not bucket:  # the list of buckets is not a folder of checkpoints
             return []
         found: list[ObjectInfo] = []
         for page in self._pages(
@@ -98,19 +98,19 @@ class S3Driver:
                 name = entry["Prefix"][len(prefix) :].rstrip("/")
                 found.append(ObjectInfo(name, False, 0, 0.0))
             for entry in page.get("Contents", ()):
-                if name := entry["Key"][len(prefix) :]:  # some keep an object for the folder itself
+                if name := entry["Key"][len(prefix) :]:  # some servers have an object for a folder
                     modified = entry["LastModified"].timestamp()
                     found.append(ObjectInfo(name, True, int(entry["Size"]), modified))
         return found
 
     def head(self, path: str) -> ObjectInfo:
-        """One object."""
+        """Returns the properties of one object."""
         head = self._do("head_object", path)
         name = path.rpartition("/")[2]
         return ObjectInfo(name, True, int(head["ContentLength"]), head["LastModified"].timestamp())
 
     def get_range(self, path: str, offset: int, targets: Sequence[memoryview]) -> int | None:
-        """A range in one request, put where it belongs as it comes."""
+        """Reads a range in one request. Fills the buffers while the response comes."""
         length = sum(target.nbytes for target in targets)
         last = offset + length - 1
 
@@ -121,7 +121,7 @@ class S3Driver:
                 if offset or size != length:
                     raise OSError(
                         f"the server answered a request for bytes {offset}:{last + 1} with all "
-                        f"{size}: it knows no ranges, and cannot be read from"
+                        f"{size} bytes: it has no range requests, which ckpt needs"
                     )
             elif int(sent[1]) != offset or int(sent[2]) != last:
                 raise PastEndError(size)
@@ -132,7 +132,7 @@ class S3Driver:
         return found
 
     def get(self, path: str, limit: int) -> bytes | int:
-        """An object in one request, if it is not too large."""
+        """Reads an object in one request; returns its size if that is above `limit`."""
 
         async def take(answer: Any) -> bytes | int:
             size = int(answer["ContentLength"])
@@ -147,36 +147,36 @@ class S3Driver:
         return found
 
     def put(self, path: str, data: memoryview) -> None:
-        """An object in one request."""
+        """Writes an object in one request."""
         self._do("put_object", path, Body=_Body(data))
 
     def put_if_absent(self, path: str, data: memoryview) -> None:
-        """An object in one request, on condition that there is none."""
+        """Writes an object in one request, on the condition that it does not exist."""
         self._do("put_object", path, Body=_Body(data), IfNoneMatch="*")
 
     def create_multipart(self, path: str) -> str:
-        """A multipart upload begins; gives its id."""
+        """Begins a multipart upload and returns its id."""
         return str(self._do("create_multipart_upload", path)["UploadId"])
 
     def upload_part(self, path: str, upload_id: str, number: int, data: memoryview) -> Any:
-        """One part; gives its ETag."""
+        """Uploads one part and returns its ETag."""
         body = _Body(data)
         return self._do("upload_part", path, UploadId=upload_id, PartNumber=number, Body=body)[
             "ETag"
         ]
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[Any]) -> None:
-        """The object, made of its parts."""
+        """Makes an object of its parts."""
         listed = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(parts, 1)]
-        what = {"Parts": listed}
-        self._do("complete_multipart_upload", path, UploadId=upload_id, MultipartUpload=what)
+        upload = {"Parts": listed}
+        self._do("complete_multipart_upload", path, UploadId=upload_id, MultipartUpload=upload)
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """The upload and its parts are gone."""
+        """Deletes an upload and its parts."""
         self._do("abort_multipart_upload", path, UploadId=upload_id)
 
     def list_multipart(self, folder: str) -> list[Unfinished]:
-        """The multipart uploads anywhere below a prefix."""
+        """Lists the multipart uploads anywhere below a prefix."""
         bucket, prefix = self._folder(folder)
         found = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
@@ -191,14 +191,14 @@ class S3Driver:
             told = {key: page[next_key] for key, next_key in following.items() if page[next_key]}
 
     def delete(self, path: str) -> None:
-        """The object is gone; one that is not there is no error."""
+        """Deletes an object, if it exists."""
         self._do("delete_object", path)
 
     def delete_folder(self, folder: str) -> None:
-        """Nothing to do: a prefix is no thing."""
+        """Does nothing: a prefix has no object of its own."""
 
     def error_class(self, error: BaseException) -> ErrorClass:
-        """What a client's error means."""
+        """Returns the class of a client's error."""
         if isinstance(error, PastEndError):
             return ErrorClass.PAST_END
         if isinstance(error, _NO_CREDENTIALS):
@@ -230,7 +230,7 @@ class S3Driver:
         return bucket, f"{key.rstrip('/')}/" if key.strip("/") else ""
 
     def _split(self, path: str) -> tuple[str, str]:
-        """Bucket and key: all of it, where s3fs takes `?versionId=` for no part of a name."""
+        """Returns bucket and key. The key includes `?versionId=`, which s3fs would cut off."""
         bucket = "" if path.startswith("/") else self._fs.split_path(path)[0]
         return bucket, path[len(bucket) + 1 :]
 
@@ -260,7 +260,7 @@ class S3Driver:
         take: Callable[[Any], Awaitable[Any]] | None = None,
         **arguments: Any,
     ) -> Any:
-        """The answer to one request, or what `take` makes of it."""
+        """Sends one request. Returns the response, or the result of `take` for it."""
 
         async def call() -> Any:
             await self._fs.set_session()
@@ -273,9 +273,9 @@ class S3Driver:
 
 
 class _Body:
-    """Memory that is sent: botocore reads it as a file to sign it, aiohttp block by block.
+    """The body of a request: botocore reads it as a file to sign it, aiohttp block by block.
 
-    Its bytes are never copied here, and a try that fails leaves it as it was.
+    It copies no bytes, and a retry can send it again.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -286,16 +286,16 @@ class _Body:
         return len(self._data)
 
     def tell(self) -> int:
-        """The position, for whoever signs."""
+        """Returns the position, for the signer."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move there."""
+        """Moves the position."""
         self._at = offset + (0, self._at, len(self._data))[whence]
         return self._at
 
     def read(self, nbytes: int | None = -1) -> memoryview:
-        """The next bytes."""
+        """Returns the next bytes."""
         end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
         part = self._data[self._at : end]
         self._at += len(part)
@@ -307,7 +307,7 @@ class _Body:
 
 
 async def _fill(body: Any, targets: Sequence[memoryview]) -> None:
-    """Fill buffers with an answer as it comes."""
+    """Fills buffers while the response comes."""
     async with body:
         read = partial(body.read, RECEIVE_BYTES)
         data = memoryview(b"")
@@ -317,7 +317,7 @@ async def _fill(body: Any, targets: Sequence[memoryview]) -> None:
                 if not data:
                     data = memoryview(await read())
                     if not data:
-                        raise ShortAnswerError("the answer ended before all of it had come")
+                        raise ShortAnswerError("the response has fewer bytes than it announced")
                 part = data[: end - at]
                 target[at : at + len(part)] = part
                 at, data = at + len(part), data[len(part) :]

@@ -1,12 +1,12 @@
-"""Where checkpoints live: the one file that imports fsspec.
+"""Opens stores by path or URL. The only file that imports fsspec.
 
-`open_store(url)` gives a folder to read ranges from and stream files into. A path, or a `file://`
-URL, is a local folder and goes through the operating system (`ckpt.stores.local_store`); any other
-URL is a `ckpt.stores.object_store`, on the fsspec file system of its protocol.
+`open_store(url)` returns a folder from which ranges are read and into which files are streamed. A
+path or a `file://` URL is a `ckpt.stores.local_store`. Any other URL is a
+`ckpt.stores.object_store` on the fsspec file system of its protocol.
 
-What the commit protocol needs of a store is `commit`: a small file written atomically, and without
-`replace` only when it is absent. Local disks promise it by `link`, object stores by a conditional
-request. `Store.capabilities` says what holds here (docs/stores.md).
+The commit protocol needs `commit`: an atomic write of a small file, without `replace` only if the
+file does not exist. Local disks guarantee this by `link`, object stores by a conditional request.
+`Store.capabilities` has the guarantees of a store (docs/stores.md).
 """
 
 from __future__ import annotations
@@ -28,85 +28,85 @@ from sharding.errors import ArgumentError
 from sharding.url_secrets import cause_without_secrets, without_secrets
 
 Options = Mapping[str, Any] | None
-"""What a driver is told beside the URL: addresses, credentials. Never to be shown or logged."""
+"""Options of a driver: addresses, credentials. Never show or log them."""
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
-"""How a URL begins that went through `pathlib.Path`."""
+"""The start of a URL that went through `pathlib.Path`."""
 
 
 class Store(Reader, Protocol):
-    """A folder on a disk or in a bucket. Close it, or use it in a `with`."""
+    """A folder on a disk or in a bucket. Close it, or use it in a `with` statement."""
 
     options: Mapping[str, Any]
-    """What it was opened with, for stores beside it. Never to be shown: it may hold secrets."""
+    """The driver's options, for stores beside this one. Never show them: they may hold secrets."""
 
     @property
     def capabilities(self) -> StoreCapabilities:
-        """What may be relied on here."""
+        """The guarantees of this store."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of the files directly in the folder, by name, in one listing."""
+        """Returns the sizes of the files directly in the folder, by name, in one listing."""
         ...
 
     def folders(self) -> list[str]:
-        """The folders directly in the folder, sorted."""
+        """Returns the folders directly in the folder, sorted."""
         ...
 
     def exists(self, name: str) -> bool:
-        """True when the folder has this file."""
+        """Whether the folder has this file."""
         ...
 
     def create(
         self, name: str, rewritable: bool = False, replace: bool = True
     ) -> AbstractContextManager[FileWriter]:
-        """A new file: complete and durable when the block ends well, absent otherwise.
+        """Returns a writer of a new file: complete and durable if the block succeeds, else absent.
 
-        `rewrite_start` works only with `rewritable`, and on what the first buffer that is written
-        has. Without `replace` raises ExistsError at the end when something has the name by then.
+        `rewrite_start` needs `rewritable`, and replaces bytes of the first written buffer. Raises
+        ExistsError at the end of the block if the file exists then, unless `replace`.
         """
         ...
 
     def commit(self, name: str, data: bytes, replace: bool) -> None:
-        """Write a small file atomically; raises ExistsError when it exists, unless `replace`."""
+        """Writes a small file atomically. Raises ExistsError if it exists, unless `replace`."""
         ...
 
     def modified(self, name: str) -> float:
-        """When a file was last written: seconds since 1970, by the store's clock.
+        """Returns the time of a file's last write: seconds since 1970, by the store's clock.
 
-        Raises FileNotFoundError naming it.
+        Raises FileNotFoundError with the file's name.
         """
         ...
 
     def arrivals(self) -> dict[str, float]:
-        """When the files directly in the folder last changed or were put here, in one listing.
+        """Returns when the files directly in the folder last changed or arrived, by name.
 
-        By name, otherwise as `modified`. A copy may have been modified as long ago as what it was
-        made of; it arrived just now. "" is the folder itself, where there is such a thing.
+        One listing, with times as of `modified`. A copy may keep the time of the last write, but it
+        has just arrived. "" is the folder itself, in stores with folders.
         """
         ...
 
     def unfinished(self) -> list[Unfinished]:
-        """Files whose writing has begun here, and not ended; some may be being written now."""
+        """Returns the files whose write has begun and not finished. A process may still write."""
         ...
 
     def abort(self, unfinished: Unfinished) -> None:
-        """Let go of one; whoever still writes it fails. No error when it is gone already."""
+        """Removes an unfinished file, if it exists. A process that still writes to it fails."""
         ...
 
     def delete(self, name: str) -> None:
-        """Remove a file; no error when it is gone already."""
+        """Removes a file, if it exists."""
         ...
 
     def remove_if_empty(self) -> None:
-        """Remove the folder itself, if it is one and nothing is in it."""
+        """Removes the folder if it is empty, in stores with folders."""
         ...
 
     def flush(self) -> None:
-        """Files that were created are durable under their names."""
+        """Makes the names of created files durable."""
         ...
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Closes open files."""
         ...
 
     def __enter__(self) -> Store: ...
@@ -115,10 +115,14 @@ class Store(Reader, Protocol):
 
 
 def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
-    """The folder at a path or URL. It need not exist; nothing is created until a file is.
+    """Opens the folder at a path or URL. It need not exist: the first file creates it.
 
-    `options` are the fsspec driver's; a local folder has none. Raises ArgumentError as `local_path`
-    does, and StoreError where there is no driver or it refuses URL or options.
+    `options` are those of the fsspec driver; a local folder has none.
+
+    Raises:
+        ArgumentError: as for `local_path`.
+        NotACheckpointError: the fsspec driver of the URL is not installed.
+        StoreError: the driver refuses the URL or the options.
     """
     text, path = os.fspath(url), local_path(url)
     if path is not None:
@@ -132,17 +136,17 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
         ) from error
     except Exception as error:
         raise StoreError(
-            f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and what "
-            "storage_options= or the driver's environment variables say (docs/stores.md)"
+            f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and "
+            "storage_options= or the driver's environment variables (docs/stores.md)"
         ) from cause_without_secrets(error)
 
 
 def local_path(url: str | os.PathLike[str]) -> str | None:
-    """The path of a local folder or file; None for a URL that is a driver's.
+    """Returns the path of a local folder or file; None for the URL of a driver.
 
-    Raises ArgumentError for what can only be meant otherwise: no path at all, `~`, which is the
-    shell's, a URL that lost a slash, and one with a `::` that chains nothing. Saved there, a
-    checkpoint would be somewhere else than where it is looked for.
+    Raises ArgumentError for text that is surely a mistake: an empty path, `~`, which only a shell
+    expands, a URL that has lost a slash, and a URL with a `::` that chains no drivers. A save would
+    otherwise go to an unexpected place.
 
     >>> local_path("file:///runs/a%20b"), local_path("s3://bucket/run")
     ('/runs/a%20b', None)
@@ -158,26 +162,26 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
     else:
         path = text
     if not path:
-        raise ArgumentError(f"{text!r} names no folder; the one you are in is '.'")
+        raise ArgumentError(f"{text!r} names no folder; the working directory is '.'")
     if path.partition("/")[0] == "~":
         raise ArgumentError(
-            f"{text}: ~ is your home to a shell only: give os.path.expanduser({text!r}); "
-            f"a folder of that name is ./{path}"
+            f"{text}: only a shell expands ~: give os.path.expanduser({text!r}); a folder of that "
+            f"name is ./{path}"
         )
     lost = _LOST_SLASH.match(text)
     if lost is not None and _is_protocol(lost[1]):
         rest = text[lost.end() - (lost[1] == "file") :]
         raise ArgumentError(
-            f"{text}: a URL that lost a slash, as pathlib.Path makes them do: give it as text, "
+            f"{text}: this URL has lost a slash, as in pathlib.Path: give it as text, "
             f"{lost[1]}://{rest}; a folder of that name is ./{text}"
         )
     return path
 
 
 def _is_url(text: str) -> bool:
-    """Whether this is a driver's; `::` chains URLs and names of drivers, and is else a name's own.
+    """Whether text is the URL of a driver. `::` chains URLs and drivers; else it is part of a name.
 
-    Raises ArgumentError for a URL with another `::` in it, whose end a driver would pass over.
+    Raises ArgumentError for a URL with any other `::`, whose end a driver would ignore.
     """
     if "::" not in text:
         return "://" in text
@@ -201,7 +205,7 @@ def _is_protocol(word: str) -> bool:
 
 
 def _bucket(url: str, options: dict[str, Any]) -> Store:
-    import fsspec  # here, as what follows: a disk needs none of it
+    import fsspec  # these imports are here because a local disk needs none of them
 
     from ckpt.stores.drivers import driver_of, settings_of
     from ckpt.stores.object_store import ObjectStore
@@ -213,7 +217,7 @@ def _bucket(url: str, options: dict[str, Any]) -> Store:
 
 
 def absolute(url: str | os.PathLike[str]) -> str:
-    """The same place, by a path or URL that holds whatever folder the process is in later."""
+    """Returns a path or URL that a later change of the working directory does not affect."""
     text, path = os.fspath(url), local_path(url)
     if path is None:
         return text
@@ -221,13 +225,13 @@ def absolute(url: str | os.PathLike[str]) -> str:
 
 
 def one_spelling(url: str | os.PathLike[str]) -> str:
-    """A path without links and dots, or a URL; without slashes at the end."""
+    """Returns a path without links and dots, or a URL; without slashes at the end."""
     path = local_path(url)
     return os.fspath(url).rstrip("/") if path is None else os.path.realpath(path)
 
 
 def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder and the name of the last part of a path or URL.
+    """Returns the folder and the last part of a path or URL.
 
     >>> split_url("s3://bucket/run/model.safetensors")
     ('s3://bucket/run', 'model.safetensors')
@@ -244,7 +248,7 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def join_url(folder: str | os.PathLike[str], name: str) -> str:
-    """The path or URL of what has this name in a folder.
+    """Returns the path or URL of a name in a folder.
 
     >>> join_url("s3://bucket/runs/", "step-1"), join_url("memory://", "step-1")
     ('s3://bucket/runs/step-1', 'memory://step-1')
@@ -255,7 +259,7 @@ def join_url(folder: str | os.PathLike[str], name: str) -> str:
 
 
 def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
-    """True when the path or URL is one file, not a folder."""
+    """Whether the path or URL is one file, not a folder."""
     path = local_path(url)
     if path is not None:
         return Path(path).is_file()
@@ -267,10 +271,10 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
 def place_elsewhere(
     url: str | os.PathLike[str], options: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, Any]] | None:
-    """The URL and options by which another process on this machine reaches the same folder.
+    """Returns the URL and options by which another process on this machine opens the same folder.
 
-    None if none does: memory is this process's own, and so are drivers that the program registered
-    itself, and options that are no JSON.
+    Returns None if another process cannot: for `memory://`, for drivers that the program has
+    registered, and for options that are not JSON.
     """
     text = absolute(url)
     if local_path(text) is not None:

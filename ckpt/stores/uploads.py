@@ -1,15 +1,14 @@
-"""A file on its way to a store of objects: in parts, several at once, from a few buffers.
+"""Uploads a file to an object store in parts, several at a time, from a few buffers.
 
 Rules:
 
-1. What is written is copied into a part; full parts are sent by threads, while the next is filled.
-   Memory is the buffers: `part_bytes` times `buffers`.
-2. Nothing is sent before a part is full. A file that is smaller than one is sent whole, in one
-   request.
-3. The first part of a rewritable file is kept and sent last: parts have numbers, so that their
-   order is not that of their requests.
-4. Any exception, of whatever kind, ends the upload: no part is sent any more, and those that were
-   are taken back. A process that is killed leaves them (`Store.unfinished`).
+1. A write copies bytes into a part. Threads send full parts while the next one is filled. The
+   memory is `part_bytes` times `buffers`.
+2. A part is sent once it is full. A file smaller than one part is sent in one request.
+3. The first part of a rewritable file is kept and sent last: the numbers of parts decide their
+   order.
+4. Any exception ends the upload. No further part is sent, and the sent ones are deleted. A killed
+   process leaves them (`Store.unfinished`).
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from formats.storage import Buffer
 from formats.threads import Pool
 
 PART_BYTES = 16 << 20
-"""One part of a file, unless the memory budget is small."""
+"""The size of a part, unless the memory budget is small."""
 LATER_FACTOR = 8
-"""The parts of the second half of all that a server allows are so much larger."""
+"""Parts in the second half of a server's largest number of parts are larger by this factor."""
 MOST_BUFFERS = 8
 
 Memory = mmap | bytes
-"""A part in the making: mapped, so that a small file does not touch all of a large part."""
+"""The memory of a part: mapped, so that a small file does not touch all of a large part."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadRequests:
-    """The requests of one upload; each is tried until it goes well or is hopeless."""
+    """The requests of one upload, each with its retries."""
 
     put: Callable[[memoryview], None]
     create_multipart: Callable[[], str]
     upload_part: Callable[[str, int, memoryview], Any]
     complete_multipart: Callable[[str, Sequence[Any], int], None]
-    """With the bytes of the whole file."""
+    """The last argument is the size of the whole file."""
     abort_multipart: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PartSizes:
-    """How a file is cut into parts, and how many of them are in memory."""
+    """The sizes of the parts of a file, and the number of parts in memory."""
 
     part_bytes: int
     later_bytes: int
@@ -60,7 +59,7 @@ class PartSizes:
 
     @classmethod
     def within(cls, budget: int, limits: PartLimits) -> PartSizes:
-        """What a memory budget and a server allow.
+        """Returns the sizes that a memory budget and a server allow.
 
         >>> PartSizes.within(64 << 20, PartLimits(5 << 20, 10_000)).buffers
         4
@@ -70,12 +69,12 @@ class PartSizes:
         return cls(part, part * LATER_FACTOR, limits.most // 2, buffers)
 
     def part(self, number: int) -> int:
-        """The bytes of a part, numbered from 1."""
+        """Returns the bytes of a part, numbered from 1."""
         return self.part_bytes if number < self.first_later else self.later_bytes
 
 
 class Upload:
-    """One file: written from one thread, sent by others."""
+    """The upload of one file: one thread writes it, others send it."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Upload:
         rewritable: bool,
         stopped: threading.Event,
     ) -> None:
-        """`stopped` is set by `cancel`; requests that wait to be tried again look at it."""
+        """`cancel` sets `stopped`, which ends the pauses between retries."""
         self._requests = requests
         self._part_sizes = part_sizes
         self._rewritable = rewritable
@@ -102,11 +101,11 @@ class Upload:
         self._sent: dict[int, Future[Any]] = {}
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers. Raises what a part failed with that was sent before."""
+        """Appends the buffers. Raises the error of an earlier part that failed."""
         for buffer in buffers:
             data = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
             if self._rewritable and not self._total:
-                self._begin_part(max(len(data), self._part_sizes.part(1)))  # its start in one part
+                self._begin_part(max(len(data), self._part_sizes.part(1)))  # holds all of the start
             while len(data):
                 if self._filled == len(self._buffer):
                     self._end_part()
@@ -118,20 +117,21 @@ class Upload:
                 data = data[count:]
 
     def rewrite_start(self, data: Buffer) -> None:
-        """Replace the first bytes, at most as many as the first buffer had or a part has."""
+        """Replaces the first bytes: at most those of the first buffer or the first part."""
         first = self._first
         if first is None and self._number == 1:
             first = memoryview(self._buffer)[: self._filled]
         if not self._rewritable or first is None:
             raise OSError(
-                "what was sent cannot be changed; to change its start, create it rewritable"
+                "bytes that were sent cannot be changed; create the file rewritable to change its "
+                "start"
             )
         if len(data) > len(first):
-            raise OSError(f"{len(data)} bytes are more than the {len(first)} that are kept")
+            raise OSError(f"{len(data)} bytes are more than the {len(first)} in the first part")
         first[: len(data)] = data
 
     def finish(self) -> None:
-        """The file is complete and there."""
+        """Completes the file."""
         last = memoryview(self._buffer)[: self._filled]
         if self._upload_id is None and self._first is None:
             self._requests.put(last)
@@ -146,7 +146,7 @@ class Upload:
         self._shut_down()
 
     def cancel(self) -> None:
-        """Nothing of the file is left, as far as the server can be reached."""
+        """Ends the upload and deletes its parts, if the server can be reached."""
         self._stopped.set()
         self._shut_down()
         if self._upload_id is not None:
@@ -164,7 +164,7 @@ class Upload:
         self._filled = 0
 
     def _end_part(self) -> None:
-        if not self._filled:  # there is none yet
+        if not self._filled:  # no part has begun
             return
         part = memoryview(self._buffer)
         if self._rewritable and self._number == 1:

@@ -319,7 +319,11 @@ def device(place: Path) -> None:
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(pipe, "pipe|no folder"), (broken_link, "a link to nowhere"), (device, "device|no folder")],
+    [
+        (pipe, "pipe|not a folder"),
+        (broken_link, "a broken link, to nowhere"),
+        (device, "device|no folder"),
+    ],
 )
 def test_what_is_neither_file_nor_folder_is_refused(
     source: Path, out: Path, to: str, overwrite: bool, make: Callable[[Path], None], said: str
@@ -342,7 +346,7 @@ def test_a_file_where_a_folder_goes_and_the_reverse_are_refused_before_anything_
     else:
         (out / "there").write_text("precious")
     before = content(out)
-    with pytest.raises(ExistsError, match=r"there is (a folder|a file|no folder)"):
+    with pytest.raises(ExistsError, match=r"there is (a folder|a file|not a folder)"):
         convert(source, out / "there", to=to, overwrite=overwrite, progress=pytest.fail)
     assert content(out) == before
 

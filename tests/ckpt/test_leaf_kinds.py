@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "meta tensor": (lambda: torch.ones(3, device="meta"), "meta device"),
     "freed tensor": (freed, "memory of this tensor was freed"),
     "tensor beyond its storage": (cut_short, "its storage has 16 bytes"),
-    "wrapping subclass": (lambda: Wrapping(torch.ones(3)), "the tensors that it is made of"),
+    "wrapping subclass": (lambda: Wrapping(torch.ones(3)), "store its inner tensors"),
     "composed subclass": (lambda: Composed(torch.ones(3)), "wraps other tensors"),
     "lazy parameter": (nn.UninitializedParameter, "run it once"),
     "lazy buffer": (nn.UninitializedBuffer, "run it once"),
@@ -644,7 +644,7 @@ UNFIT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch._to_functional_tensor(torch.zeros(2, dtype=torch.float64)),
         "functional tensor",
     ),
-    "wrapping subclass": (lambda: Wrapping(torch.zeros(2, dtype=torch.float64)), "made of"),
+    "wrapping subclass": (lambda: Wrapping(torch.zeros(2, dtype=torch.float64)), "inner tensors"),
 }
 """Targets that hold no elements which a load could fill."""
 

@@ -95,7 +95,7 @@ def test_a_tensor_is_merged_with_none_and_never_left_out_for_anything_else(
     assert list(conflicting_values({"w": None}, {"w": one})) == []
     for other in (0, "text", (), (TensorRef("w"),)):
         for first, second in ((one, other), (other, one)):
-            with pytest.raises(StateError, match=r"w: .* on rank 0, .* on rank 3; give what"):
+            with pytest.raises(StateError, match=r"w: .* on rank 0, .* on rank 3; give values"):
                 merged_trees({"w": first}, {"w": second}, (0, 3))
 
 

@@ -370,4 +370,4 @@ def test_in_memory_no_key_is_lost_either_and_differences_are_told(clusters: Call
         assert {key: made[key] for key in expected} == expected
         assert len(said) == 2
         text = "not the same on all ranks that have them: mean.w (rank 1); each rank uses its own"
-        assert all((text if rank == 0 else "taken: 'seed'; give what") in one for one in said)
+        assert all((text if rank == 0 else "taken: 'seed'; give values") in one for one in said)

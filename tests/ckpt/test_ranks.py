@@ -404,7 +404,7 @@ def save_a_tensor_or_a_number(folder: str) -> None:
 def test_a_tensor_on_one_rank_and_a_number_on_another_are_refused(
     clusters: Callable, tmp_path: Path
 ) -> None:
-    with pytest.raises(Exception, match=r"w: 0\.5 on rank 0, a tensor on rank 1; give what"):
+    with pytest.raises(Exception, match=r"w: 0\.5 on rank 0, a tensor on rank 1; give values"):
         clusters(3).run(save_a_tensor_or_a_number, str(tmp_path))
     assert not list(tmp_path.iterdir())
 

@@ -460,7 +460,7 @@ def test_ties_that_differ_between_ranks_are_named() -> None:
 def test_a_contradiction_names_the_first_two_ranks_that_are_in_it() -> None:
     trees: list[Tree] = [{"a": 1}, {"b": None}, {"b": {"x": 1}}, {"b": 2}]
     described = [([2 * rank, 2 * rank + 1], StateSpec({}, {}, t)) for rank, t in enumerate(trees)]
-    with pytest.raises(StateError, match=r"b: a dict of 1 on rank 4, 2 on rank 6; give what"):
+    with pytest.raises(StateError, match=r"b: a dict of 1 on rank 4, 2 on rank 6; give values"):
         merged(described, WORLD)
     keys: list[Tree] = [{"d": {1: 0}}, {"d": {"1": 0}}]
     with pytest.raises(StateError, match=r"two entries of the ranks' states.* the name 'd\.1'"):

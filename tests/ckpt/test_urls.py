@@ -16,13 +16,13 @@ from tools.main import main
 STATE = {"w": torch.arange(6.0), "step": 3}
 SHARD_NAME = "0123456789abcdef-00000.safetensors"
 MEANT_OTHERWISE = {
-    "": "'' names no folder; the one you are in is '.'",
+    "": "'' names no folder; the working directory is '.'",
     "file://": "names no folder",
-    "~": "~ is your home to a shell only",
-    "~/runs/step-1": r"~ is your home to a shell only: give os.path.expanduser\('~/runs/step-1'\)",
-    "s3:/bucket/run": "lost a slash.*give it as text, s3://bucket/run",
-    "memory:/run": "lost a slash.*give it as text, memory://run",
-    "file:/tmp/run": "lost a slash.*give it as text, file:///tmp/run",
+    "~": "~: only a shell expands ~",
+    "~/runs/step-1": r"only a shell expands ~: give os.path.expanduser\('~/runs/step-1'\)",
+    "s3:/bucket/run": "has lost a slash.*give it as text, s3://bucket/run",
+    "memory:/run": "has lost a slash.*give it as text, memory://run",
+    "file:/tmp/run": "has lost a slash.*give it as text, file:///tmp/run",
     "memory://bucket/exp::1": ":: stands between URLs and drivers of fsspec, and '1' is neither",
     "simplecach::memory://bucket/exp": "and 'simplecach' is neither",
 }
@@ -62,7 +62,7 @@ def test_what_can_only_be_meant_otherwise_is_refused_and_nothing_is_made(
     for url, message in MEANT_OTHERWISE.items():
         with pytest.raises(ValueError, match=message):
             CALLS[call](url)
-    with pytest.raises(ValueError, match="lost a slash"):
+    with pytest.raises(ValueError, match="has lost a slash"):
         CALLS[call](Path("s3://bucket") / "run")  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
 

@@ -77,7 +77,7 @@ def test_reading_past_the_end_is_an_error_with_the_numbers(
             read()
         message = str(caught.value)
         assert "/data: " in message
-        assert f"bytes {offset}:{offset + length} are wanted" in message
+        assert f"bytes {offset}:{offset + length} are needed" in message
         assert "ends at 1000" in message
 
 
