@@ -1,1 +1,1 @@
-"""What bytes mean: every checkpoint format, read into one catalog and written from one stream."""
+"""All checkpoint formats: readers that return a catalog, and writers that take streams."""

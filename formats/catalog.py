@@ -1,16 +1,16 @@
-"""What lies where: the one description every format is read into.
+"""The catalog: the one description of a checkpoint that all formats share.
 
-A `Catalog` says which tensors a checkpoint holds, which piece of which tensor lies at which bytes
-of which file, and what plain values stand around them. The transfer engine sees only catalogs, so
-each format is a source for loading, resharding, lazy slices, convert, verify and diff alike.
+A `Catalog` has the tensors of a checkpoint, the bytes of each of their pieces, and the plain values
+around them. The transfer engine sees only catalogs, so a load, a reshard, a lazy slice, convert,
+verify and diff work with every format.
 
 Rules:
 
 1. Reading a catalog reads no tensor data and runs no code from the checkpoint.
-2. The pieces of one tensor do not overlap and together cover it; a reader that finds otherwise
-   raises. (`locate` may still find a hole lazily: the planner counts elements.)
-3. An extent's bytes, once decoded, are an array of elements of the tensor's dtype; the piece says
-   at which elements of it the box lies. Foreign formats may have strides of any kind, also 0.
+2. The pieces of a tensor cover it without overlaps. A reader raises an error otherwise. (`locate`
+   may still find a hole later: the planner counts elements.)
+3. The decoded bytes of an extent are an array of elements of the tensor's dtype. The piece has the
+   places of the box in this array. Other formats may have strides of any kind, also 0.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sharding.layout import Box, Layout, Piece
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of stored bytes with its own checksum, decoded as one."""
+    """A run of stored bytes with its own checksum, decoded as a whole."""
 
     offset: int
-    """Where its stored bytes begin in the file."""
+    """The first stored byte in the file."""
     stored_bytes: int
     raw_bytes: int
-    """Bytes after decoding; equal to `stored_bytes` when it is stored as it is."""
+    """Bytes after decoding; equal to `stored_bytes` if the chunk is not compressed."""
     digest: bytes
     """xxh3_128 of the stored bytes, big-endian, 16 bytes."""
     compressed: bool
@@ -44,23 +44,23 @@ class Chunks(Protocol):
 
     chunk_bytes: int
     compressed: bool
-    """Whether any of them may be compressed."""
+    """Whether any chunk may be compressed."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Chunk: ...
 
     def wrong(self, first: int, stored: memoryview) -> int | None:
-        """Which of the chunks from `first` on, whose stored bytes these are, has another digest.
+        """Compares stored bytes of the chunks from `first` on with their digests.
 
-        The first such, or None where all are what was written.
+        Returns the index of the first chunk with another digest; None if all digests are equal.
         """
         ...
 
     def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
-        """Fill `target`, as long as the chunk is decoded, from the stored bytes of a chunk.
+        """Decodes the stored bytes of a chunk into `target`, which has the decoded length.
 
-        `width` is the extent's `itemsize`. Raises CorruptError where they are no such chunk.
+        `width` is the extent's `itemsize`. Raises CorruptError for bytes that cannot be decoded.
         """
         ...
 
@@ -68,47 +68,47 @@ class Chunks(Protocol):
 class Extent(NamedTuple):
     """A range of one file that decodes to an array of elements.
 
-    Chunks that are stored as they are lie end to end from its offset on.
+    Uncompressed chunks lie end to end from its offset on.
     """
 
     file: str
     offset: int
-    """First stored byte in the file."""
+    """The first stored byte in the file."""
     nbytes: int
     """Decoded bytes."""
     chunks: Chunks | None = None
-    """Checksummed chunks; None where the format has none and the bytes lie there as they are."""
+    """Chunks with checksums; None if the format has none. The bytes are then stored unchanged."""
     itemsize: int = 1
-    """Element size the byte shuffle of compressed chunks used."""
+    """The element size for the byte shuffle of compressed chunks."""
     crc32: int | None = None
-    """The CRC-32 of all its bytes, as they lie there; None where the format has none."""
+    """The CRC-32 of all stored bytes; None if the format has none."""
 
 
 class StoredPiece(NamedTuple):
-    """A box of a tensor and where its elements lie: `piece` counts elements of `extent`."""
+    """A box of a tensor with the places of its elements: `piece` counts elements of `extent`."""
 
     piece: Piece
     extent: Extent
 
 
 class Pieces(Protocol):
-    """Where one tensor's elements lie."""
+    """The stored pieces of one tensor."""
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """The stored pieces that hold some of `box`, each whole; may read file headers."""
+        """Yields the stored pieces that overlap `box`, each whole. May read file headers."""
         ...
 
     def __iter__(self) -> Iterator[StoredPiece]:
-        """All stored pieces."""
+        """Yields all stored pieces."""
         ...
 
 
 class PieceTable:
-    """An explicit list of pieces: what formats without symbolic layouts have."""
+    """An explicit list of pieces, for formats without symbolic layouts."""
 
     def __init__(self, pieces: Sequence[StoredPiece]) -> None:
-        # Sorted by the first dimension, so that a box finds its pieces by bisection when the
-        # tensor is cut along it, which is how nearly every checkpoint is cut.
+        # Sorted by the first dimension: nearly every checkpoint is cut along it, so that bisection
+        # finds the pieces of a box.
         self._pieces = sorted(pieces, key=lambda stored: stored.piece.box.lo)
         self._starts = [stored.piece.box.lo[0] for stored in self._pieces if stored.piece.box.lo]
         self._reach = 0
@@ -117,7 +117,7 @@ class PieceTable:
                 self._reach = max(self._reach, stored.piece.box.hi[0] - stored.piece.box.lo[0])
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """The pieces that hold some of `box`."""
+        """Yields the pieces that overlap `box`."""
         first = bisect_left(self._starts, box.lo[0] - self._reach + 1) if self._starts else 0
         for stored in self._pieces[first:]:
             if self._starts and stored.piece.box.lo[0] >= box.hi[0]:
@@ -141,7 +141,7 @@ class TensorRecord:
     dtype: DType
     pieces: Pieces
     layout: Layout | None = None
-    """The placement it was stored with, where the format knows one."""
+    """The layout with which the tensor was stored, if the format has layouts."""
 
     @property
     def nbytes(self) -> int:
@@ -151,27 +151,27 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands for a tensor in the tree of values."""
+    """The reference to a tensor in the tree of values."""
 
     name: str
-    """The tensor's name in the catalog (of tied names, the one that is stored)."""
+    """The tensor's name in the catalog; for tied names, the stored one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypedValue:
-    """A value of a type that the tree itself lacks, as a set or a path: its kind and its parts."""
+    """A value of a type that JSON lacks, such as a set or a path, as its kind and its parts."""
 
     kind: str
     """One of `formats.native.tree.TYPED`."""
     parts: tuple[Tree, ...]
-    """What it is made of, without tensors; equal values have equal parts."""
+    """The parts of the value, without tensors. Equal values have equal parts."""
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(map(str_of, self.parts))})"
 
 
 def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
-    """The same nest of dicts, lists and tuples, with `leaf` of each other node in its place.
+    """Returns the nest of dicts, lists and tuples with `leaf(node)` in the place of other nodes.
 
     >>> map_tree({"w": TensorRef("w"), "lr": [1, (2,)]}, str_of)
     {'w': "TensorRef(name='w')", 'lr': ['1', ('2',)]}
@@ -204,7 +204,7 @@ def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
 
 
 def str_of(value: Tree) -> str:
-    """A plain value of a tree, for people."""
+    """Returns a plain value of a tree as text."""
     return str(value) if isinstance(value, DType | TypedValue) else repr(value)
 
 
@@ -226,12 +226,12 @@ Tree = (
     | tuple["Tree", ...]
     | dict[Key, "Tree"]
 )
-"""The nested state as it was saved, a `TensorRef` in the place of every tensor."""
+"""The nested state as it was saved, with a `TensorRef` in the place of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint, with what the format lets a reader check about it."""
+    """One file of a checkpoint, with its size and, if the format has one, its digest."""
 
     name: str
     size: int
@@ -240,21 +240,21 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What one checkpoint holds. See the rules at the top of this file."""
+    """The content of one checkpoint. See the rules at the top of this file."""
 
     format: str
     """`ckpt`, `safetensors`, `huggingface`, `torch`, `dcp`."""
     tensors: Mapping[str, TensorRecord]
     """By name, in stored order."""
     tree: Tree
-    """Values and tensors in their nest; for flat formats a dict from name to tensor."""
+    """The nest of values and tensors; for flat formats a dict from name to tensor."""
     files: tuple[FileRecord, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: another name of a tensor -> the name in `tensors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the writer said of itself."""
+    """The metadata of the writer and the user."""
     bases: tuple[str, ...] = ()
-    """The folders beside this checkpoint in whose files some of its chunks lie."""
+    """The folders beside this checkpoint that hold chunks of it."""
 
     @property
     def nbytes(self) -> int:
@@ -263,7 +263,7 @@ class Catalog:
 
 
 def check_inside(name: str, extent: Extent, size: int) -> None:
-    """Raise CorruptError unless an extent stored as it is lies inside its file of `size` bytes."""
+    """Raises CorruptError unless an uncompressed extent lies inside its file of `size` bytes."""
     if extent.offset < 0 or extent.nbytes < 0 or extent.offset + extent.nbytes > size:
         raise CorruptError(
             f"{extent.file}: {name} lies at bytes {extent.offset}:{extent.offset + extent.nbytes}, "

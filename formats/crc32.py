@@ -1,8 +1,8 @@
-"""CRC-32s of parts, put together: the checksum of a whole by those of its parts, without its bytes.
+"""Combines the CRC-32s of parts into the CRC-32 of the whole, without its bytes.
 
-A CRC-32 is the remainder of a polynomial over GF(2), divided by the one of RFC 1952, section 8.
-Bytes that follow multiply it by x^8, each. Numbers are reflected, as zlib has them: the highest bit
-is the coefficient of x^0.
+A CRC-32 is the remainder of a polynomial over GF(2), divided by the polynomial of RFC 1952, section
+8. Each following byte multiplies it by x^8. Numbers are reflected, as in zlib: the highest bit is
+the coefficient of x^0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _X8 = 1 << 23
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two runs of bytes end to end, by that of each and the length of the second.
+    """Returns the CRC-32 of two adjacent runs of bytes, by both CRC-32s and the second's length.
 
     >>> from zlib import crc32
     >>> combine(crc32(b"check"), crc32(b"point"), 5) == crc32(b"checkpoint")
@@ -25,7 +25,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials, by the polynomial."""
+    """Returns the product of two polynomials modulo the polynomial of RFC 1952."""
     product = 0
     while a:
         if a & _ONE:
@@ -37,7 +37,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _shift(nbytes: int) -> int:
-    """x^8, as often as there are bytes: most runs have one of few lengths."""
+    """Returns x^8 to the power of `nbytes`. The cache helps: most runs have one of few lengths."""
     found, at = _ONE, 0
     while nbytes:
         if nbytes & 1:
@@ -48,5 +48,5 @@ def _shift(nbytes: int) -> int:
 
 @lru_cache(maxsize=64)
 def _square(at: int) -> int:
-    """x^8, squared `at` times."""
+    """Returns x^8, squared `at` times."""
     return _X8 if at == 0 else _times(_square(at - 1), _square(at - 1))

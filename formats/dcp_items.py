@@ -1,11 +1,11 @@
-"""The items of a DCP checkpoint: each a small torch.save zip in a byte range of a larger file.
+"""Reads the items of a DCP checkpoint: small torch.save zips in byte ranges of larger files.
 
 Rules:
 
-1. The table of items is checked when it is read: every range lies inside a file of the folder, and
-   those of a file lie end to end. `.metadata` has no checksum: such checks stand for it.
-2. The item of a tensor's chunk is opened when the piece is located, once: its zip says where the
-   data truly lie and with which strides. Shape, dtype and size must be what `.metadata` says.
+1. The table of items is checked at once: each range lies inside a file of the folder, and the
+   ranges of a file lie end to end. `.metadata` has no checksum; these checks replace it.
+2. The item of a tensor's chunk is opened when its piece is located, and only once. Its zip has the
+   true place and strides of the data. Shape, dtype and size must agree with `.metadata`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from formats.zip_records import PICKLE, Archive
 from sharding.layout import Box, Piece
 
 READ_AHEAD_BYTES = 1 << 20
-"""What is fetched at a time while the items of values are read, which lie side by side."""
+"""Bytes of one read while values are read, whose items lie side by side."""
 
 
 class Items:
-    """Where each item lies, by name and offsets; every range checked against its file's size."""
+    """The byte range of each item, by name and offsets, checked against the size of its file."""
 
     def __init__(self, reader: Reader, storage_data: object) -> None:
         self.sizes: dict[str, int] = {}
@@ -40,16 +40,16 @@ class Items:
             raise FormatError(f"{METADATA}: storage_data is a {type(storage_data).__name__}")
         for index, info in storage_data.items():
             if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
-                raise FormatError(f"{METADATA}: storage_data is no table of items")
+                raise FormatError(f"{METADATA}: storage_data is not a table of items")
             try:
-                name, offset = check_index(index)  # once more: a pickle may change what is a key
+                name, offset = check_index(index)  # again: a pickle may change a key later
             except FormatError as error:
                 raise FormatError(f"{METADATA}: {error}") from None
             self._extents[name, offset] = self._extent(name, info)
         self._check_tiled()
 
     def find(self, name: str, offsets: object) -> Extent:
-        """The byte range of an item: a whole small zip."""
+        """Returns the byte range of an item, a whole small zip."""
         found = self._extents.get((name, offsets))
         if found is None:
             place = "" if offsets is None else f" at {offsets}"
@@ -57,9 +57,9 @@ class Items:
         return found
 
     def _check_tiled(self) -> None:
-        """Raise unless the items of each file lie end to end in it, as every writer of DCP does.
+        """Raises unless the items of each file lie end to end, as all writers of DCP write them.
 
-        Tied tensors may share one. HostileError where two overlap, CorruptError for a gap.
+        Tied tensors may share an item. An overlap is a HostileError, a gap a CorruptError.
         """
         ends = dict.fromkeys(self.sizes, 0)
         for file, lo, nbytes, *_ in sorted(set(self._extents.values()), key=itemgetter(0, 1, 2)):
@@ -97,7 +97,7 @@ class Items:
 
 
 def _without_item(file: str, lo: int, hi: int) -> CorruptError:
-    """The error for bytes that no item has, where items lie end to end."""
+    """Returns the error for bytes that belong to no item."""
     return CorruptError(
         f"{file}: bytes {lo}:{hi} belong to no item that {METADATA} lists: one of the two files "
         "was changed since they were written; restore both from another copy"
@@ -106,14 +106,14 @@ def _without_item(file: str, lo: int, hi: int) -> CorruptError:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An item's tensor: where its storage lies and how it lies there."""
+    """The tensor of an item, and the extent of its storage."""
 
     extent: Extent
     tensor: StoredTensor
 
 
 class ItemPieces:
-    """The chunks of one tensor. Their items are opened when they are located (rule 2)."""
+    """The chunks of one tensor. `locate` opens their items (rule 2)."""
 
     def __init__(self, reader: Reader, name: str, dtype: DType, items: PieceTable) -> None:
         self._reader, self._name, self._dtype, self._items = reader, name, dtype, items
@@ -121,7 +121,7 @@ class ItemPieces:
         self._limits = current()
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """The chunks that hold some of `box`, their items opened."""
+        """Yields the chunks that overlap `box`, with their items opened."""
         return map(self._open, self._items.locate(box))
 
     def __iter__(self) -> Iterator[StoredPiece]:
@@ -157,36 +157,36 @@ class ItemPieces:
 
 
 class ReadAhead:
-    """A reader that fetches a large block around each short read and keeps the last one."""
+    """A reader that reads a large block around each short read, and keeps the last block."""
 
     def __init__(self, reader: Reader) -> None:
         self.url = reader.url
         self.read_bytes = reader.read_bytes
         self._reader = reader
-        # One attribute, so that no thread sees the place of one block and the bytes of another.
+        # One attribute: no thread sees the place of one block with the bytes of another.
         self._block: tuple[str, int, bytes] = ("", 0, b"")
 
     def names(self) -> list[str]:
-        """The files of the folder."""
+        """Returns the files of the folder."""
         return self._reader.names()
 
     def size(self, name: str) -> int:
-        """Bytes in a file."""
+        """Returns the size of a file."""
         return self._reader.size(name)
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """All bytes of a small file, past the block."""
+        """Reads all bytes of a small file, without the block."""
         return self._reader.read_whole(name, limit)
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
-        """The last bytes of a file, past the block."""
+        """Reads the last bytes of a file, without the block."""
         return self._reader.read_end(name, size, length)
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes, from the block where it has them."""
+        """Reads exactly these bytes, from the block if it has them."""
         file, start, block = self._block
         if name != file or offset < start or offset + length > start + len(block):
-            # From before the range: an item is opened at its end first.
+            # The block begins before the range: an item is opened from its end.
             start = max(0, offset - READ_AHEAD_BYTES // 16)
             stop = min(self._reader.size(name), start + READ_AHEAD_BYTES)
             if stop < offset + length:
@@ -196,5 +196,5 @@ class ReadAhead:
         return block[offset - start : offset - start + length]
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fill buffers from the file, past the block."""
+        """Fills buffers from the file, without the block."""
         self._reader.read_into(name, offset, *targets)

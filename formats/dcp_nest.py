@@ -1,9 +1,9 @@
-"""DCP's rule for a nested state: which values are items of their own, and how a nest comes back.
+"""DCP's rules for nested states: flattening into items, and rebuilding of the nest.
 
-Dicts are taken apart, lists only where they hold a tensor or a dict, tuples never
-(torch/distributed/checkpoint/_traverse.py). An item is named by its key path joined by dots, and
-`planner_data` keeps the key path, in which text is a dict key and an integer a list index; that is
-all a nest is rebuilt from (_nested_dict.py). So keys become text, and an empty dict is lost.
+DCP flattens dicts always, lists only if they contain a tensor or a dict, and tuples never
+(torch/distributed/checkpoint/_traverse.py). The name of an item is its key path joined by dots.
+`planner_data` has the key paths: text is a dict key, an integer is a list index. DCP rebuilds the
+nest from these paths alone (_nested_dict.py), so keys become text, and an empty dict is lost.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from formats.limits import DEPTH, LIST_HOLES
 from formats.torch_tree import KeyPath, chars_of, shown
 
 METADATA = ".metadata"
-"""The file that makes a folder a checkpoint of DCP."""
+"""The file that makes a folder a DCP checkpoint."""
 
 
 def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
-    """The items of a state, each with its key path, by torch's rule.
+    """Yields the items of a state with their key paths, by torch's rules.
 
     >>> list(flattened({"a": {1: None}, "b": [1, 2], "c": [{"d": 3}]}))
     [(('a', '1'), None), (('b',), [1, 2]), (('c', 0, 'd'), 3)]
@@ -32,9 +32,9 @@ def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
 
 
 def lost(tree: Tree, path: str = "") -> Iterator[tuple[str, bool]]:
-    """What a nest does not have when it comes back: names of dicts.
+    """Yields the names of dicts that DCP changes, each with whether the dict is empty.
 
-    Each with whether it is an empty one, which is not there; of others numbers as keys become text.
+    DCP loses an empty dict. In any other of these dicts, keys that are numbers become text.
 
     >>> list(lost({"state": {}, "a": {1: 2}, "b": [{"c": {}}, ({},)]}))
     [('state', True), ('a', False), ('b.0.c', True)]
@@ -65,11 +65,11 @@ def _below(path: KeyPath, node: Tree) -> Iterator[tuple[KeyPath, Tree]]:
 def _is_taken_apart(node: Tree) -> bool:
     if isinstance(node, list):
         return any(isinstance(each, TensorRef) or _is_taken_apart(each) for each in node)
-    return isinstance(node, dict)  # Also an empty one.
+    return isinstance(node, dict)  # also an empty one
 
 
 def key_path(name: str, paths: Mapping[str, object]) -> KeyPath:
-    """The key path of an item by `planner_data`; its name alone where that has none."""
+    """Returns the key path of an item by `planner_data`; its name alone if that has none."""
     if name not in paths:
         return (name,)
     path = paths[name]
@@ -86,7 +86,7 @@ def key_path(name: str, paths: Mapping[str, object]) -> KeyPath:
 
 
 def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
-    """The nest with these leaves: texts in a key path are dict keys, integers list indices.
+    """Returns the nest with these leaves. In key paths, text is a dict key, an integer an index.
 
     >>> nested({("a", "x"): 1, ("a", "y", 0): 2, ("a", "y", 1): 3})
     {'a': {'x': 1, 'y': [2, 3]}}
@@ -103,7 +103,7 @@ def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
             raise FormatError(f"{METADATA}: two values lie at {shown(path)}, or one in the other")
         branch[path[-1]] = leaf
     if any(type(key) is not str for key in root):
-        raise FormatError(f"{METADATA}: the outermost keys are no texts")
+        raise FormatError(f"{METADATA}: the outermost keys are not text")
     holes = 0
 
     def finished(branch: dict[object, object]) -> dict[object, object] | list[object]:
@@ -117,11 +117,11 @@ def nested(leaves: Mapping[KeyPath, Tree]) -> Tree:
             return items
         holes += max(indices) + 1 - len(items)
         if len(indices) != len(items) or holes > LIST_HOLES:
-            raise FormatError(f"{METADATA}: the items {list(items)[:5]} make no list")
+            raise FormatError(f"{METADATA}: the items {list(items)[:5]} do not form a list")
         return [items.get(index) for index in range(max(indices) + 1)]
 
     return finished(root)  # type: ignore[return-value]  # leaves are trees, and so is their nest
 
 
 class _Branch(dict[object, object]):
-    """A dict of the nest being built, in difference to a leaf that is a dict."""
+    """A dict of the nest, as opposed to a leaf that is a dict."""

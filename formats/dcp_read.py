@@ -1,15 +1,15 @@
 """Reads the folders of torch.distributed.checkpoint (DCP) without torch and without unpickling.
 
-`.metadata` is a pickle that says of each tensor its shape, dtype and chunks (boxes), and for each
-chunk the file and byte range of its item. An item is itself a small torch.save zip with one tensor;
-a value that is no tensor is an item of its own. Rules:
+`.metadata` is a pickle with the shape, dtype and chunks (boxes) of each tensor, and the file and
+byte range of each chunk's item. An item is a small torch.save zip with one tensor or one other
+value. Rules:
 
-1. Opening reads `.metadata` and the items of values; of tensors it reads nothing
-   (`formats.dcp_items` says when it does).
-2. `.metadata` has no checksum, so whatever it says twice has to agree: the chunks of a tensor tile
-   it, the items of a file tile that, and each name has its key path.
-3. Names are DCP's own: the key path joined by dots. `planner_data` has the key paths, from which
-   the nest is rebuilt (`formats.dcp_nest`); without it the tree is flat.
+1. `read` reads `.metadata` and the items of values. `formats.dcp_items` opens the items of tensors
+   later.
+2. `.metadata` has no checksum, so redundant parts of it must agree: the chunks tile their tensor,
+   the items tile their file, and each name has its key path.
+3. A name is DCP's: the key path joined by dots. `planner_data` has the key paths, from which the
+   nest is rebuilt (`formats.dcp_nest`). Without it the tree is flat.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sharding.layout import Box, Piece
 
 
 def read(reader: Reader) -> Catalog:
-    """The catalog of a DCP folder (rule 1).
+    """Reads the catalog of a DCP folder (rule 1).
 
     Raises:
         FileNotFoundError: the folder has no `.metadata`.
-        HostileError: a pickle asks for something that no checkpoint needs. Nothing was executed.
-        UnsupportedError: items went through a transform, or hold what is not read.
+        HostileError: a pickle names a class that no checkpoint needs. Nothing was executed.
+        UnsupportedError: items went through a transform, or have values that cannot be read.
         CorruptError: a file is missing or too short.
-        FormatError: chunks overlap or leave holes, or the metadata are unsound in another way.
+        FormatError: chunks overlap or leave holes, or the metadata is invalid in another way.
     """
     metadata = _metadata(reader)
     items = Items(reader, metadata.storage_data)
@@ -60,7 +60,7 @@ def read(reader: Reader) -> Catalog:
     leaves: dict[str, Tree] = {}
     values: dict[str, Extent] = {}
     for name, entry in entries.items():
-        leaves[name] = None  # Keeps the place: values are read in the order of their bytes.
+        leaves[name] = None  # keeps the order: values are read in the order of their bytes
         if isinstance(entry, TensorStorageMetadata):
             record, view = _tensor(reader, nest.claim(paths[name]), entry, items)
             leaves[name] = nest.place(view, record)
@@ -109,7 +109,7 @@ def _metadata(reader: Reader) -> Metadata:
 def _tensor(
     reader: Reader, name: str, entry: TensorStorageMetadata, items: Items
 ) -> tuple[TensorRecord, object]:
-    """The record of a tensor, and what is equal only for tensors whose items are the same."""
+    """Returns the record of a tensor, and a key that only tensors with equal items share."""
     properties, shape, chunks = entry.properties, _shape(name, entry.size), entry.chunks
     dtype = properties.dtype if isinstance(properties, TensorProperties) else None
     if prod(size or 1 for size in shape) >= ELEMENTS:
@@ -124,7 +124,7 @@ def _tensor(
         if len(lo) != len(shape) or len(sizes) != len(shape):
             raise FormatError(f"{METADATA}: a chunk of {name} has not {len(shape)} dimensions")
         box = Box(lo, tuple(start + size for start, size in zip(lo, sizes, strict=True)))
-        if box:  # Ranks beyond the last row have empty chunks.
+        if box:  # ranks beyond the last row have empty chunks
             pieces.append(StoredPiece(Piece.packed(box), items.find(name, lo)))
     check_tiling(f"{METADATA}: {name}", shape, [stored.piece.box for stored in pieces])
     if len({stored.extent for stored in pieces}) < len(pieces):
@@ -137,8 +137,8 @@ def _tensor(
 def _shape(name: str, value: object) -> tuple[int, ...]:
     if not is_shape(value):
         raise FormatError(
-            f"{METADATA}: a shape of {name} is no tuple of whole numbers from 0 up, "
-            f"{DIMENSIONS} at most"
+            f"{METADATA}: a shape of {name} is not a tuple of whole numbers from 0 up, at most "
+            f"{DIMENSIONS}"
         )
     return value
 
@@ -146,4 +146,4 @@ def _shape(name: str, value: object) -> tuple[int, ...]:
 def _mapping(value: object, what: str) -> dict[str, object]:
     if isinstance(value, dict) and all(type(key) is str for key in value):
         return value
-    raise FormatError(f"{METADATA}: {what} is no table of names")
+    raise FormatError(f"{METADATA}: {what} is not a table of names")

@@ -1,9 +1,9 @@
 """Writes folders that torch.distributed.checkpoint (DCP) loads. torch is not needed.
 
-One file of items, streamed, then `.metadata`, which makes the folder a checkpoint. The state is
-flattened by torch's own rule (`formats.dcp_nest`), so that `dcp.load` finds each name of the same
-nested state. So it has torch's limits too: keys become text, and an empty dict is lost (stored as a
-value, it would make `dcp.load` take the checkpoint for one of before torch 2.4).
+`write` streams one file of items and then `.metadata`, which makes the folder a checkpoint. Torch's
+own rules flatten the state (`formats.dcp_nest`), so that `dcp.load` finds each name of the same
+nested state. Torch's limits hold too: keys become text, and an empty dict is lost. (An empty dict
+as a value would make `dcp.load` assume a checkpoint of torch before 2.4.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from formats.torch_save import check_all_placed, pack, write_archive
 from formats.torch_tree import KeyPath, shown
 
 ITEMS = "__0_0.distcp"
-"""The file with the items, named as rank 0 names its first."""
+"""The file with the items, with the name of rank 0's first file."""
 
 VERSION = "1.0.0"
 """The version of the format that torch 2.6 to 2.13 write."""
@@ -47,19 +47,17 @@ class Item:
     tensors: tuple[OutgoingTensor, ...]
     """The storages of its zip, in order."""
     whole: OutgoingTensor | None
-    """The tensor, where the item is one and not a value."""
+    """The tensor, if the item is a tensor."""
     first: str
-    """The item that holds its bytes: itself, or of tied names the first."""
+    """The item with the bytes: itself, or the first of tied names."""
 
 
 def write(writer: Writer, state: Outgoing) -> None:
-    """Stream a whole checkpoint into a folder; `.metadata` is written last.
+    """Streams a whole checkpoint into a folder, `.metadata` last. Tied names share an item.
 
-    Tied names share an item. Raises before a byte is written where the state cannot be held.
-
-    Raises:
-        UnsupportedError: the state is no dict, or two key paths have one name.
-        ArgumentError: the tree has no place for a tensor, or a value cannot be pickled.
+    Raises (before it writes a byte):
+        UnsupportedError: the state is not a dict, or two key paths have one name.
+        ArgumentError: the tree lacks a tensor, or a value cannot be pickled.
     """
     items = list(_items(state))
     check_all_placed(METADATA, state, {tensor.name for item in items for tensor in item.tensors})

@@ -1,7 +1,7 @@
-"""Element types by their safetensors names, and how each is carried in a safetensors file.
+"""Dtypes by their safetensors names, and their carriers in safetensors files.
 
-A type safetensors cannot hold is *carried* as one it can: complex128 as F64 with a last dimension
-of 2, the rarer 8-bit floats as U8. Other names in this package always mean the true type.
+A dtype that safetensors lacks has a *carrier* that it has: F64 with a last dimension of 2 for
+complex128, U8 for the rarer 8-bit floats. Other names in this package mean the true dtype.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from formats.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type. Every element is a whole number of bytes."""
+    """A dtype. Each element is a whole number of bytes."""
 
     name: str
-    """The name in files: safetensors' where it has one."""
+    """The name in files: that of safetensors if it has one."""
     itemsize: int
     """Bytes per element."""
     torch_name: str
-    """The attribute of `torch` that is this type."""
+    """The name of the attribute of `torch`."""
     carrier: str
-    """The safetensors type its bytes are labelled with."""
+    """The safetensors dtype with which the bytes are labelled."""
 
     def __str__(self) -> str:
         return self.torch_name
 
     @property
     def component_bytes(self) -> int:
-        """Bytes of the numbers an element consists of: half of a complex one, else all."""
+        """The bytes of one number: half of a complex element, otherwise the whole element."""
         return self.itemsize // 2 if self.name.startswith("C") else self.itemsize
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a packed tensor of this shape."""
+        """Returns the bytes of a packed tensor of this shape."""
         return self.itemsize * prod(shape)
 
     def carrier_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape a packed tensor has in a safetensors header."""
+        """Returns the shape of a packed tensor in a safetensors header."""
         carrier_itemsize = BY_NAME[self.carrier].itemsize
         return (
             shape
@@ -81,14 +81,14 @@ BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in DTYPES}
 
 
 def dtype_named(name: str, where: str) -> DType:
-    """The type with this file name; `where` says which tensor of which file asks, for the error."""
+    """Returns the dtype with this file name. `where` names the file and the tensor in an error."""
     if name not in BY_NAME:
         raise UnsupportedError(f"{where}: unknown dtype {name!r}; known are {', '.join(BY_NAME)}")
     return BY_NAME[name]
 
 
 def dtype_of_torch(name: str, where: str) -> DType:
-    """The type whose torch name (`bfloat16`, `torch.bfloat16`) this is."""
+    """Returns the dtype with this torch name (`bfloat16`, `torch.bfloat16`)."""
     found = BY_TORCH_NAME.get(name.removeprefix("torch."))
     if found is None:
         raise UnsupportedError(

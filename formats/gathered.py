@@ -1,7 +1,7 @@
-"""Small writes gathered into large ones, for the writers of foreign formats.
+"""Gathers small writes into large ones, for the writers of other formats.
 
-Small buffers are copied, which costs a tenth of what a system call each would; large ones go out as
-they are, together with what was gathered before them.
+Small buffers are copied, at a tenth of the cost of a system call for each. Large buffers are
+written directly, in one call with the bytes that were gathered before.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from formats.storage import Buffer, FileWriter
 
 GATHER_BYTES = 4 << 20
-"""Copied bytes that make a write."""
+"""A write happens after so many copied bytes."""
 LARGE_BYTES = 1 << 20
-"""A buffer of at least this many bytes is not copied."""
+"""A buffer of at least so many bytes is not copied."""
 
 
 class Gathered:
-    """A `FileWriter` before another one, which has everything only after `flush`."""
+    """A `FileWriter` in front of another one, which has all bytes only after `flush`."""
 
     def __init__(self, file: FileWriter) -> None:
         self._file = file
@@ -27,7 +27,7 @@ class Gathered:
         """Bytes appended so far."""
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers in order. They may be reused as soon as this returns."""
+        """Appends the buffers in order. They may be reused as soon as this returns."""
         for buffer in buffers:
             data = memoryview(buffer).cast("B")
             self.total += len(data)
@@ -41,12 +41,12 @@ class Gathered:
             self._held += len(data)
 
     def flush(self) -> None:
-        """Everything appended has been handed to the file when this returns."""
+        """Writes all appended bytes to the file."""
         if self._held:
             self._file.write([self._memory[: self._held]])
             self._held = 0
 
     def rewrite_start(self, data: Buffer) -> None:
-        """Replace the first `len(data)` bytes, which have been written before."""
+        """Replaces the first `len(data)` bytes, which must be written before."""
         self.flush()
         self._file.rewrite_start(data)

@@ -4,16 +4,15 @@
     model-00002-of-00002.safetensors
     model.safetensors.index.json     {"metadata": {"total_size": N}, "weight_map": {tensor: file}}
 
-Each file is what formats/safetensors_file.py describes, and so are the rules for plain values, tied
-names and dtypes safetensors lacks. Rules of the folder:
+formats/safetensors_file.py describes each file, and the rules for plain values, tied names and
+dtypes that safetensors lacks. Rules of the folder:
 
-1. Where there is a whole file and an index of one base name, the whole file counts; transformers
-   chooses so.
-2. The index names files of its own folder, nothing else, and each tensor lies in the file it says.
-   A tensor of those files that it leaves out is read all the same, as transformers does. Its
-   `total_size` is a hint (writers count tied tensors differently) and is not checked.
-3. Writers fill shards in order of the tensors, as `huggingface_hub` does. The index comes last: a
-   folder with shards and no index is a save that did not end.
+1. If a whole file and an index have one base name, the whole file counts, as for transformers.
+2. The index names only files of its own folder, and each tensor lies in the file that it names. A
+   tensor of these files that the index leaves out is read too, as transformers does. `total_size`
+   is a hint and is not checked: writers count tied tensors differently.
+3. Shards are filled in the order of the tensors, as by `huggingface_hub`. The index is written
+   last: a folder with shards and no index is an unfinished save.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from formats.storage import Reader, Writer
 from formats.strict_json import decode_object
 
 BASES = ("model", "diffusion_pytorch_model", "adapter_model")
-"""Base names looked for first, in this order: transformers', diffusers', peft's."""
+"""The base names that count first, in this order: transformers', diffusers', peft's."""
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""The data in one shard unless the caller says otherwise; a larger tensor has a shard to itself."""
+"""The default for the largest data of a shard. A larger tensor has a shard of its own."""
 
 _WHOLE = ".safetensors"
 _INDEX = ".safetensors.index.json"
@@ -42,12 +41,12 @@ _SHARD = re.compile(r"(?P<base>.+)-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
 
 def find(names: Iterable[str]) -> str | None:
-    """Of a folder's files, the one that says what is in it: a whole file or an index.
+    """Returns the file of a folder that describes its content: a whole file or an index.
 
-    None where the folder is of another kind.
+    Returns None for a folder of another kind.
 
     Raises:
-        FormatError: there are several and none has a usual name, or shards and no index.
+        FormatError: there are several such files and none has a usual name, or shards and no index.
     """
     present = set(names)
     for base in BASES:
@@ -69,21 +68,21 @@ def find(names: Iterable[str]) -> str | None:
         base = min(match["base"] for match in shards.values())
         raise FormatError(
             f"{base}{_INDEX} is missing, {len(shards)} shards are there: an index is written last, "
-            f"so the save, or the copy of the folder, did not end"
+            f"so the save, or the copy of the folder, is unfinished"
         )
     return None
 
 
 def read(reader: Reader, name: str | None = None) -> Catalog:
-    """What a folder holds; reads the index and the headers of its files only.
+    """Reads the catalog of a folder: only the index and the headers of its files.
 
-    `name` is the whole file or the index to read; without it, the one that `find` finds.
+    `name` is the whole file or the index; by default the result of `find`.
 
     Raises:
         FileNotFoundError: the folder has no safetensors file.
-        CorruptError: a file that the index names is missing, or a tensor is not where it says.
+        CorruptError: a file that the index names is missing, or a tensor is not in its file.
         HostileError: the index names a file outside the folder.
-        FormatError: the index or a file is not what this format describes, or is ambiguous.
+        FormatError: the index or a file breaks the rules of the format, or is ambiguous.
     """
     present = reader.names()
     name = name or find(present)
@@ -115,14 +114,14 @@ def write(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     base: str = "model",
 ) -> tuple[str, ...]:
-    """Stream a state into a folder; returns the key paths of the values left out.
+    """Streams a state into a folder; returns the key paths of values that are left out.
 
-    One file where everything fits into `max_shard_bytes`, else shards and at last the index. The
-    folder is best empty: files of an earlier save that this one does not replace stay there.
+    Writes one file if all tensors fit into `max_shard_bytes`, otherwise shards and then the index.
+    The folder should be empty: files of an earlier save that have other names stay.
 
     Raises:
         CorruptError: a tensor's stream gave fewer or more bytes than its shape needs.
-        FormatError: two tensors of one name, or a name that is no text.
+        FormatError: two tensors have one name, or a name is not text.
     """
     shards = split(state.tensors.values(), max_shard_bytes)
     if len(shards) == 1:
@@ -144,10 +143,10 @@ def write(
 def split(
     tensors: Iterable[OutgoingTensor], max_shard_bytes: int
 ) -> tuple[tuple[OutgoingTensor, ...], ...]:
-    """The tensors of each shard: at least one shard, the same ones that `huggingface_hub` makes.
+    """Returns the tensors of each shard, at least one: the shards that `huggingface_hub` makes.
 
-    Tensors are taken in order until the next would not fit. One that is larger than a shard stands
-    alone, before the shard that is being filled.
+    A shard takes tensors in order until the next would not fit. A tensor larger than a shard has
+    its own shard, before the one that is being filled.
     """
     shards: list[tuple[OutgoingTensor, ...]] = []
     filling: list[OutgoingTensor] = []
@@ -167,7 +166,7 @@ def split(
 
 
 def _read_index(reader: Reader, name: str) -> dict[str, str]:
-    """The weight map of an index: file by tensor, every file a plain name."""
+    """Returns the weight map of an index, from tensor to file. Each file is a plain name."""
     size = reader.size(name)
     check("index_bytes", size, name)
     index = decode_object(reader.read(name, 0, size), f"{name}: the index")
@@ -179,11 +178,11 @@ def _read_index(reader: Reader, name: str) -> dict[str, str]:
     weight_map: dict[str, str] = {}
     for tensor, file in found.items():
         if not isinstance(file, str):
-            raise FormatError(f"{name}: {tensor} is said to lie in {file!r:.80}, which is no name")
+            raise FormatError(f"{name}: the file of {tensor} is {file!r:.80}, which is not a name")
         if file in ("", ".", "..") or not file.isprintable() or set("/\\:") & set(file):
             raise HostileError(
-                f"{name}: {tensor} is said to lie in {file!r:.80}; an index names files of its own "
-                f"folder only"
+                f"{name}: the file of {tensor} is {file!r:.80}; an index names only files of its "
+                f"own folder"
             )
         weight_map[tensor] = file
     return weight_map
@@ -194,21 +193,21 @@ def _check_present(shards: Sequence[str], present: Sequence[str], index: str) ->
     if missing:
         raise CorruptError(
             f"{index}: {len(missing)} of its {len(shards)} files are missing: {_some(missing)}; "
-            f"copy them from where the folder came from"
+            f"copy them from the origin of the folder"
         )
 
 
 def _merge(
     contents: Sequence[FileContents], weight_map: Mapping[str, str], index: str
 ) -> tuple[dict[str, TensorRecord], dict[str, str]]:
-    """The tensors of all files, in their order, each where the index has it; and the tied names."""
+    """Returns the tensors of all files in their order, by the index, and the tied names."""
     by_file = {content.record.name: content for content in contents}
     lost = [name for name, file in weight_map.items() if name not in by_file[file].tensors]
     # Writers that list tied names in the index may leave them out of the file's own tensors.
     lost = [name for name in lost if name not in by_file[weight_map[name]].aliases]
     if lost:
         raise CorruptError(
-            f"{index}: {len(lost)} tensors are not in the file it says: "
+            f"{index}: {len(lost)} tensors are not in the file that the index names: "
             + _some([f"{name} in {weight_map[name]}" for name in lost])
         )
     tensors: dict[str, TensorRecord] = {}
@@ -220,18 +219,18 @@ def _merge(
                 continue
             if name in tensors:
                 raise FormatError(
-                    f"{file}: {name} lies in another file of {index} too, which does not say which "
-                    f"one counts"
+                    f"{file}: {name} lies in another file of {index} too, and the index does not "
+                    f"name one of the two"
                 )
             tensors[name] = record
         aliases.update(content.aliases)
     aliases = {alias: name for alias, name in aliases.items() if alias not in tensors}
     for alias, name in aliases.items():
         if name not in tensors:
-            raise FormatError(f"{index}: {alias} is tied to {name}, which lies in no file it says")
+            raise FormatError(f"{index}: {alias} is tied to {name}, which is in none of its files")
     return tensors, aliases
 
 
 def _some(items: Sequence[str]) -> str:
-    """The first few, and how many more."""
+    """Returns the first few items as text, and how many more there are."""
     return ", ".join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

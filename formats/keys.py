@@ -1,7 +1,7 @@
-"""Keys of dicts that somebody chose so that they are slow: found before there are many.
+"""Refuses dict keys with equal hashes, which an attacker has chosen to be slow.
 
-Python keeps the hashes of texts and bytes secret; those of numbers and tuples anybody can work out.
-Inserting n keys that share one hash takes n² comparisons.
+Python randomizes the hashes of text and bytes. The hashes of numbers and tuples are predictable. To
+insert n keys with one hash takes n² comparisons.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from formats.errors import HostileError
 from formats.limits import ALIKE_KEYS
 
 _APART = sys.hash_info.modulus
-"""Of integers between minus this and this, no three have the same hash."""
+"""No three integers between minus this number and this number have the same hash."""
 
 
 class KeysApart:
-    """Sees to it that no dict or set that is being made has many keys with one hash."""
+    """Checks that no dict or set that is being made has many keys with one hash."""
 
     def __init__(self, where: str = "") -> None:
-        """`where` begins the message, where nobody else puts it before."""
+        """`where` begins the message, unless the caller adds it."""
         self._where = f"{where}: " if where else ""
         self._alike: dict[int, int] = {}
 
     def check(self, key: object, owner: object) -> None:
-        """Raise HostileError if `key`, harmless to hash, is one too many like it in `owner`."""
+        """Raises HostileError if `owner` has too many keys with the hash of `key`."""
         kind = type(key)
         if kind is str or (kind is int and -_APART < key < _APART):  # type: ignore[operator]
             return

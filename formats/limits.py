@@ -1,12 +1,12 @@
-"""How large a checkpoint may say that it is before a reader refuses it.
+"""Limits for the numbers that a checkpoint announces.
 
-A file that nobody vouches for may announce any number. Each number that sizes memory or work is
-held against a limit first. Rules:
+A file of unknown origin may announce any number. A reader compares each number that sizes memory or
+work with a limit first. Rules:
 
-1. `Limits` has what an honest, huge checkpoint may exceed one day; `limits` or the environment
-   raise it. The constants below have what none exceeds: they stay.
-2. Those in force where a checkpoint is opened hold for it from then on, whichever thread reads.
-3. What exceeds one is a HostileError with the limit's name, the number found and how to raise it.
+1. `Limits` has limits that an honest, huge checkpoint may exceed one day. `limits` or the
+   environment raises them. No honest checkpoint exceeds the constants below: they are fixed.
+2. A checkpoint keeps the limits with which it was opened, in all threads.
+3. A number above a limit is a HostileError with the limit's name, the number and the remedy.
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ VARIABLE = "CKPT_LIMITS"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be raised. Everything read is also at most as long as the file that has it."""
+    """The limits that may be raised. The size of a file is a further limit for all parts of it."""
 
     header_bytes: int = 100_000_000
-    """The JSON header of a safetensors file or native shard: what that library reads."""
+    """The JSON header of a safetensors file or native shard, as in the safetensors library."""
     manifest_bytes: int = 1 << 30
     """A native `manifest.json`."""
     index_bytes: int = 100_000_000
-    """The index of a Hugging Face folder; one of a million tensors is no longer."""
+    """The index of a Hugging Face folder; enough for a million tensors."""
     table_bytes: int = 1 << 30
-    """The chunk table of a native shard with its records of what is borrowed: 3 TB of tensors."""
+    """The chunk table of a native shard with its borrowed runs; enough for 3 TB of tensors."""
     chunk_bytes: int = 64 << 20
-    """One chunk once it is decoded, in scratch memory of a thread; ours have 1 MiB at most."""
+    """One decoded chunk, in scratch memory of a thread; ours have at most 1 MiB."""
     json_values: int = 64_000_000
     """Values in one JSON document, counted by its punctuation; each takes at most 120 bytes."""
     pickle_bytes: int = 1 << 30
-    """One pickle. The `.metadata` of DCP grows with tensors × ranks: 52 MB at 256."""
+    """One pickle. The `.metadata` of DCP grows with tensors × ranks: 52 MB for 256 ranks."""
     pickle_steps: int = 200_000_000
-    """Steps of one pickle; each takes at most 100 bytes. A `.metadata` has one in 2.3 bytes."""
+    """Steps of one pickle; each takes at most 100 bytes. A `.metadata` has a step in 2.3 bytes."""
     zip_directory_bytes: int = 128 << 20
     """The directory of a zip: 1.5 million records, each of which takes 700 bytes."""
     name_chars: int = 4096
-    """The name of a tensor: the keys on the way to it, joined."""
+    """The name of a tensor: the keys of its key path, joined."""
     expansion: int = 1 << 16
-    """Bytes of all tensors for each byte of the files: zeros, compressed, reach 15,000, and a
-    compressed checkpoint that borrows all its chunks 52,000."""
+    """Bytes of all tensors for each byte of the files. Compressed zeros reach 15,000, a compressed
+    checkpoint that borrows all its chunks 52,000."""
 
 
 DIMENSIONS = 64
-"""The most dimensions torch gives a tensor."""
+"""The largest number of dimensions of a torch tensor."""
 HEADER_DIMENSIONS = 1_000
-"""The same for a safetensors header, which other libraries write: multiplying more takes hours."""
+"""Dimensions in a safetensors header of another library: to multiply more would take hours."""
 ELEMENTS = 2**63
-"""Shapes with this many elements or more are refused; torch counts in signed 64-bit integers."""
+"""Shapes with so many elements or more are refused: torch counts in signed 64-bit integers."""
 DEPTH = 200
-"""How deep a state may nest."""
+"""The depth of a state's nest."""
 KEY_DEPTH = 8
-"""How deep a tuple that is a key of a dict may: hashing it takes the C stack."""
+"""The depth of a tuple that is a key of a dict: its hash takes space on the C stack."""
 KEY_PARTS = 1_000
-"""Parts of such a tuple, however deep: one part may stand in it a million times."""
+"""Parts of such a tuple at all depths: a pickle can repeat one part a million times."""
 ALIKE_KEYS = 256
-"""Keys of one dict with one hash: a dict of many such takes a time that grows with their square."""
+"""Keys of one dict with one hash: the time for a dict grows with the square of their number."""
 INTEGER_BYTES = 1024
-"""Longer integers of a pickle are refused; the state of a random generator has 312."""
+"""Bytes of an integer in a pickle. The state of a random generator has 312."""
 FREE_VALUES = 1 << 18
-"""Values a pickle may describe beyond one for each of its bytes, by naming a part of it again."""
+"""Values that a pickle may describe beyond one for each byte: it can refer to a part repeatedly."""
 NAME_CHARS_A_BYTE = 64
-"""Characters in all names, of tensors and values, for each byte of what describes them, and"""
+"""Characters in all names of tensors and values, for each byte that describes them, plus"""
 FREE_NAME_CHARS = 1 << 23
-"""so many more: names repeat the keys above them."""
+"""so many: names repeat the keys above them."""
 LIST_HOLES = 1_000_000
-"""Indices that all lists of a DCP checkpoint together may leave out."""
+"""Missing indices in all lists of a DCP checkpoint together."""
 TANGLED = 512
-"""Boxes of a tensor that no straight cut takes apart."""
+"""Boxes of a tensor that no straight cut separates."""
 CUTS = 16
-"""Rounds of straight cuts that a tensor's boxes may need; sharding makes one or two a dimension."""
+"""Rounds of straight cuts that separate a tensor's boxes; sharding makes one or two a dimension."""
 AXES = 16
 """Axes of a mesh."""
 RANKS = 1 << 24
@@ -92,34 +92,34 @@ RANKS = 1 << 24
 SPLITS = 1 << 16
 """Chunks into which a layout cuts its dimensions before it cuts them over ranks."""
 ALL_SPLITS = 1 << 22
-"""The same of all layouts of tensors that are not alike, where there are more than `FEW_SPLITS`."""
+"""The sum of these for all different layouts of tensors with more than `FEW_SPLITS`."""
 FEW_SPLITS = 64
-"""Chunks of one tensor that are not counted there."""
+"""A layout with at most so many chunks does not count for `ALL_SPLITS`."""
 SIZE = 1 << 62
 """The largest dimension, rank, offset or byte count in a manifest."""
 BASES = 32
-"""Checkpoints that one may borrow from."""
+"""Bases of one checkpoint."""
 
 _NAMES = tuple(each.name for each in fields(Limits))
 _raised: ContextVar[Limits | None] = ContextVar("ckpt_limits", default=None)
 
 
 def current() -> Limits:
-    """The limits in force here. Raises ArgumentError where the variable makes no sense."""
+    """Returns the limits in force. Raises ArgumentError if the variable cannot be parsed."""
     raised = _raised.get()
     return _parsed(os.environ.get(VARIABLE, "")) if raised is None else raised
 
 
 @contextmanager
 def limits(**raised: int) -> Iterator[Limits]:
-    """Within the block, checkpoints that are opened may exceed the limits of these names so far.
+    """Sets limits for checkpoints that are opened inside the block.
 
-    A checkpoint that is opened in it keeps them. Give numbers larger than those that an error
-    named, for a file whose origin you trust; smaller ones are allowed too. In another program, and
-    for the command line, the environment variable `CKPT_LIMITS` does the same.
+    A checkpoint that is opened in the block keeps them. For a file whose origin you trust, pass a
+    larger number than the one in the error; smaller limits are allowed too. The environment
+    variable `CKPT_LIMITS` does the same for another program and the command line.
 
     Raises:
-        ArgumentError: there is no limit of that name, or a number is no positive integer.
+        ArgumentError: no limit has this name, or a number is not a positive integer.
 
     >>> with limits(header_bytes=200_000_000) as now:
     ...     now.header_bytes, now == current()
@@ -128,14 +128,14 @@ def limits(**raised: int) -> Iterator[Limits]:
     for name, number in raised.items():
         _check_known(name, "ckpt.limits")
         if type(number) is not int or number < 1:
-            raise ArgumentError(f"ckpt.limits: {name}={number!r} is no whole number from 1 up")
+            raise ArgumentError(f"ckpt.limits: {name}={number!r} is not a whole number from 1 up")
     with applied(replace(current(), **raised)) as now:
         yield now
 
 
 @contextmanager
 def applied(chosen: Limits) -> Iterator[Limits]:
-    """Within the block, in this thread, just these limits are in force."""
+    """Puts these limits in force in this thread, inside the block."""
     token = _raised.set(chosen)
     try:
         yield chosen
@@ -144,23 +144,23 @@ def applied(chosen: Limits) -> Iterator[Limits]:
 
 
 def check(name: str, found: int, where: str) -> None:
-    """Raise HostileError, beginning with `where`, if the number is over the limit of this name."""
+    """Raises HostileError, which begins with `where`, if a number is above the limit of a name."""
     if found > getattr(current(), name):
         raise exceeded(name, found, where)
 
 
 def exceeded(name: str, found: int, where: str) -> HostileError:
-    """The error for a number over the limit of this name."""
+    """Returns the error for a number above the limit of a name."""
     return HostileError(
         f"{where}: {name} would be {found}, the limit is {getattr(current(), name)}; if you trust "
-        f"its origin, raise it with ckpt.limits({name}=...), or {VARIABLE}={name}=... in the "
-        "environment"
+        f"the file's origin, raise the limit with ckpt.limits({name}=...), or "
+        f"{VARIABLE}={name}=... in the environment"
     )
 
 
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> Limits:
-    """The limits of the environment variable.
+    """Returns the limits in the environment variable.
 
     >>> _parsed("header_bytes=200MB, pickle_steps=5").pickle_steps
     5
@@ -182,20 +182,20 @@ def _check_known(name: str, where: str) -> None:
 
 
 class Names:
-    """The names of what is in a checkpoint: no tensor's too long, and not too much in all."""
+    """Limits the length of names in a checkpoint: of each tensor's name, and of all together."""
 
     def __init__(self, where: str, described_bytes: int) -> None:
-        """`described_bytes` is the length of what describes them; `grow` adds to it."""
+        """`described_bytes` is the length of the bytes with the names; `grow` adds to it."""
         self._where = where
         self._longest = current().name_chars
         self._left = FREE_NAME_CHARS + NAME_CHARS_A_BYTE * described_bytes
 
     def grow(self, described_bytes: int) -> None:
-        """So many bytes more describe the checkpoint."""
+        """Adds bytes that describe the checkpoint."""
         self._left += NAME_CHARS_A_BYTE * described_bytes
 
     def tensor(self, chars: int) -> None:
-        """The name of one more tensor. Raises HostileError where it is too long, or all are."""
+        """Counts the name of a tensor. Raises HostileError if it, or all together, is too long."""
         self._left -= chars
         if chars > self._longest or self._left < 0:
             if chars > self._longest:
@@ -203,10 +203,10 @@ class Names:
             self.values(0)
 
     def values(self, chars: int, count: int = 1) -> None:
-        """Names of values, so many characters each. Raises HostileError where all are too long."""
+        """Counts names of values, of so many characters each. Raises HostileError if too many."""
         self._left -= chars * count
         if self._left < 0:
             raise HostileError(
-                f"{self._where}: the names in it, which repeat the keys above them, are over "
-                f"{NAME_CHARS_A_BYTE} times as long as what describes them"
+                f"{self._where}: all its names, which repeat the keys above them, are over "
+                f"{NAME_CHARS_A_BYTE} times as long as the bytes that describe them"
             )

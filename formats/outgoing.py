@@ -1,7 +1,7 @@
-"""What a format's writer is handed: names, shapes and a stream of bytes for each tensor.
+"""The input of a format's writer: names, shapes and a stream of bytes for each tensor.
 
-Sizes are known before any byte is read, so headers can go first; bytes come in blocks, so no whole
-tensor is ever in memory.
+Sizes are known before the first byte, so headers can go first. Bytes come in blocks, so no whole
+tensor is in memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class OutgoingTensor:
     blocks: Callable[[], Iterator[memoryview]]
     """Starts the stream: the packed row-major bytes in order, in blocks of any size.
 
-    A block is valid until the next one is asked for. To be started once.
+    A block is valid until the next one. A stream is started once.
     """
     stable: bool = False
-    """The blocks stay valid and unchanged until the file is finished: they are the tensor's own
-    memory, so that many can go to the disk in one call."""
+    """Whether the blocks stay valid until the file is complete: they are the tensor's own memory,
+    so that one call can write many of them."""
 
     announce: Callable[[], None] = lambda: None
-    """Says that this stream will be started after those announced before; see `announce`."""
+    """Announces that this stream starts after the streams announced before; see `announce`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes the stream will give."""
+        """The bytes of the stream."""
         return self.dtype.nbytes(self.shape)
 
 
@@ -51,9 +51,9 @@ class Outgoing:
 
 
 def announce(tensors: Iterable[OutgoingTensor]) -> None:
-    """Say in which order streams will be started, so that they can be read ahead, many at once.
+    """Announces the order in which streams start, so that many can be read ahead together.
 
-    Streams that are started in another order, or unannounced, give the same bytes.
+    A stream that starts in another order, or unannounced, has the same bytes.
     """
     for tensor in tensors:
         tensor.announce()

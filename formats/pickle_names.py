@@ -1,15 +1,15 @@
-"""What a checkpoint's pickle may name, and the inert thing each name becomes here.
+"""The names that a checkpoint's pickle may use, and the inert value of each.
 
 A pickle names classes and functions by module and name, and an ordinary unpickler imports and calls
-them. Here a name is only looked up in the tables below. Rules:
+them. This reader only looks a name up in the tables below. Rules:
 
-1. Nothing is imported and nothing of the file is called: a name becomes a `Name`, a plain value or
-   a record of `formats.pickle_records`, or the file is refused.
-2. A value this package has no type for becomes the nearest plain one: an OrderedDict a dict, a
-   torch.Size a tuple, a device, a layout and a path their text.
-3. Arguments are checked for their types before use, and no argument is a size to allocate.
+1. The reader imports nothing and calls nothing of the file. A name becomes a `Name`, a plain value
+   or a record of `formats.pickle_records`; any other name is refused.
+2. A value without a type in this package becomes the nearest plain one: an OrderedDict becomes a
+   dict, a torch.Size a tuple, a device, a layout or a path its text.
+3. The types of arguments are checked before use, and no argument is a size to allocate.
 
-torch's own list of what a pickle may name is in torch/_weights_only_unpickler.py.
+torch's own list of allowed names is in torch/_weights_only_unpickler.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from formats.pickle_records import (
     view,
 )
 
-# The makers: each takes the arguments in the file and gives what the call stands for.
+# The makers: each takes the arguments in the file and returns the value of the call.
 
 Arguments = tuple[object, ...]
 
@@ -73,7 +73,7 @@ def _complex(arguments: Arguments) -> object:
 
 
 def _encode(arguments: Arguments) -> object:
-    # How protocols before 3 write bytes: as text and its encoding.
+    # Protocols before 3 write bytes as text with its encoding.
     text, encoding = arguments
     if isinstance(text, str) and encoding in ("latin1", "latin-1"):
         return text.encode("latin-1")
@@ -120,30 +120,30 @@ def _tensor(arguments: Arguments) -> object:
     storage, at, shape, strides, *_ = arguments
     metadata = arguments[6] if len(arguments) > 6 else None
     if not isinstance(storage, Storage):
-        raise FormatError("a tensor is built on something that is no storage")
+        raise FormatError("a tensor is built on a value that is not a storage")
     return view(storage, storage.dtype, at, shape, strides, metadata)
 
 
 def _tensor_of_dtype(arguments: Arguments) -> object:
     storage, at, shape, strides, _, _, dtype, *metadata = arguments
     if not isinstance(storage, Storage) or not isinstance(dtype, DType):
-        raise FormatError("a tensor is built on something that is no storage")
+        raise FormatError("a tensor is built on a value that is not a storage")
     return view(storage, dtype, at, shape, strides, metadata[0] if metadata else None)
 
 
 def _parameter(arguments: Arguments) -> object:
     data = arguments[0]
     if not isinstance(data, StoredTensor):
-        raise FormatError("a parameter is built on something that is no tensor")
+        raise FormatError("a parameter is built on a value that is not a tensor")
     return data
 
 
 def _tensor_with_attributes(arguments: Arguments) -> object:
     maker, kind, inner, _ = arguments
     if not isinstance(maker, Name) or maker.full not in _TENSOR_MAKERS:
-        raise FormatError("a tensor is built by something that builds no tensors")
+        raise FormatError("a tensor is built by a function that builds no tensors")
     if not isinstance(kind, Name) or kind.full not in _TENSOR_CLASSES or type(inner) is not tuple:
-        raise FormatError("a tensor is built of something that is no class of tensors")
+        raise FormatError("a tensor is built with a class that is not a class of tensors")
     return _TENSOR_MAKERS[maker.full](inner)
 
 
@@ -181,10 +181,10 @@ MAKERS: dict[str, Callable[[Arguments], object]] = {
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-"""What a call of each known class or function gives."""
+"""Makes the value of a call of each known class or function."""
 
 _ONLY_NAMED = _TENSOR_CLASSES | {f"builtins.{name}" for name in ("dict", "list", "int", "float")}
-"""Names that occur as arguments: the class of a tensor, the factory of a defaultdict."""
+"""Names that occur only as arguments: the class of a tensor, the factory of a defaultdict."""
 
 _UNREAD = {
     "torch._utils._rebuild_qtensor": "quantised tensors",
@@ -215,13 +215,15 @@ _STORAGE_DTYPES = {
 }
 
 STORAGE_NAMES = {dtype: name for name, dtype in _STORAGE_DTYPES.items() if name != "UntypedStorage"}
-"""The typed storage class of each dtype (by torch name) that has one; the others are untyped."""
+"""The typed storage class by the torch name of the dtype; other dtypes have untyped storages."""
 
 
 def known(module: str, name: str) -> object:
-    """The inert thing that a name in a pickle stands for.
+    """Returns the inert value of a name in a pickle.
 
-    Raises HostileError naming what is asked for when it is nothing a checkpoint needs.
+    Raises:
+        HostileError: no checkpoint needs this name; the message has it.
+        UnsupportedError: the name builds a kind of tensor that is not read.
     """
     full = f"{module.replace('__builtin__', 'builtins')}.{name}"
     if full in MAKERS or full in RECORDS or full in _ONLY_NAMED:
@@ -232,8 +234,8 @@ def known(module: str, name: str) -> object:
         return StorageType(BY_TORCH_NAME[_STORAGE_DTYPES[name]])
     if full in _UNREAD:
         raise UnsupportedError(
-            f"the pickle builds {_UNREAD[full]} ({full}), which are not read; save them as plain "
-            "tensors"
+            f"the pickle builds {_UNREAD[full]} ({full}), which this reader cannot read; save them "
+            "as plain tensors"
         )
     raise HostileError(
         f"the pickle asks for {_shown(full)}, which a checkpoint never needs; nothing was executed"
@@ -241,16 +243,16 @@ def known(module: str, name: str) -> object:
 
 
 def _shown(name: str) -> str:
-    # A hostile name may hold control characters for the terminal, or a megabyte.
+    # A hostile name may have control characters for the terminal, or a megabyte.
     return name if name.isprintable() and len(name) <= 200 else repr(name[:200])
 
 
 def storage(reference: object) -> Storage:
-    """The storage that a persistent id in a pickle refers to."""
+    """Returns the storage of a persistent id in a pickle."""
     match reference:
         case ("storage", StorageType(dtype), str(key), str(), int(numel)) if numel >= 0:
             return Storage(key, dtype, numel)
-    raise FormatError("the pickle refers to something outside that is no storage")
+    raise FormatError("the pickle refers to an outside object that is not a storage")
 
 
 def _list(value: object) -> list[object]:

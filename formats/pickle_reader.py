@@ -1,21 +1,20 @@
-"""A pickle read as data: no import, no call, no code of the file is ever run.
+"""Reads a pickle as data, without imports, calls or code of the file.
 
-This is the stack machine of Python's pickle module (protocols 2 to 5), reduced to what checkpoints
-hold. What makes it safe, next to the rules of `formats.pickle_names`:
+This is the stack machine of Python's pickle module (protocols 2 to 5), reduced to the content of
+checkpoints. Its safety rules, next to those of `formats.pickle_names`:
 
-1. A class or function in the file is looked up in a table of known names, never imported; REDUCE
-   and NEWOBJ accept only a `Name` of that table, BUILD only a record or dict that the file made.
+1. A class or function of the file is looked up in a table of known names and never imported. REDUCE
+   and NEWOBJ accept only a `Name` of that table, BUILD only a record or dict of this pickle.
 2. Extension codes, which Python resolves through a registry of the process, are refused.
-3. Nothing is allocated by a number in the file: text and bytes are slices of the file, the memo
-   grows by one, and integers have at most `INTEGER_BYTES`.
-4. Nothing is hashed or compared before `check_key` has found it harmless, and no dict gets many
-   keys with one hash.
-5. Steps are counted, and so are elements that calls copy: a part that is named a thousand times is
-   not copied a thousand times.
-6. Whatever else is wrong with the bytes is a FormatError that says at which of them.
+3. No number of the file sizes memory: text and bytes are slices of the file, the memo grows by
+   one, and integers have at most `INTEGER_BYTES`.
+4. A key is hashed or compared only after `check_key`, and no dict gets many keys with one hash.
+5. Steps are counted, and so are elements that calls copy: the pickle cannot copy one part a
+   thousand times.
+6. Any other invalid byte is a FormatError with its position.
 
-The result may contain itself or one part many times: whoever walks it sets bounds.
-The opcodes are described in the standard library's pickletools.
+The result may contain itself, or one part many times: a walk over it needs bounds. The standard
+library's pickletools describes the opcodes.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from formats.pickle_names import MAKERS, known, storage
 from formats.pickle_records import FIELDS, RECORDS, Name, Record, check_key, fill
 
 SET_STEPS = 3
-"""What making a set counts for: it takes as much memory as so many other things."""
+"""A new set counts as so many steps: it takes as much memory."""
 
 FREE_COPIES = 1 << 18
 """Elements that calls may copy beyond one for each byte of the pickle."""
 
 _UNSOUND = (LookupError, TypeError, ValueError, OverflowError, RecursionError, StructError)
-"""What the machine runs into when the bytes make no sense."""
+"""The errors of the machine for invalid bytes."""
 
 _U16, _I32, _U32, _U64, _F64 = (Struct(code) for code in ("<H", "<i", "<I", "<Q", ">d"))
 
 
 def load(data: bytes, where: str) -> object:
-    """What the pickle describes, in plain values and the records of `formats.pickle_records`.
+    """Returns the content of a pickle as plain values and records of `formats.pickle_records`.
 
-    `where` opens every message: the file and, if it has several, the place of this pickle in it.
+    `where` begins each message: the file and, if it has several pickles, the place of this one.
 
     Raises:
-        HostileError: it names something that no checkpoint needs, or has an absurd size.
-        UnsupportedError: it is of an older protocol, or holds tensors of a kind that is not read.
-        FormatError: it is no sound pickle.
+        HostileError: the pickle has a name that no checkpoint needs, or an absurd size.
+        UnsupportedError: the pickle has an older protocol, or a kind of tensors that is not read.
+        FormatError: the pickle is not valid.
     """
     check("pickle_bytes", len(data), where)
     machine = _Machine(data)
@@ -61,13 +60,13 @@ def load(data: bytes, where: str) -> object:
         raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle)") from None
     except _UNSOUND as error:
         raise FormatError(
-            f"{where}: no sound pickle at byte {machine.at} of {len(data)} "
+            f"{where}: the pickle is not valid at byte {machine.at} of {len(data)} "
             f"({type(error).__name__}: {error}); restore the file from another copy"
         ) from None
 
 
 class _Machine:
-    """The stack, the marks on it, the memo, and the place in the bytes."""
+    """The stack with its marks, the memo, and the position in the bytes."""
 
     __slots__ = (
         "at",
@@ -88,12 +87,12 @@ class _Machine:
         self.at = 0
         self.stack: list[object] = []
         self.below: list[list[object]] = []
-        """The stacks below the marks: nothing reaches beneath a mark but what removes it."""
+        """The stacks below the marks. Only an opcode that removes a mark reaches below it."""
         self.memo: list[object] = []
         self.sparse: dict[int, object] = {}
-        """The memo of a pickle that leaves out numbers: no pickler does."""
+        """The memo of a pickle that leaves out numbers, which no pickler does."""
         self.frame_end = -1
-        """Where the frame ends that has the next opcode; -1 where none has."""
+        """The end of the present frame; -1 outside of a frame."""
         self.copied = 0
         self.keys = KeysApart()
         self.push: Callable[[object], None] = self.stack.append
@@ -102,7 +101,7 @@ class _Machine:
     def run(self) -> object:
         data, steps, end = self.data, _STEPS, len(self.data)
         most = current().pickle_steps
-        for _ in range(most):  # which counts for nothing
+        for _ in range(most):
             if self.at == self.frame_end:
                 self.frame_end = -1
             if self.at >= end:
@@ -110,24 +109,23 @@ class _Machine:
             opcode = data[self.at]
             if opcode == _STOP:
                 if len(self.stack) != 1 or self.below or self.at + 1 != end:
-                    raise FormatError("the pickle goes on after its end, or ends with values left")
+                    raise FormatError("bytes follow the pickle, or values are left at its end")
                 if self.frame_end not in (-1, end):
                     raise FormatError("the last frame does not end with the pickle")
                 return self.stack[0]
             step = steps[opcode]
             if step is None:
                 raise UnsupportedError(
-                    f"opcode {data[self.at : self.at + 1]!r} is of a pickle protocol that torch "
-                    "never writes, or no opcode"
+                    f"opcode {data[self.at : self.at + 1]!r} is not one that torch writes"
                 )
             self.at += 1
             step(self)
         raise exceeded("pickle_steps", most + 1, "the pickle")
 
-    # What the steps are made of.
+    # Parts of steps.
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes of the file; fewer are an error."""
+        """Returns the next bytes of the file. Raises FormatError if there are fewer."""
         end = self.at + nbytes
         if end > len(self.data):
             raise FormatError(f"{nbytes} bytes are announced, the pickle ends before")
@@ -151,10 +149,10 @@ class _Machine:
         return text
 
     def copy(self, elements: int) -> None:
-        """Count what a step copies. Raises HostileError where that is more than the file has."""
+        """Counts copied elements. Raises HostileError if they are more than the file has bytes."""
         self.copied += elements
         if self.copied > len(self.data) + FREE_COPIES:
-            raise HostileError("the pickle copies parts of itself again and again")
+            raise HostileError("the pickle copies parts of itself repeatedly")
 
     # The memo.
 
@@ -172,13 +170,13 @@ class _Machine:
         self.push(known[number] if number < len(known) else self.sparse[number])
 
     def frame(self, nbytes: int) -> None:
-        """So many bytes may be read ahead: opcodes that end with them, and no frame among them."""
+        """Begins a frame: it ends with an opcode and contains no other frame."""
         if self.frame_end >= 0 or nbytes > len(self.data) - self.at:
             raise FormatError(f"a frame of {nbytes} bytes does not end where an opcode does")
         self.frame_end = self.at + nbytes
 
     def pop_marked(self) -> list[object]:
-        """Everything above the last mark, which is removed."""
+        """Removes the last mark, and returns the values above it."""
         items = self.stack
         self.use(self.below.pop())
         return items
@@ -204,7 +202,7 @@ class _Machine:
         self.stack[-length:] = [tuple(self.stack[-length:])]
 
     def marked_tuple(self) -> None:
-        items = self.pop_marked()  # before anything is pushed: that changes the stack
+        items = self.pop_marked()  # first: it changes the stack to which the tuple is pushed
         self.push(tuple(items))
 
     def append(self, items: list[object]) -> None:
@@ -243,12 +241,12 @@ class _Machine:
         self.empty_set()
         self.add_items(items)
 
-    # Names, and what an ordinary unpickler would do with them.
+    # Names, and the calls that an ordinary unpickler would make.
 
     def name_in_stack(self) -> None:
         name, module = self.pop(), self.pop()
         if not isinstance(module, str) or not isinstance(name, str):
-            raise FormatError("something is asked for by a name that is no text")
+            raise FormatError("a class or function has a name that is not text")
         self.push(known(module, name))
 
     def name_in_lines(self) -> None:
@@ -262,7 +260,7 @@ class _Machine:
     def call(self) -> None:
         arguments, callee = self.pop(), self.pop()
         if not isinstance(callee, Name) or type(arguments) is not tuple:
-            raise FormatError(f"a {type(callee).__name__} is called, which cannot be")
+            raise FormatError(f"a {type(callee).__name__} is called, which cannot be called")
         if callee.full in MAKERS:
             for each in arguments:
                 if type(each) in _COPIED:
@@ -275,13 +273,15 @@ class _Machine:
 
     def call_with_keywords(self) -> None:
         if self.pop() != {}:
-            raise FormatError("a class is called with keyword arguments, which none here takes")
+            raise FormatError(
+                "a class is called with keyword arguments, which none here takes"
+            )
         self.call()
 
     def build(self) -> None:
         state, target = self.pop(), self.stack[-1]
         if type(target) is dict:
-            return  # The attributes of an OrderedDict, `_metadata` of a module's state: not kept.
+            return  # attributes of an OrderedDict, such as `_metadata` of a module, are dropped
         if type(target) not in FIELDS:
             raise FormatError(f"a {type(target).__name__} is given a state, which it cannot have")
         assert isinstance(target, Record)

@@ -1,10 +1,10 @@
-"""What a checkpoint's pickle is made of, as inert records: tensors, storages, the metadata of DCP.
+"""The parts of a checkpoint's pickle as inert records: tensors, storages, the metadata of DCP.
 
-Frozen stand-ins for the classes of torch that occur in checkpoints; torch is not needed. Rules:
+Frozen substitutes for the classes of torch that occur in checkpoints; torch is not needed. Rules:
 
-1. A record does nothing: it has fields, no behaviour that a file could choose.
+1. A record has fields and no behaviour that a file could choose.
 2. A `StoredTensor` is checked when it is made. The records of DCP are not: a file chooses the
-   contents of each field, even after it was set, so whoever uses one checks what it takes from it.
+   content of each field, even after it was set, so a user of a field checks its value.
 
 The originals are in metadata.py and filesystem.py of torch.distributed.checkpoint.
 """
@@ -19,41 +19,41 @@ from formats.errors import FormatError, HostileError, UnsupportedError
 from formats.limits import DIMENSIONS, ELEMENTS, KEY_DEPTH, KEY_PARTS
 
 LARGEST_STRIDE = ELEMENTS // 16
-"""Strides from here on, of dimensions of one index say, are refused: in bytes, none is counted."""
+"""Strides of so many elements or more are refused: torch could not count them in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A known class or function that the file named. It is a word here and cannot be called."""
+    """A known class or function that the file names. Here it is text and cannot be called."""
 
     full: str
 
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of typed storage, `torch.FloatStorage`; untyped ones count bytes."""
+    """A class of typed storage, such as `torch.FloatStorage`; untyped storages count bytes."""
 
     dtype: DType
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage the pickle refers to: its bytes are the record `data/<key>` of the zip."""
+    """A storage of the pickle. Its bytes are the record `data/<key>` of the zip."""
 
     key: str
     dtype: DType
-    """What `numel` counts."""
+    """The dtype of the elements that `numel` counts."""
     numel: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage."""
+        """The bytes of the storage."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A view of a storage, checked to lie inside it. Offset and strides count elements."""
+    """A view of a storage that lies inside it. Offset and strides count elements."""
 
     storage: Storage
     dtype: DType
@@ -84,7 +84,7 @@ class TensorStorageMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
-    """A tensor's dtype, and fields that torch calls deprecated. Pickled as a tuple."""
+    """A tensor's dtype, and fields that torch has deprecated. Pickled as a tuple."""
 
     dtype: object = None
     layout: object = None
@@ -103,12 +103,12 @@ class ChunkStorageMetadata:
 
 @dataclass(frozen=True, slots=True)
 class BytesStorageMetadata:
-    """A value of a DCP checkpoint that is no tensor."""
+    """A value of a DCP checkpoint that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataIndex:
-    """Which item: a name and, for a tensor, the offsets of a chunk."""
+    """The key of an item: a name and, for a tensor, the offsets of a chunk."""
 
     fqn: object = None
     offset: object = None
@@ -117,7 +117,7 @@ class MetadataIndex:
 
 @dataclass(frozen=True, slots=True)
 class StorageMeta:
-    """What the writer called the checkpoint."""
+    """The writer's ids of the checkpoint."""
 
     checkpoint_id: object = None
     save_id: object = None
@@ -127,7 +127,7 @@ class StorageMeta:
 
 @dataclass(frozen=True, slots=True)
 class StorageInfo:
-    """Where an item lies: `length` bytes from `offset` of a file."""
+    """The place of an item: `length` bytes from `offset` of a file."""
 
     relative_path: object = None
     offset: object = None
@@ -152,7 +152,7 @@ RECORDS: dict[str, type[Record]] = {
     _DCP + "Metadata": Metadata,
     _DCP + "TensorStorageMetadata": TensorStorageMetadata,
     _DCP + "TensorProperties": TensorProperties,
-    # Its place before torch 2.3.
+    # the name before torch 2.3
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": TensorProperties,
     _DCP + "ChunkStorageMetadata": ChunkStorageMetadata,
     _DCP + "BytesStorageMetadata": BytesStorageMetadata,
@@ -160,19 +160,19 @@ RECORDS: dict[str, type[Record]] = {
     _DCP + "StorageMeta": StorageMeta,
     "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
 }
-"""The classes that become a record of this file, by the name torch gives them."""
+"""The classes that become a record of this file, by their names in torch."""
 
 FIELDS = {cls: tuple(each.name for each in fields(cls)) for cls in RECORDS.values()}
 
 
 _NEVER_MISSING = ("state_dict_metadata", "planner_data", "storage_data")
-"""Fields of `Metadata` that every torch has written, so that no other name stands for one."""
+"""Fields of `Metadata` that every version of torch writes."""
 
 
 def fill(record: Record, state: object) -> None:
-    """Set the fields of a record that the file has just made; names that are no fields are dropped.
+    """Sets the fields of a new record. Drops unknown fields, which a later torch may add.
 
-    A later torch may add fields, so an unknown one is no error.
+    Raises FormatError if the state is not a dict, or lacks a field that every torch writes.
     """
     names = FIELDS[type(record)]
     if isinstance(record, TensorProperties) and type(state) is tuple:
@@ -188,9 +188,9 @@ def fill(record: Record, state: object) -> None:
 
 
 def check_key(key: object, depth: int = 0, parts: int = KEY_PARTS) -> int:
-    """Raise FormatError unless hashing and comparing `key` is safe and cheap.
+    """Raises FormatError unless `key` is safe and cheap to hash and compare.
 
-    Returns how many of the `parts` that it may have are left.
+    Returns the number of `parts` that are left of the allowed ones.
     """
     if isinstance(key, tuple) and depth < KEY_DEPTH:
         if len(key) > parts:
@@ -205,17 +205,17 @@ def check_key(key: object, depth: int = 0, parts: int = KEY_PARTS) -> int:
 
 
 def check_index(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
-    """Name and offsets of an item. Raises FormatError where they are none, as yet or any more."""
+    """Returns name and offsets of an item. Raises FormatError for fields of other types."""
     name, offset = index.fqn, index.offset
     if type(name) is not str or not (offset is None or is_shape(offset)):
-        raise FormatError("an item of a DCP checkpoint is indexed by no name and offsets")
+        raise FormatError("the index of an item of a DCP checkpoint is not a name with offsets")
     return name, offset
 
 
 def view(
     storage: Storage, dtype: DType, at: object, shape: object, strides: object, metadata: object
 ) -> StoredTensor:
-    """The tensor of this shape in a storage; raises unless all its elements lie inside."""
+    """Returns the tensor of this shape in a storage. Raises unless all elements lie inside."""
     start, sizes, steps = integer_of(at), shape_of(shape), shape_of(strides)
     if metadata:
         raise UnsupportedError(
@@ -242,27 +242,27 @@ def view(
 
 
 def integer_of(value: object) -> int:
-    """The value, which must be an integer."""
+    """Returns the value. Raises FormatError unless it is an integer."""
     if type(value) is int:
         return value
     raise FormatError(f"a whole number is expected, not a {type(value).__name__}")
 
 
 def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
-    """True for a tuple of integers from 0 up, of no more than torch's tensors have dimensions."""
+    """Whether a value is a tuple of integers from 0 up, at most as many as torch's dimensions."""
     if type(value) is not tuple or len(value) > DIMENSIONS:
         return False
-    for size in value:  # noqa: SIM110  # A generator takes three times as long, a million times.
+    for size in value:  # noqa: SIM110 - a generator takes three times as long
         if type(size) is not int or size < 0:
             return False
     return True
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """The value, which must be a tuple of integers from 0 up."""
+    """Returns the value. Raises FormatError unless it is a tuple of integers from 0 up."""
     if is_shape(value):
         return value
     raise FormatError(
-        "a shape or the strides of a tensor are no tuple of whole numbers from 0 up, "
-        f"{DIMENSIONS} at most"
+        "a shape or the strides of a tensor are not a tuple of whole numbers from 0 up, at most "
+        f"{DIMENSIONS}"
     )

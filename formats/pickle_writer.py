@@ -1,7 +1,7 @@
-"""The pickles that torch reads: plain values and the records of `formats.pickle_records`.
+"""Writes pickles that torch reads: plain values and the records of `formats.pickle_records`.
 
-They are of protocol 2, torch.save's own, whose opcodes `torch.load(weights_only=True)` knows. Each
-opcode is written by hand, so no torch is needed and nothing else can get into the file.
+The pickles have protocol 2, as those of torch.save: `torch.load(weights_only=True)` knows its
+opcodes. This writer writes each opcode itself, so it needs no torch and stores nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from formats.pickle_records import (
 from sharding.errors import ArgumentError
 
 NAMES = {cls: name for name, cls in reversed(RECORDS.items())}
-"""The name torch gives each record's class (today's, where it has had several)."""
+"""The name of each record's class in torch; the newest one if it has had several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Call:
 
 
 def dump(value: object) -> bytes:
-    """The pickle of a nest of values, records and calls.
+    """Returns the pickle of a nest of values, records and calls.
 
-    A tensor that occurs twice is written once and shared, as are texts and names.
+    A repeated tensor, text or name is written once and shared.
 
     Raises:
-        ArgumentError: a value has a type that cannot be written.
+        ArgumentError: a value has a type, or an integer a size, that cannot be pickled.
     """
     writer = _Writer()
     writer.value(value)
@@ -50,7 +50,7 @@ def dump(value: object) -> bytes:
 
 
 class _Writer:
-    """What is written so far, and the place in the reader's memo of what may come again."""
+    """The bytes so far, and the places of values in the reader's memo."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -169,7 +169,7 @@ class _Writer:
         self.data += pickle.BUILD
 
     def known(self, key: object) -> bool:
-        """Write a reference to what was written before, if it was."""
+        """Writes a reference to a value that was written before. Returns False if it was not."""
         place = self.memo.get(key)
         if place is None:
             return False

@@ -1,18 +1,18 @@
-"""One safetensors file as a checkpoint: named tensors, each whole, and nothing around them.
+"""Reads and writes one safetensors file as a checkpoint: whole tensors with names.
 
-The format is flat. What it has no words for is kept where that is possible and reported where not:
+The format is flat. Rules for content that it lacks:
 
-1. A tensor is stored under its own name; the nest it stood in is gone. Plain values (a step count,
-   learning rates) cannot be stored: `write` returns their key paths, for the caller to show.
-2. Of tied names one is stored, as transformers does, which ties them again when it loads. The
-   others stand in the metadata under `ckpt.tied`, a JSON object from name to stored name. Files of
-   `safetensors.torch.save_model`, which has a metadata entry for each, are understood as well.
+1. A tensor is stored under its name, without its nest. Plain values (a step count, learning rates)
+   cannot be stored: `write` returns their key paths, for the caller to show.
+2. One of tied names is stored, as by transformers, which ties them again after a load. The metadata
+   has the other names under `ckpt.tied`, a JSON object from name to stored name. Files of
+   `safetensors.torch.save_model`, with a metadata entry for each tied name, are read too.
 3. A dtype that safetensors lacks is stored as its carrier (see formats/dtypes.py). The metadata has
-   its true name under `ckpt.dtypes`, a JSON object from tensor to dtype. Other readers see the
+   the true name under `ckpt.dtypes`, a JSON object from tensor to dtype. Other readers see the
    carrier: complex128 is F64 with a last dimension of 2.
-4. Larger elements come first, so that every tensor is aligned to the size of its elements.
+4. Larger elements come first, so that each tensor is aligned to the size of its elements.
 
-Shards of a Hugging Face folder are such files too: formats/huggingface.py builds on this one.
+The shards of a Hugging Face folder are such files: formats/huggingface.py uses this module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
 
 TIED_KEY = "ckpt.tied"
-"""Metadata: a JSON object from each tied name that is not stored to the one that is."""
+"""Metadata: a JSON object from each tied name to the stored name."""
 
 DTYPES_KEY = "ckpt.dtypes"
 """Metadata: a JSON object from each carried tensor to the name of its true dtype."""
@@ -49,7 +49,7 @@ DTYPES_KEY = "ckpt.dtypes"
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """What one safetensors file says, our own metadata keys already interpreted."""
+    """The content of one safetensors file, with ckpt's own metadata keys interpreted."""
 
     tensors: Mapping[str, TensorRecord]
     aliases: Mapping[str, str]
@@ -58,13 +58,13 @@ class FileContents:
 
 
 def read(reader: Reader, name: str) -> Catalog:
-    """What a safetensors file holds; reads its header only.
+    """Reads the catalog of a safetensors file: only its header.
 
     Raises:
         CorruptError: the file is shorter or longer than its header says.
-        HostileError: a header that no writer writes, see formats/safetensors_header.py.
-        UnsupportedError: a tensor whose elements are smaller than a byte.
-        FormatError: it is not a safetensors file.
+        HostileError: no writer makes such a header; see formats/safetensors_header.py.
+        UnsupportedError: a tensor has elements smaller than a byte.
+        FormatError: the file is not a safetensors file.
     """
     contents = read_contents(reader, name)
     return Catalog(
@@ -78,7 +78,7 @@ def read(reader: Reader, name: str) -> Catalog:
 
 
 def read_contents(reader: Reader, name: str) -> FileContents:
-    """What `read` makes a catalog of. Raises as it does."""
+    """Reads the content of a file, of which `read` makes a catalog. Raises as `read` does."""
     header, raw = read_header(reader, name)
     metadata = dict(header.metadata)
     true_dtypes = _json_object(metadata.pop(DTYPES_KEY, "{}"), DTYPES_KEY, name)
@@ -101,14 +101,14 @@ def read_contents(reader: Reader, name: str) -> FileContents:
 
 
 def write(writer: Writer, name: str, state: Outgoing) -> tuple[str, ...]:
-    """Stream a state into one safetensors file; returns the key paths of the values left out.
+    """Streams a state into one safetensors file; returns the key paths of values that are left out.
 
-    The file appears when it is complete. Memory use is the header's and one block's.
+    The file appears when it is complete. The header and one block are in memory.
 
     Raises:
         CorruptError: a tensor's stream gave fewer or more bytes than its shape needs.
-        FormatError: two tensors of one name, or a name that is no text.
-        UnsupportedError: more tensors than a header can hold.
+        FormatError: two tensors have one name, or a name is not text.
+        UnsupportedError: a header cannot hold so many tensors.
     """
     write_tensors(writer, name, list(state.tensors.values()), state.aliases, state.metadata)
     return left_out(state.tree)
@@ -121,10 +121,7 @@ def write_tensors(
     aliases: Mapping[str, str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Stream tensors into one safetensors file, with the aliases of those among them.
-
-    Raises as `write` does.
-    """
+    """Streams tensors into one safetensors file, with their aliases. Raises as `write` does."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header, _ = build(
         [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered],
@@ -140,7 +137,7 @@ def write_tensors(
 
 
 def left_out(tree: Tree) -> tuple[str, ...]:
-    """The key paths of the plain values in a tree, which a flat format cannot store.
+    """Returns the key paths of the plain values in a tree, which a flat format cannot store.
 
     >>> left_out({"model": {"w": TensorRef("w")}, "groups": [{"lr": 0.1}], "step": 3})
     ('groups[0].lr', 'step')
@@ -149,7 +146,7 @@ def left_out(tree: Tree) -> tuple[str, ...]:
 
 
 def flat_tree(tensors: Mapping[str, TensorRecord], aliases: Mapping[str, str]) -> Tree:
-    """The tree of a flat format: every name, tied ones too, with its tensor."""
+    """Returns the tree of a flat format: each name, also tied ones, with its tensor."""
     return {
         **{name: TensorRef(name) for name in tensors},
         **{alias: TensorRef(name) for alias, name in aliases.items()},
@@ -173,7 +170,7 @@ def _record(entry: Entry, true_dtype: str | None, file: str, data_offset: int) -
 
 
 def _true_shape(entry: Entry, dtype: DType, file: str) -> tuple[int, ...]:
-    """The shape of a carried tensor, from the shape its carrier has."""
+    """Returns the true shape of a carried tensor."""
     widened = BY_NAME[dtype.carrier].itemsize != dtype.itemsize
     shape = entry.shape[:-1] if widened else entry.shape
     if entry.dtype != dtype.carrier or entry.shape != dtype.carrier_shape(shape):
@@ -185,12 +182,12 @@ def _true_shape(entry: Entry, dtype: DType, file: str) -> tuple[int, ...]:
 
 
 def _json_object(text: str, key: str, file: str) -> dict[str, str]:
-    """The object from text to text that a metadata entry of ours holds."""
+    """Returns the JSON object from text to text in a metadata entry of ckpt's."""
     found: dict[str, str] = {}
     for name, value in decode_object(text, f"{file}: {key} in its metadata").items():
         if not isinstance(value, str):
             raise FormatError(
-                f"{file}: {key} in its metadata has {value!r:.80} for {name}, no text"
+                f"{file}: {key} in its metadata has {value!r:.80} for {name}, which is not text"
             )
         found[name] = value
     return found
@@ -206,9 +203,9 @@ def _check_aliases(aliases: Mapping[str, str], header: Header, file: str) -> Non
 
 
 def _aliases_of_save_model(header: Header) -> dict[str, str]:
-    """The tied names that `safetensors.torch.save_model` left out: metadata from each to its twin.
+    """Returns the tied names of `safetensors.torch.save_model`, which stores each in the metadata.
 
-    `format` is every writer's, and no tensor name even where a tensor is called `pt`.
+    All writers store the key `format`, so it is not a tied name even if a tensor is called `pt`.
     """
     return {
         key: text
@@ -220,7 +217,7 @@ def _aliases_of_save_model(header: Header) -> dict[str, str]:
 def _metadata(
     tensors: Sequence[OutgoingTensor], aliases: Mapping[str, str], metadata: Mapping[str, str]
 ) -> dict[str, str]:
-    """The metadata of a file with these tensors; our own keys are there only when needed."""
+    """Returns the metadata of a file with these tensors, with ckpt's own keys only if needed."""
     names = {tensor.name for tensor in tensors}
     tied = {a: name for a, name in aliases.items() if name in names and a not in names}
     carried = {t.name: t.dtype.name for t in tensors if t.dtype.carrier != t.dtype.name}

@@ -1,19 +1,20 @@
-"""The safetensors header: the one parser and the one writer of it, for every file we read or write.
+"""Parses and builds the safetensors header, for all files of all formats.
 
-A file is `length | header | data`: 8 bytes, little-endian, that say how long the header is; a JSON
-object from tensor name to `{"dtype", "shape", "data_offsets": [begin, end]}`; then the data. Rules,
-the format's own (https://huggingface.co/docs/safetensors), each with its reason:
+A file is `length | header | data`: the length of the header as 8 bytes, little-endian; a JSON
+object from tensor name to `{"dtype", "shape", "data_offsets": [begin, end]}`; then the data. The
+rules of the format (https://huggingface.co/docs/safetensors), each with its reason:
 
-1. The header is at most `Limits.header_bytes` long: nobody can make a reader allocate without
-   bound. None is written that is longer than `MAX_HEADER_BYTES`.
-2. A key occurs once: two readers can never see two different files.
-3. `end - begin` is exactly what shape and dtype need: a wrong shape is found before data is read.
-4. The tensors cover the data section: no hole, no overlap, nothing behind. No bytes can hide, and
-   a truncated file is known by its size.
-5. Metadata is text: nothing in a header is ever executed.
+1. A header has at most `Limits.header_bytes`: a file cannot make a reader allocate without bound.
+   A written header has at most `MAX_HEADER_BYTES`.
+2. Each key occurs once: two readers cannot see two different files.
+3. `end - begin` is exactly the bytes of shape and dtype: a wrong shape is found before the data is
+   read.
+4. The tensors cover the data section without holes, overlaps or bytes behind it: no bytes can
+   hide, and the size of a file reveals a truncation.
+5. Metadata is text: a reader executes nothing of a header.
 
-Blanks may follow the JSON, so the data can begin at any alignment. Entries may come in any order in
-the JSON and may have keys that are not known here.
+Blanks may follow the JSON, so the data can begin at any alignment. The entries of the JSON may come
+in any order and may have unknown keys.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from formats.storage import Reader
 from formats.strict_json import decode_object
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that is written, without its 8-byte length: what the library reads."""
+"""The longest header that is written, without its 8-byte length: the limit of the library."""
 
 PREFIX_BYTES = 8
-"""The length that comes before the header."""
+"""The bytes of the length before the header."""
 
 METADATA_KEY = "__metadata__"
-"""The one key of the header that is no tensor."""
+"""The one key of the header that is not a tensor."""
 
 BITS = {
     "F64": 64,
@@ -67,7 +68,7 @@ BITS = {
 
 
 class Entry(NamedTuple):
-    """One tensor in a header. Its data are the bytes `begin <= byte < end` of the data section."""
+    """One tensor in a header. Its data is the bytes `begin <= byte < end` of the data section."""
 
     name: str
     dtype: str
@@ -82,21 +83,21 @@ class Header:
     """A header that keeps all the rules above."""
 
     entries: Mapping[str, Entry]
-    """By name, in the order in which their data lies."""
+    """By name, in the order of their data."""
     metadata: Mapping[str, str]
     data_offset: int
-    """Where the data section begins in the file: 8 + the length of the header."""
+    """The first byte of the data section in the file: 8 + the length of the header."""
 
     @property
     def data_bytes(self) -> int:
-        """Length of the data section."""
+        """The length of the data section."""
         return max((entry.end for entry in self.entries.values()), default=0)
 
 
 def read_header(reader: Reader, name: str) -> tuple[Header, bytes]:
-    """The header of a file, checked against the file's size, and its bytes with the length before.
+    """Reads the header of a file, and checks it against the file's size.
 
-    Reads 8 bytes and the header, nothing else. Raises as `parse` does.
+    Also returns its bytes with the 8-byte length. Reads nothing else. Raises as `parse` does.
     """
     size = reader.size(name)
     prefix = reader.read(name, 0, min(size, PREFIX_BYTES))
@@ -106,16 +107,16 @@ def read_header(reader: Reader, name: str) -> tuple[Header, bytes]:
 
 
 def parse(data: bytes, file: str, file_size: int | None = None) -> Header:
-    """The header at the start of `data`, every rule above checked.
+    """Returns the header at the start of `data`, and checks all rules above.
 
-    `data` is the 8-byte length and the header; what follows is not looked at. With `file_size` the
-    data section must end where the file does.
+    `data` begins with the 8-byte length and the header. With `file_size`, the data section must end
+    with the file.
 
     Raises:
-        CorruptError: the file ends too early, or too late.
-        HostileError: an absurd size, a key that occurs twice, bytes of no tensor or of two.
-        UnsupportedError: a dtype that is not known.
-        FormatError: anything else that is not as described above.
+        CorruptError: the file ends too early or too late.
+        HostileError: a size is absurd, a key occurs twice, or a byte belongs to no or two tensors.
+        UnsupportedError: a dtype is unknown.
+        FormatError: the header breaks another rule.
 
     >>> data, _ = build([("w", "F32", (2, 3), 24)], {})
     >>> parse(data, "model.safetensors", len(data) + 24).entries["w"]
@@ -144,15 +145,15 @@ def build(
     align: int = 8,
     reserve_bytes: int = 0,
 ) -> tuple[bytes, Header]:
-    """The 8-byte length and the header of a file, and the same as a `Header`.
+    """Returns the 8-byte length and the header of a file, and the same as a `Header`.
 
-    `entries` are name, safetensors dtype, shape and bytes, in the order in which the data will lie.
-    The result is padded with blanks to a multiple of `align` bytes, at least `reserve_bytes`: a
-    later header of up to that size fits in its place. The same input gives the same bytes.
+    `entries` are name, safetensors dtype, shape and bytes, in the order of the data. Blanks pad the
+    result to a multiple of `align` bytes and to at least `reserve_bytes`, so that a later header of
+    this size can replace it. Equal input gives equal bytes.
 
     Raises:
-        FormatError: a name twice, a size that does not fit its shape, metadata that is not text.
-        UnsupportedError: a dtype safetensors does not have, or more than a header can hold.
+        FormatError: a name occurs twice, a size contradicts its shape, or metadata is not text.
+        UnsupportedError: safetensors lacks a dtype, or a header cannot hold so many tensors.
     """
     document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
     for key, text in metadata.items():
@@ -182,8 +183,8 @@ def build(
     if length > MAX_HEADER_BYTES:
         raise UnsupportedError(
             f"a header for {len(placed)} tensors takes {length} bytes, safetensors allows "
-            f"{MAX_HEADER_BYTES}; write several files, as more ranks do or max_shard_bytes of a "
-            "conversion to a Hugging Face folder does, or give shorter names"
+            f"{MAX_HEADER_BYTES}; write several files, by more ranks or by max_shard_bytes of a "
+            "conversion to a Hugging Face folder, or give shorter names"
         )
     data = length.to_bytes(PREFIX_BYTES, "little") + encoded.ljust(length)
     return data, Header(placed, dict(metadata), data_offset)
@@ -212,10 +213,10 @@ def _metadata(found: object, file: str) -> dict[str, str]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise FormatError(f"{file}: {METADATA_KEY} is a {type(found).__name__}, no object")
+        raise FormatError(f"{file}: {METADATA_KEY} is a {type(found).__name__}, not an object")
     for key, value in found.items():
         if not isinstance(value, str):
-            raise FormatError(f"{file}: {METADATA_KEY}[{key!r}] is {value!r}, no text")
+            raise FormatError(f"{file}: {METADATA_KEY}[{key!r}] is {value!r}, not text")
     return found
 
 
@@ -232,7 +233,7 @@ def _entry(name: str, described: object, file: str) -> Entry:
             f"{file}: {name} has dtype {dtype!r:.80}; known are {', '.join(BITS)}"
         )
     if not isinstance(shape, list):
-        raise FormatError(f"{file}: {name} has shape {shape!r:.80}, no list")
+        raise FormatError(f"{file}: {name} has shape {shape!r:.80}, not a list")
     if len(shape) > HEADER_DIMENSIONS:
         raise HostileError(
             f"{file}: {name} has {len(shape)} dimensions, the limit is {HEADER_DIMENSIONS}"
@@ -258,13 +259,13 @@ def _entry(name: str, described: object, file: str) -> Entry:
 
 
 def _check_elements(name: str, shape: Sequence[int], file: str) -> None:
-    """Raise for a shape whose sizes, zeros apart, multiply to what no machine can count."""
+    """Raises HostileError if the product of a shape's sizes, without zeros, is too large."""
     if prod(size for size in shape if size) >= ELEMENTS:
         raise HostileError(f"{file}: {name} has the absurd shape {shape!r:.80}")
 
 
 def _check_covers(entries: Sequence[Entry], file: str) -> None:
-    """Raise unless the entries, sorted by where they begin, lie end to end from byte 0 on."""
+    """Raises HostileError unless the entries, sorted by `begin`, lie end to end from byte 0 on."""
     at, before = 0, "the start of the data"
     for entry in entries:
         if entry.begin > at:
@@ -280,7 +281,7 @@ def _check_covers(entries: Sequence[Entry], file: str) -> None:
 
 
 def _check_end(entries: Sequence[Entry], data_bytes: int, file: str) -> None:
-    """Raise unless the last entry ends where the file does."""
+    """Raises CorruptError unless the last entry ends with the file."""
     end = entries[-1].end if entries else 0
     if end > data_bytes:
         cut = next(entry for entry in entries if entry.end > data_bytes)

@@ -1,4 +1,4 @@
-"""Sizes as people write them: `5GB`, `40kB` and `1M` (decimal), `2GiB` (binary), `4096`."""
+"""Parses sizes as text: `5GB`, `40kB` and `1M` (decimal), `2GiB` (binary), `4096`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BINARY = {"k": 2**10, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a size such as `5GB`, `40kB` or `1M` (decimal), `2GiB` (binary) or `4096`.
+    """Returns the bytes of a size such as `5GB`, `40kB` or `1M` (decimal), `2GiB` or `4096`.
 
     Raises:
-        ArgumentError: it is no such size, or zero.
+        ArgumentError: the text is not a size, or is zero.
 
     >>> parse_size("5GB"), parse_size("1.5KiB"), parse_size("40kB"), parse_size("1M")
     (5000000000, 1536, 40000, 1000000)
@@ -25,8 +25,8 @@ def parse_size(text: str) -> int:
     size = int(Decimal(match["number"]) * _bytes_of(match["unit"] or "B")) if match else 0
     if size < 1:
         raise ArgumentError(
-            f"{text!r} is no size of a file; write a number of bytes, 500MB or 5GB (decimal), or "
-            f"2GiB (binary)"
+            f"{text!r} is not the size of a file; write a number of bytes, 500MB or 5GB (decimal), "
+            f"or 2GiB (binary)"
         )
     return size
 

@@ -1,9 +1,9 @@
-"""The two ends a format needs: a folder to read ranges from and a folder to write files into.
+"""The interfaces of formats: a folder whose files are read by ranges, and one that is written.
 
-`ckpt.stores.store` implements both for local disks and object stores; formats never open anything
-themselves. Paths are relative, with forward slashes. A single-file checkpoint is a folder with one
-file in it. A reader also finds the files of a folder beside its own, under `../<folder>/<name>`:
-one checkpoint may borrow from another. Names are checked before they are put together so.
+`ckpt.stores.store` implements both for local disks and object stores. A format opens no store
+itself. Paths are relative, with forward slashes. A single-file checkpoint is a folder with one
+file. A reader also finds files in a folder beside its own, under `../<folder>/<name>`, because a
+checkpoint may borrow from another. Formats check names before they form such a path.
 """
 
 from __future__ import annotations
@@ -15,76 +15,76 @@ from typing import Protocol
 Buffer = bytes | bytearray | memoryview
 
 LOCAL_READ_BYTES = 256 << 10
-"""Little enough to be in the processor's cache still when it is verified or copied on."""
+"""Small enough to stay in the processor's cache until it is verified and copied."""
 REMOTE_READ_BYTES = 24 << 20
-"""So much that what a request takes by itself does not matter, even if many cannot be as long."""
+"""Large enough that the fixed cost of a request does not matter."""
 COPIED_READ_BYTES = 8 << 20
-"""The same where a driver holds all of an answer in memory before it is put where it belongs."""
+"""The same for drivers that hold a whole response in memory before they fill buffers."""
 
 
 BESIDE = "../"
-"""What the name of a file in a folder beside this one begins with."""
+"""The beginning of a file's name in a folder beside this one."""
 
 
 class Reader(Protocol):
     """A folder of files, read by exact ranges."""
 
     url: str
-    """What the user called it, for messages."""
+    """The user's name of the folder, for messages."""
     read_bytes: int
-    """What one read is best made of: `LOCAL_READ_BYTES`, or as much as suits a server."""
+    """The best size of a read: `LOCAL_READ_BYTES`, or a larger one for servers."""
 
     def names(self) -> list[str]:
-        """The files directly in the folder, sorted."""
+        """Returns the files directly in the folder, sorted."""
         ...
 
     def size(self, name: str) -> int:
-        """Bytes in a file. Raises FileNotFoundError naming it."""
+        """Returns the size of a file. Raises FileNotFoundError with its name."""
         ...
 
     def read_whole(self, name: str, limit: int) -> bytes:
-        """All bytes of a small file, as they were at one moment, in one request.
+        """Reads all bytes of one version of a small file, in one request.
 
-        Raises FileNotFoundError naming it, and TooLargeError where it has more than `limit` bytes.
+        Raises FileNotFoundError with its name, or TooLargeError if it has more than `limit` bytes.
         """
         ...
 
     def read_end(self, name: str, size: int, length: int) -> bytes:
-        """The last `length` bytes of a file that should have `size` bytes, in one request.
+        """Reads the last `length` bytes of a file of `size` bytes, in one request.
 
-        Raises FileNotFoundError naming it, and SizeError where it has another size.
+        Raises FileNotFoundError with its name, or SizeError if the file has another size.
         """
         ...
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes of a file that is known to be there.
+        """Reads exactly these bytes of a file that exists.
 
-        Raises formats.errors.CorruptError where the file ends before, or is gone: `GoneError`.
+        Raises CorruptError if the file ends before, or GoneError if it is missing.
         """
         ...
 
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
-        """Fill writable buffers of bytes, end to end, from `offset` on; raises as `read` does."""
+        """Fills writable buffers end to end with the bytes from `offset` on. Raises as `read`."""
         ...
 
 
 class FileWriter(Protocol):
-    """One file being written, invisible or harmless until it is finished."""
+    """The writer of one file, which is invisible or harmless until it is complete."""
 
     def write(self, buffers: Iterable[Buffer]) -> None:
-        """Append the buffers in order. They may be reused as soon as this returns."""
+        """Appends the buffers in order. They may be reused as soon as this returns."""
         ...
 
     def rewrite_start(self, data: Buffer) -> None:
-        """Replace the first `len(data)` bytes, which have been written before."""
+        """Replaces the first `len(data)` bytes, which must be written before."""
         ...
 
 
 class Writer(Protocol):
-    """A folder that files are streamed into."""
+    """A folder into which files are streamed."""
 
     url: str
 
     def create(self, name: str) -> AbstractContextManager[FileWriter]:
-        """A new file: durable when the block ends well, removed when it ends with an exception."""
+        """Returns a writer of a new file: durable if the block succeeds, removed otherwise."""
         ...

@@ -1,4 +1,4 @@
-"""JSON that no two readers understand differently: UTF-8, no key twice, no NaN, not too much."""
+"""Decodes JSON that all readers understand alike: UTF-8, unique keys, no NaN, limited size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ _MINUS_ZERO = re.compile(r"-0(?![0-9.eE])")
 
 
 def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str, object]:
-    """The object that `data` holds; `what` says what is read, at the start of every message.
+    """Returns the JSON object in `data`. `what` names the document at the start of each message.
 
-    `lone` allows escapes of half a surrogate pair, as Python has them in names of files.
+    `lone` allows escapes of half a surrogate pair, which Python uses in names of files.
 
     Raises:
-        HostileError: an object has a key twice, or there are too many values, or they nest too
-            deep to be read.
-        FormatError: it is not JSON in UTF-8, or no object.
+        HostileError: a key occurs twice, there are too many values, or they nest too deep.
+        FormatError: `data` is not JSON in UTF-8, or not an object.
 
     >>> decode_object('{"a": {"b": 1, "b": 2}}', "model.safetensors: the header")
     Traceback (most recent call last):
@@ -36,18 +35,18 @@ def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str,
         return found
 
     def refuse(constant: str) -> NoReturn:
-        raise FormatError(f"{what} is not JSON: {constant} is no JSON number")
+        raise FormatError(f"{what} is not JSON: {constant} is not a JSON number")
 
     check("json_values", _most_values(data), what)
     try:
         text = data if isinstance(data, str) else data.decode()
-        # A minus before zero is a float to some readers: few documents may have one.
+        # Some readers take -0 for a float. Few documents have one.
         integer = _integer if _MINUS_ZERO.search(text) else None
         found: object = json.loads(
             text, object_pairs_hook=unique, parse_constant=refuse, parse_int=integer
         )
         if "\\u" in text and not lone:
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(found, ensure_ascii=False).encode()  # raises for half a surrogate pair
     except FormatError:
         raise
     except RecursionError as error:
@@ -61,12 +60,12 @@ def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str,
 
 def _integer(digits: str) -> int:
     if digits == "-0":
-        raise ValueError("-0 is no integer")
+        raise ValueError("-0 is not an integer")
     return int(digits)
 
 
 def _most_values(data: bytes | str) -> int:
-    """At least as many as there are: each has a comma, a colon or a bracket before it."""
+    """Returns an upper bound of the values: a comma, colon or bracket stands before each."""
     if isinstance(data, bytes):
         return sum(map(data.count, (b",", b":", b"[", b"{")))
     return sum(map(data.count, ",:[{"))

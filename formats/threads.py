@@ -1,7 +1,7 @@
-"""Threads that do work beside the caller, and the caller in their place where none can start.
+"""A thread pool that works in the caller's thread if no thread can start.
 
-From Python 3.12 on no thread starts once the interpreter ends, when a save in the background may
-still have files to write. A system may also refuse a thread at any time.
+From Python 3.12 on, no thread starts while the interpreter exits, when a background save may still
+write files. A system may also refuse a thread at any time.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Pool(ThreadPoolExecutor):
-    """A ThreadPoolExecutor whose `submit` runs the work itself where no thread can start."""
+    """A ThreadPoolExecutor whose `submit` runs the work itself if no thread can start."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """A Future of the call, which takes place once: in a thread, or before this returns."""
+        """Returns the Future of a call, which runs once: in a thread, or before this returns."""
         future: Future[T] = Future()
         taken = Lock()
-        """The executor queues the work before it starts a thread, so both may find it."""
+        """Makes the call run once: the executor queues it before it fails to start a thread."""
 
         def run() -> None:
             if not taken.acquire(blocking=False) or not future.set_running_or_notify_cancel():

@@ -1,7 +1,7 @@
-"""Whether boxes tile a tensor: each inside it, no two overlapping, no element left out.
+"""Checks that boxes tile a tensor: each lies inside, no two overlap, no element is left out.
 
-What a format with explicit tables of boxes has to check before anybody trusts them. Cutting tensors
-over ranks gives boxes that straight cuts take apart again, which finds overlaps in O(n log n).
+A format with explicit tables of boxes makes this check before it trusts them. Straight cuts
+separate the boxes that sharding makes, so overlaps are found in O(n log n).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sharding.layout import Box
 
 
 def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Raise FormatError naming the tensor and the boxes unless the (non-empty) boxes tile it.
+    """Raises FormatError, with the tensor and the boxes, unless the (non-empty) boxes tile it.
 
     >>> check_tiling("w", (4, 2), [Box((0, 0), (3, 2)), Box((3, 0), (4, 2))])
     """
@@ -39,7 +39,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of the boxes that share an element, or None.
+    """Returns two of the boxes that share an element, or None.
 
     >>> overlapping([Box((0,), (2,)), Box((4,), (6,)), Box((5,), (7,))])
     (Box(lo=(4,), hi=(6,)), Box(lo=(5,), hi=(7,)))
@@ -64,12 +64,12 @@ def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def tangled(pieces: int) -> HostileError:
-    """The error for pieces that would take too long to be taken apart."""
-    return HostileError(f"{pieces} pieces of a tensor are entangled, as no sharding is")
+    """Returns the error for pieces that take too long to separate."""
+    return HostileError(f"{pieces} pieces of a tensor are entangled, which no sharding makes")
 
 
 def _cut(group: list[Box], dim: int) -> list[list[Box]]:
-    """The group in parts that lie apart along a dimension."""
+    """Returns the group in parts that are separate along a dimension."""
     parts: list[list[Box]] = []
     reach = 0
     for box in sorted(group, key=lambda box: box.lo[dim]):

@@ -1,11 +1,11 @@
-"""Files of torch.save (.pt, .pth, .bin): the zip format that torch writes since 1.6.
+"""Reads and writes files of torch.save (.pt, .pth, .bin) in the zip format of torch since 1.6.
 
-Reading opens the zip directory and `data.pkl`, through the restricted reader; a tensor is the view
-of its storage record that the pickle says, strides, offset and all. Writing streams a zip that
-`torch.load` opens with `weights_only=True` and with `mmap=True`: storages stored as they are, each
-beginning at a multiple of 64 bytes, sizes beyond 4 GiB by way of zip64. torch is not needed.
+`read` opens the zip directory and, by the restricted reader, `data.pkl`. A tensor is a view of its
+storage record, with the strides and offset in the pickle. `write` streams a zip that `torch.load`
+opens with `weights_only=True` and with `mmap=True`: storages are uncompressed and begin at
+multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is not needed.
 
-Files of the older format (a row of pickles) are refused with the way to convert them.
+A file of the older format (a row of pickles) is an error that tells how to convert it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from sharding.errors import ArgumentError
 from sharding.layout import row_major
 
 ALIGNMENT = 64
-"""Storages begin at multiples of this, as torch's own do, for mmap and vector loads."""
+"""Storages begin at multiples of so many bytes, as torch's own, for mmap and vector loads."""
 
 FOLDER = "archive/"
-"""The folder of the records in the zip; torch takes any."""
+"""The folder of the records in the zip; torch accepts any name."""
 
 
 def read(reader: Reader, name: str) -> Catalog:
-    """The catalog of the file `name`. Reads the zip directory and the pickle, no tensor.
+    """Reads the catalog of the file `name`: the zip directory and the pickle, no tensor.
 
     Raises:
-        HostileError: the pickle asks for something that no checkpoint needs. Nothing was executed.
-        UnsupportedError: an older format, big-endian bytes, kinds of tensors that are not read.
+        HostileError: the pickle has a name that no checkpoint needs. Nothing was executed.
+        UnsupportedError: the file has an older format, big-endian bytes, or tensors of a kind that
+            is not read.
         CorruptError: the file is truncated or damaged.
-        FormatError: it is no sound file in another way.
+        FormatError: the file is invalid in another way.
     """
     try:
         archive = Archive(reader, name)
     except CorruptError:
         if reader.size(name) >= 2 and reader.read(name, 0, 1) == b"\x80":
             raise UnsupportedError(
-                f"{name}: a bare pickle or the format of torch.save before 1.6; open it with "
-                "torch.load where you trust it, and save it again with torch.save"
+                f"{name}: a bare pickle or the format of torch.save before 1.6; if you trust the "
+                "file, open it with torch.load and save it again with torch.save"
             ) from None
         raise
     pickled = archive.read(PICKLE)
@@ -59,10 +60,10 @@ def read(reader: Reader, name: str) -> Catalog:
 
 
 def write(writer: Writer, name: str, state: Outgoing) -> None:
-    """Stream a whole checkpoint into the file `name`, one block of one tensor in memory at a time.
+    """Streams a whole checkpoint into the file `name`, with one block of a tensor in memory.
 
-    Tied names share a storage. Raises ArgumentError before a byte is written when the tree lacks a
-    tensor or holds a value that torch could not load.
+    Tied names share a storage. Raises ArgumentError, before it writes a byte, if the tree lacks a
+    tensor or has a value that torch could not load.
     """
     pickled, order = pack(state.tree, state.tensors, state.aliases)
     check_all_placed(name, state, {tensor.name for tensor in order})
@@ -76,7 +77,7 @@ def write(writer: Writer, name: str, state: Outgoing) -> None:
 def pack(
     tree: Tree, tensors: Mapping[str, OutgoingTensor], aliases: Mapping[str, str]
 ) -> tuple[bytes, list[OutgoingTensor]]:
-    """The pickle of a tree, and the tensors whose bytes are the storages 0, 1, 2 ... of it."""
+    """Returns the pickle of a tree, and the tensors whose bytes are its storages 0, 1, 2 ..."""
     order: dict[str, StoredTensor] = {}
 
     def packed(leaf: Tree) -> object:
@@ -91,7 +92,7 @@ def pack(
 
 
 def check_all_placed(where: str, state: Outgoing, placed: Set[str]) -> None:
-    """Raise ArgumentError when a tensor would be lost because the tree refers to it nowhere."""
+    """Raises ArgumentError if the tree refers to a tensor nowhere, so that it would be lost."""
     lost = [name for name, tensor in state.tensors.items() if tensor.name not in placed]
     if lost:
         raise ArgumentError(
@@ -106,12 +107,12 @@ def _stored(tensor: OutgoingTensor, key: str) -> StoredTensor:
 
 
 def write_archive(file: Gathered, pickled: bytes, tensors: Sequence[OutgoingTensor]) -> None:
-    """Write one torch.save zip; storage `i` of the pickle has the bytes of `tensors[i]`.
+    """Writes one torch.save zip. Storage `i` of the pickle has the bytes of `tensors[i]`.
 
-    Raises ArgumentError where a stream is not as long as its tensor.
+    Raises ArgumentError if the length of a stream differs from its tensor.
     """
-    # torch 2.7 and later also write `.format_version`, by which they promise where miniz puts each
-    # record. Without it, torch looks at the headers, as it does for files of earlier versions.
+    # torch 2.7 and later also write `.format_version`, which guarantees the places of records.
+    # Without it, torch reads the headers, as for files of earlier versions.
     with ZipWriter(file) as archive:
         for name, data in ((PICKLE, pickled), ("byteorder", b"little")):
             archive.add(FOLDER + name, len(data), [memoryview(data)])

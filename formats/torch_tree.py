@@ -1,14 +1,14 @@
-"""From what a checkpoint's pickle describes to tensors by name and a tree of values.
+"""Turns the content of a checkpoint's pickle into named tensors and a tree of values.
 
 Rules:
 
-1. A tensor's name is its key path joined by dots, through dicts, lists and tuples; a tensor that
-   is all there is has the name `tensor`. Two key paths with one name are an error.
-2. Two places that hold the same view of the same storage are one tensor with two names. Other views
-   of one storage are tensors of their own that share its bytes.
-3. What the tree has no type for becomes the nearest it has: a set becomes a sorted list.
-4. A pickle may hold itself, or one part a million times: depth and size of the walk are bounded,
-   and the length of the names that it gives.
+1. A tensor's name is its key path joined by dots, through dicts, lists and tuples. A tensor without
+   a nest has the name `tensor`. Two key paths with one name are an error.
+2. Two equal views of one storage are one tensor with two names. Different views of one storage are
+   separate tensors that share its bytes.
+3. A value without a type in the tree becomes the nearest one: a set becomes a sorted list.
+4. A pickle may contain itself, or one part a million times. The depth and size of the walk, and the
+   length of the names, are therefore bounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KeyPath = tuple[object, ...]
 """The keys and indices from the root to a value."""
 
 BARE_TENSOR = "tensor"
-"""The name of a tensor that is the whole checkpoint."""
+"""The name of a tensor without a nest."""
 
 
 _SHORT = Repr()
@@ -36,25 +36,25 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
 
 
 def shown(path: KeyPath) -> str:
-    """A key path for messages: `['model'][0]`."""
+    """Returns a key path for messages: `['model'][0]`."""
     return "".join(f"[{_SHORT.repr(key)}]" for key in path) or "the whole file"
 
 
 def chars_of(key: object) -> int:
-    """About how many characters a key has as text, without making that of a tuple."""
+    """Returns the approximate length of a key as text, without making the text of a tuple."""
     if isinstance(key, tuple):
         return sum(map(chars_of, key)) + 2 * len(key)
     return len(key) if isinstance(key, str) else len(str(key))
 
 
 class RecordPieces:
-    """The one piece of a tensor of a zip; where its record lies is looked up when asked for."""
+    """The one piece of a tensor in a zip. The place of its record is looked up on demand."""
 
     def __init__(self, archive: Archive, record: str, piece: Piece) -> None:
         self._archive, self._record, self._piece = archive, record, piece
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """The piece, when it holds some of `box`."""
+        """Yields the piece if it overlaps `box`."""
         if self._piece.box & box:
             yield from self
 
@@ -64,7 +64,7 @@ class RecordPieces:
 
 
 class Nest:
-    """The tensors met so far, and the bounds of the walk. One for all pickles of a checkpoint."""
+    """The tensors found so far, and the bounds of the walk, for all pickles of a checkpoint."""
 
     def __init__(self, where: str, pickle_bytes: int) -> None:
         self.tensors: dict[str, TensorRecord] = {}
@@ -76,12 +76,12 @@ class Nest:
         self._names = Names(where, pickle_bytes)
 
     def grow(self, pickle_bytes: int) -> None:
-        """One more pickle, of so many bytes, describes the checkpoint."""
+        """Adds the bytes of another pickle to the bounds."""
         self._values_left += pickle_bytes
         self._names.grow(pickle_bytes)
 
     def claim(self, path: KeyPath) -> str:
-        """The name of the tensor at a key path, which no other may have."""
+        """Returns the name of the tensor at a key path. Raises UnsupportedError if it is used."""
         self._names.tensor(sum(map(chars_of, path)) + max(0, len(path) - 1))
         name = ".".join(map(str, path)) if path else BARE_TENSOR
         if name in self._paths:
@@ -93,7 +93,7 @@ class Nest:
         return name
 
     def place(self, view: object, record: TensorRecord) -> TensorRef:
-        """Take in a tensor whose name was claimed; tensors of an equal `view` are one."""
+        """Adds a tensor whose name was claimed. Tensors of an equal `view` become one."""
         stored = self._views.setdefault(view, record.name)
         if stored == record.name:
             self.tensors[record.name] = record
@@ -102,12 +102,12 @@ class Nest:
         return TensorRef(stored)
 
     def tree(self, value: object, path: KeyPath, archive: Archive) -> Tree:
-        """The tree of what a pickle of `archive` holds, its tensors taken in.
+        """Returns the tree of a pickle of `archive`, and adds its tensors.
 
         Raises:
-            UnsupportedError: a value or key has a type no tree can hold, or a name comes twice.
+            UnsupportedError: a tree cannot hold a value or key, or a name occurs twice.
             CorruptError: a tensor's storage is missing from the zip or has another size.
-            HostileError: the walk goes too deep or too far.
+            HostileError: the nest is too deep or too large.
         """
         return self._tree(value, path, archive, sum(map(chars_of, path)) + len(path))
 
@@ -115,7 +115,7 @@ class Nest:
         self._values_left -= 1
         if len(path) > DEPTH or self._values_left < 0:
             raise HostileError(
-                f"{self._where}: {shown(path[:4])} is nested deeper than {DEPTH} or holds more "
+                f"{self._where}: {shown(path[:4])} is nested deeper than {DEPTH} or has more "
                 "values than its pickle has bytes"
             )
         self._names.values(chars)
@@ -153,7 +153,7 @@ class Nest:
                 f"pickle, {archive.record(record).nbytes} by the zip"
             )
         pieces = RecordPieces(archive, record, piece)
-        # Texts, for the hashes of numbers can be chosen.
+        # The key is text: an attacker can choose the hashes of numbers.
         view = f"{archive.where}\0{tensor}"
         return self.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
 

@@ -1,16 +1,16 @@
 """The records of a torch.save zip, found without reading their data.
 
-torch.save writes a zip whose records are stored, never compressed, below one folder: the pickle
-`data.pkl` and a `data/<key>` for each storage. A record's true offset stands nowhere: its local
-header, whose length differs from the one in the directory at the end, comes before it. So:
+torch.save writes a zip of uncompressed records below one folder: the pickle `data.pkl`, and a
+`data/<key>` for each storage. The directory does not have the offset of a record's data, which
+follows a local header of unknown length. Rules:
 
-1. Opening reads the directory only, by way of the standard library's zipfile.
-2. A record's local header is read when the record is asked for, once.
-3. A record must be stored as it is and lie inside the zip, and no two share bytes. Nothing follows
-   the directory.
+1. `Archive` reads only the directory, by the standard library's zipfile.
+2. A record's local header is read once, on the first request for the record.
+3. A record must be uncompressed and lie inside the zip, and no two records share bytes. Nothing
+   follows the directory.
 
-A zip may be the whole of a file or a range of one, as each item of a DCP checkpoint is. A small
-one is found and opened with two reads.
+A zip may be a whole file or a range of one, such as an item of a DCP checkpoint. Two reads open a
+small one.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from formats.limits import check
 from formats.storage import Reader
 
 PICKLE = "data.pkl"
-"""The record that describes everything else."""
+"""The record that describes all others."""
 
 BLOCK_BYTES = 4096
-"""What a short read fetches: the directory of a small zip, or its pickle and the headers after."""
+"""Bytes of a short read: the directory of a small zip, or its pickle and the next headers."""
 
 _LOCAL_HEADER = Struct("<4s22xHH")
 _END_BYTES = 22
-"""Of the record that ends a zip without a comment."""
+"""The bytes of the record at the end of a zip without a comment."""
 
 
 class Window:
-    """A byte range of a file as zipfile wants it: a thing to seek in and read.
+    """A byte range of a file as a seekable file for zipfile.
 
-    Keeps the two blocks fetched last, which for a small zip are its end and its beginning.
+    Keeps the last two blocks: the end and the beginning of a small zip.
     """
 
     def __init__(self, reader: Reader, file: str, offset: int, length: int) -> None:
@@ -53,23 +53,23 @@ class Window:
         self._blocks: list[tuple[int, bytes]] = []
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to `offset`, counted from the start, the place or the end."""
+        """Moves to `offset`, counted from the start, the present place or the end."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
-            raise ValueError(f"{-base - offset} bytes before the beginning are sought")
+            raise ValueError(f"a seek to {-base - offset} bytes before the beginning")
         self._at = base + offset
         return self._at
 
     def tell(self) -> int:
-        """The place in the range."""
+        """Returns the place in the range."""
         return self._at
 
     def seekable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def read(self, nbytes: int = -1, /) -> bytes:
-        """The next bytes, fewer at the end of the range."""
+        """Reads the next bytes; fewer at the end of the range."""
         rest = max(0, self.length - self._at)
         nbytes = rest if nbytes < 0 else min(nbytes, rest)
         check("zip_directory_bytes", nbytes, self.file)
@@ -78,11 +78,11 @@ class Window:
         return data
 
     def bytes_at(self, at: int, nbytes: int) -> bytes:
-        """These bytes of the range, which must lie inside it."""
+        """Reads bytes that must lie inside the range."""
         for start, block in self._blocks:
             if start <= at and at + nbytes <= start + len(block):
                 return block[at - start : at - start + nbytes]
-        # At the end of the range, the last whole block: zipfile goes backwards there.
+        # At the end of the range this reads the last whole block: zipfile goes backwards there.
         start = max(0, min(at - at % BLOCK_BYTES, self.length - BLOCK_BYTES))
         stop = min(self.length, max(at + nbytes, start + BLOCK_BYTES))
         block = self.reader.read(self.file, self.offset + start, stop - start)
@@ -96,20 +96,20 @@ class Record:
 
     name: str
     header: int
-    """Where its local header begins, in the zip."""
+    """The first byte of its local header in the zip."""
     nbytes: int
     checksum: int
-    """crc32; 0 where torch was told to compute none."""
+    """The CRC-32; 0 if torch was set to compute none."""
     stored: bool
 
 
 class Archive:
-    """The zip that torch.save wrote into a byte range of a file; the whole file by default.
+    """A zip of torch.save in a byte range of a file; by default in the whole file.
 
     Raises:
         CorruptError: the directory at the end is missing or unreadable, as after a truncation.
-        UnsupportedError: it was written on a big-endian machine, or is no file of torch.save.
-        HostileError: two records have the same name, or the directory an absurd size.
+        UnsupportedError: a big-endian machine wrote the zip, or it is not one of torch.save.
+        HostileError: two records have one name, or the directory has an absurd size.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Archive:
         self._folder = self._find_folder()
         self._extents: dict[str, Extent] = {}
         if "version" in self:
-            self.read("version")  # whichever it is: that it is what was written
+            self.read("version")  # compares its checksum; any version is accepted
         if "byteorder" in self and self.read("byteorder") != b"little":
             raise UnsupportedError(
                 f"{self.where}: it was written on a big-endian machine; load it there or with "
@@ -135,12 +135,12 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The records, without the folder, in the order of the directory."""
+        """The names of the records, without the folder, in the order of the directory."""
         folder = self._folder
         return [name[len(folder) :] for name in self._records if name.startswith(folder)]
 
     def record(self, name: str) -> Record:
-        """The record of this name, without the folder; raises when the zip lacks it."""
+        """Returns the record of a name without the folder. Raises CorruptError if it is missing."""
         found = self._records.get(self._folder + name)
         if found is None:
             raise CorruptError(f"{self.where}: the zip lacks the record {self._folder}{name}")
@@ -152,7 +152,7 @@ class Archive:
         return found
 
     def extent(self, name: str) -> Extent:
-        """Where the data of a record lie in the file. Reads its local header the first time."""
+        """Returns the extent of a record's data. Reads its local header the first time."""
         if name not in self._extents:
             record = self.record(name)
             if record.checksum and not record.nbytes:
@@ -166,7 +166,7 @@ class Archive:
         return self._extents[name]
 
     def read(self, name: str) -> bytes:
-        """The data of a record that is no tensor's, checked against its checksum."""
+        """Reads the data of a small record, and compares its checksum."""
         record = self.record(name)
         check("pickle_bytes", record.nbytes, f"{self.where}: the record {record.name}")
         data = self._window.bytes_at(self._data(record), record.nbytes)
@@ -175,7 +175,7 @@ class Archive:
         return data
 
     def _data(self, record: Record) -> int:
-        """Where the data of a record begin in the zip."""
+        """Returns the first byte of a record's data in the zip."""
         window, name = self._window, record.name.encode()
         ends = record.header + _LOCAL_HEADER.size + len(name)
         if record.header < 0 or ends + record.nbytes > window.length:
@@ -184,8 +184,8 @@ class Archive:
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(head)
         if magic != b"PK\x03\x04" or name_bytes != len(name) or head[_LOCAL_HEADER.size :] != name:
             raise CorruptError(
-                f"{self.where}: no header of the record {record.name} at byte {record.header}, "
-                "where the directory says it is; restore the file from another copy"
+                f"{self.where}: the record {record.name} has no header at byte {record.header}, "
+                "its place in the directory; restore the file from another copy"
             )
         if ends + extra_bytes + record.nbytes > window.length:
             raise self._outside(record)
@@ -205,7 +205,7 @@ class Archive:
 
     def _directory(self) -> dict[str, Record]:
         records: dict[str, Record] = {}
-        # Fetched here because zipfile takes an error of the store for a bad zip.
+        # This read comes first, because zipfile takes an error of the store for a bad zip.
         self._window.bytes_at(max(0, self._window.length - 1), min(1, self._window.length))
         with self._reading_directory(), zipfile.ZipFile(self._window) as archive:
             for info in archive.infolist():
@@ -220,17 +220,17 @@ class Archive:
         return records
 
     def _check_end(self) -> None:
-        """Raise CorruptError where something follows the directory, which zipfile overlooks."""
+        """Raises CorruptError if bytes follow the directory, which zipfile overlooks."""
         length = self._window.length
         end = self._window.bytes_at(length - _END_BYTES, _END_BYTES)
         if end[:4] != b"PK\x05\x06" or end[-2:] != b"\0\0":  # torch writes no comment
             raise CorruptError(
-                f"{self.where}: the zip does not end with its directory: something was appended to "
+                f"{self.where}: the zip does not end with its directory: bytes were appended to "
                 "it; restore the file from another copy"
             )
 
     def _check_apart(self, records: Mapping[str, Record]) -> None:
-        """Raise HostileError where two records share bytes, as in a bomb that says all n times."""
+        """Raises HostileError if two records share bytes, as in a zip bomb."""
         end, before = 0, "the beginning"
         stored = [record for record in records.values() if record.stored]
         for record in sorted(stored, key=attrgetter("header")):
@@ -258,7 +258,7 @@ class Archive:
             ) from None
 
     def _find_folder(self) -> str:
-        """The folder that all records lie in, with its slash: the one that has a data.pkl."""
+        """Returns the folder of all records, with its slash: the one with a data.pkl."""
         folders = [
             name.removesuffix(PICKLE)
             for name in self._records
@@ -266,7 +266,7 @@ class Archive:
         ]
         if len(folders) != 1:
             raise UnsupportedError(
-                f"{self.where}: a zip with {len(folders)} records {PICKLE}, no file of torch.save"
+                f"{self.where}: a zip with {len(folders)} records {PICKLE}, not one of torch.save"
             )
         if folders[0] + "constants.pkl" in self._records:
             raise UnsupportedError(

@@ -1,15 +1,14 @@
-"""A zip of stored records, streamed: names and sizes first, checksums behind the data.
+"""Streams a zip of uncompressed records: names and sizes first, checksums behind the data.
 
-What zipfile does, without its price: it computes every checksum before it hands the bytes on, and
-writes each record in six pieces. Here a large block's checksum is computed by a thread of its own
-while the block is being written.
+zipfile would compute each checksum before it writes the bytes, and write each record in six pieces.
+Here another thread computes the checksum of a large block while the block is written.
 
 Rules (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5):
 
-1. Records are stored as they are, flag bit 3 set: crc32 and sizes follow the data.
-2. The data of a record begin at a multiple of its alignment; the extra field `FB`, which torch pads
-   with too, makes up for the rest.
-3. A record of `ZIP64_BYTES` or more has 64-bit sizes, and what lies behind 4 GiB a 64-bit place.
+1. Records are uncompressed, with flag bit 3: CRC-32 and sizes follow the data.
+2. The data of a record begins at a multiple of its alignment. The extra field `FB`, which torch
+   uses too, is the padding.
+3. A record of `ZIP64_BYTES` or more has 64-bit sizes. A record behind 4 GiB has a 64-bit offset.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from formats.gathered import LARGE_BYTES, Gathered
 from formats.threads import Pool
 
 ZIP64_BYTES = 1 << 30
-"""Records this large get 64-bit sizes."""
+"""Records of so many bytes get 64-bit sizes."""
 
 _MAX_32 = 0xFFFFFFFF
 _MAX_16 = 0xFFFF
 _FLAGS = 0x08
-_DATE = (1 << 5) | 1  # 1980-01-01, the first there is
+_DATE = (1 << 5) | 1  # 1980-01-01, the first date of the format
 _VERSION, _VERSION_64 = 20, 45
 _UNIX = 3
 _MODE = 0o600 << 16
@@ -36,7 +35,7 @@ _MODE = 0o600 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What the directory says of one record."""
+    """The fields of one record in the directory."""
 
     name: bytes
     header: int
@@ -45,9 +44,9 @@ class _Record:
 
 
 class ZipWriter:
-    """Appends records to a file and, in the end, their directory. Use it in a `with` block.
+    """Appends records to a file, and their directory at the end of the `with` block.
 
-    A block that ends with an exception leaves the directory out.
+    After an exception it leaves the directory out.
     """
 
     def __init__(self, file: Gathered) -> None:
@@ -66,14 +65,14 @@ class ZipWriter:
             self._finish()
 
     def add(self, name: str, nbytes: int, blocks: Iterable[memoryview], align: int = 1) -> int:
-        """One record of `nbytes` bytes; returns how many the blocks had.
+        """Appends a record of `nbytes` bytes; returns the number of bytes in the blocks.
 
-        The zip is worthless when that is another number: the caller has to raise.
+        The caller must raise an error if the two differ: the zip is then invalid.
         """
         header = self._file.total - self._start
         wide = nbytes >= ZIP64_BYTES
         encoded = name.encode("ascii")
-        # zip64: both sizes, unknown as yet
+        # zip64: both sizes, which are unknown here
         extra = pack("<HHQQ", 1, 16, 0, 0) if wide else b""
         if align > 1:
             padding = -(header + 30 + len(encoded) + len(extra) + 4) % align
@@ -92,7 +91,7 @@ class ZipWriter:
         return written
 
     def _write(self, block: memoryview, checksum: int) -> int:
-        """Append a block; returns the checksum with it."""
+        """Appends a block; returns the checksum including it."""
         if block.nbytes < LARGE_BYTES:
             self._file.write([block])
             return zlib.crc32(block, checksum)
@@ -102,7 +101,7 @@ class ZipWriter:
         try:
             self._file.write([block])
         finally:
-            checksum = following.result()  # nobody may have the block when this returns
+            checksum = following.result()  # the caller reuses the block after this
         return checksum
 
     def _finish(self) -> None:
@@ -122,7 +121,7 @@ class ZipWriter:
 
 
 def _entry(record: _Record) -> bytes:
-    """A record's entry in the directory."""
+    """Returns a record's entry in the directory."""
     wide = []
     nbytes, header = record.nbytes, record.header
     if nbytes >= ZIP64_BYTES:

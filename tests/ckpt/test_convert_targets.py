@@ -322,7 +322,7 @@ def device(place: Path) -> None:
     [
         (pipe, "pipe|not a folder"),
         (broken_link, "a broken link, to nowhere"),
-        (device, "device|no folder"),
+        (device, "device|not a folder"),
     ],
 )
 def test_what_is_neither_file_nor_folder_is_refused(

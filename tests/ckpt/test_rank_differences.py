@@ -226,7 +226,7 @@ def save_kind(folder: str, what: str) -> tuple[list[str], str]:
             ckpt.save(folder, state)
         except ckpt.StateError as refused:
             error = str(refused)
-    return [str(one.message) for one in caught if "name of its own" in str(one.message)], error
+    return [str(one.message) for one in caught if "of their own" in str(one.message)], error
 
 
 def load_kind(folder: str, what: str) -> None:

@@ -346,7 +346,7 @@ def test_a_rank_killed_in_a_save_ends_the_others_and_leaves_what_there_was(
     assert dead == [doomed]
     assert list(errors) == [1 - doomed]
     if name == "new":
-        with pytest.raises(ckpt.NotACheckpointError, match=r"was not finished|no checkpoint"):
+        with pytest.raises(ckpt.NotACheckpointError, match=r"unfinished save|no checkpoint"):
             ckpt.read(tmp_path)
     else:
         state: Any = ckpt.read(tmp_path)

@@ -214,7 +214,7 @@ def test_flat_parameters_that_nobody_can_name_are_an_error_that_says_what_to_giv
         clusters(2).run(nameless)
     for name, message, _ in failed.value.errors.values():
         assert name == "StateError"
-        assert "pass the module that the state dict is of as model=" in message
+        assert "pass the module of the state dict as model=" in message
 
 
 def by_itself() -> None:

@@ -40,9 +40,9 @@ def refuses(loads: Callable[[bytes], object], data: bytes) -> bool:
         (b"\x80\x04\x95" + (5).to_bytes(8, "little") + b"N.", "does not end where"),
         (b"\x80\x04\x95" + (2).to_bytes(8, "little") + b"M\x01\x00.", "goes on|last frame"),
         (b"\x80\x04" + b"\x95" + (10).to_bytes(8, "little") + b"\x95" + bytes(8) + b"N.", "frame"),
-        (b"\x80\x02K\x01(K\x020s.", "no sound pickle|put into"),
+        (b"\x80\x02K\x01(K\x020s.", "is not valid|put into"),
         (b"\x80\x02]K\x01(\x85a.", "tuple of 1"),
-        (b"\x80\x02](a.", "no sound pickle"),
+        (b"\x80\x02](a.", "is not valid"),
     ],
 )
 def test_what_python_refuses_in_a_pickle_is_refused(data: bytes, message: str) -> None:
@@ -58,7 +58,7 @@ def test_dropping_what_lies_under_a_mark_drops_the_mark() -> None:
 
 @pytest.mark.parametrize("number", ["-0", "[-0]", '{"b":[1,-0 ]}'])
 def test_a_minus_before_zero_is_refused(number: str) -> None:
-    with pytest.raises(FormatError, match="-0 is no integer"):
+    with pytest.raises(FormatError, match="-0 is not an integer"):
         decode_object(f'{{"a":{number},"model-00001":-1}}', "f")
     assert decode_object('{"a":"-0","model-0":[-0.5]}', "f")["a"] == "-0"
 

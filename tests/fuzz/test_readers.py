@@ -94,7 +94,7 @@ STRICTER = (
     "which cannot be read as a tensor",
     "absurd shape",  # zeros beside sizes that overflow
     "dimensions, the limit is",
-    "no JSON number",
+    "not a JSON number",
     "limit is",
     "has dtype",
 )

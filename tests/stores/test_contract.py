@@ -103,7 +103,7 @@ def test_a_small_file_is_read_whole_and_a_large_one_refused(store: Store) -> Non
     put(store, "empty", b"")
     assert store.read_whole("data", len(CONTENT)) == CONTENT
     assert store.read_whole("empty", 0) == b""
-    with pytest.raises(HostileError, match="/data: it has 1000 bytes"):
+    with pytest.raises(HostileError, match="/data: the file has 1000 bytes"):
         store.read_whole("data", len(CONTENT) - 1)
     with pytest.raises(FileNotFoundError, match="absent"):
         store.read_whole("absent", 1)
@@ -279,7 +279,7 @@ def test_a_stream_that_cannot_change_its_start_says_so(place: Place, store: Stor
         pytest.skip("a local file can always be rewritten")
     with store.create("data") as file:
         file.write([b"12345"])
-        with pytest.raises(OSError, match="create it rewritable"):
+        with pytest.raises(OSError, match="create the file rewritable"):
             file.rewrite_start(b"abc")
 
 
