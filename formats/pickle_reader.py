@@ -273,9 +273,7 @@ class _Machine:
 
     def call_with_keywords(self) -> None:
         if self.pop() != {}:
-            raise FormatError(
-                "a class is called with keyword arguments, which none here takes"
-            )
+            raise FormatError("a class is called with keyword arguments, which none here takes")
         self.call()
 
     def build(self) -> None:

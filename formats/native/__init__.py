@@ -1,1 +1,1 @@
-"""The native format: safetensors shards that verify themselves, and one JSON manifest."""
+"""The native format: safetensors shards with checksums of all bytes, and one JSON manifest."""

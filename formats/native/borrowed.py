@@ -1,18 +1,17 @@
-"""Chunks that a checkpoint does not store again: they lie in an earlier one, its base.
+"""Borrowed chunks: chunks that a checkpoint does not store again, but reads in its base.
 
 Rules (docs/format.md, section 8, is normative):
 
-1. A borrowed chunk has its record in the chunk table like any other: its checksum vouches for the
-   bytes, wherever they lie. A *run* says where: neighbouring chunks of one tensor, end to end in
+1. A borrowed chunk has a record in the chunk table like any other chunk: its checksum covers the
+   bytes in the base. A *run* has the place of adjacent chunks of one tensor that lie end to end in
    one file of a base.
-2. Borrowing is flat. A chunk that the base itself borrowed is borrowed from where it lies, so to
-   read any checkpoint takes one step, and a base in the middle can go.
-3. A delta chunk is stored here, as what its bytes and those of a base's chunk differ in (XOR). The
-   chunk that it was taken from is its *root*, and never a delta itself: to decode one takes one
-   step as well. A delta chunk is not lent.
-4. Only a chunk of the same tensor, dtype and stored layout, cut and encoded alike, is borrowed, and
-   only where its checksum is the same: 128 bits of xxh3, which nobody meets by accident, and which
-   are no defence against somebody who makes two chunks alike on purpose.
+2. Borrowing is flat. A chunk that the base itself borrows is borrowed from its own place. A read
+   thus takes one step, and a base in the middle can be deleted.
+3. A delta chunk is stored as the XOR of its bytes and those of a base's chunk. That chunk is its
+   *root*, and is never a delta itself: decoding takes one step too. A delta chunk is not lent.
+4. A chunk is borrowed only from the same tensor with the same dtype, stored layout, chunk size and
+   codec, and only if the checksums are equal. The 128 bits of xxh3 exclude an accident, but not an
+   attacker who makes two chunks with one checksum.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from formats.native.manifest import Base, BaseFile, Manifest
 from formats.storage import BESIDE
 
 BORROWED = "__borrowed__"
-"""The entry of a shard file that holds its runs, just before the chunk table."""
+"""The entry of a shard file with its runs, just before the chunk table."""
 DELTAS = "__deltas__"
-"""The entry just before it, where there are delta chunks: their roots."""
+"""The entry with the roots of delta chunks, just before `BORROWED`."""
 COUNTS_KEY = "ckpt.chunk_counts"
-"""Metadata of such a file: how many chunks each entry has, in order, joined by commas."""
+"""Metadata of such a file: the number of chunks of each entry, in order, joined by commas."""
 RUN = struct.Struct("<IIIIQ")
 DELTA = struct.Struct("<I16sIIIQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk lies in a base: the stored bytes from `offset` on in the file of `rank`."""
+    """The place of a chunk in a base: the stored bytes from `offset` on in the file of `rank`."""
 
     base: int
-    """Its number in the manifest's list of bases."""
+    """The index of the base in the manifest's list of bases."""
     rank: int
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks `[first, first + count)` of a chunk table, end to end from a place on."""
+    """Chunks `[first, first + count)` of a chunk table, which lie end to end from a place on."""
 
     first: int
     count: int
@@ -56,20 +55,20 @@ class Run:
 
     @property
     def end(self) -> int:
-        """One past the last of its chunks."""
+        """The index behind the last chunk."""
         return self.first + self.count
 
 
 @dataclass
 class Runs:
-    """Runs in the making: chunks are added in ascending order."""
+    """Collects runs. Chunks are added in ascending order."""
 
     found: list[Run] = field(default_factory=list)
     _end: int = 0
-    """Where in the base's file the last run ends."""
+    """The end of the last run in the base's file."""
 
     def add(self, chunk: int, place: Place, stored_bytes: int, starts: bool) -> None:
-        """One more chunk; `starts` when it is the first of its tensor, where no run goes on."""
+        """Adds a chunk. `starts` if it is the first of its tensor, where a new run begins."""
         last = self.found[-1] if self.found else None
         if (
             last is not None
@@ -84,7 +83,7 @@ class Runs:
         self._end = place.offset + stored_bytes
 
     def pack(self) -> bytes:
-        """The content of the entry."""
+        """Returns the content of the entry."""
         return b"".join(
             RUN.pack(run.first, run.count, run.place.base, run.place.rank, run.place.offset)
             for run in self.found
@@ -92,12 +91,14 @@ class Runs:
 
 
 def unpack_runs(data: bytes, records: int, where: str) -> tuple[Run, ...]:
-    """The runs of a file whose chunk table has so many records.
+    """Returns the runs of a file whose chunk table has so many records.
 
-    Raises FormatError unless they are in order, apart and inside the table.
+    Raises FormatError unless the runs are in order, without overlaps, and inside the table.
     """
     if len(data) % RUN.size:
-        raise FormatError(f"{where}: {BORROWED} has {len(data)} bytes, no multiple of {RUN.size}")
+        raise FormatError(
+            f"{where}: {BORROWED} has {len(data)} bytes, not a multiple of {RUN.size}"
+        )
     runs = tuple(
         Run(first, count, Place(base, rank, offset))
         for first, count, base, rank, offset in RUN.iter_unpack(data)
@@ -114,7 +115,7 @@ def unpack_runs(data: bytes, records: int, where: str) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The chunk of a base that a delta chunk was taken from."""
+    """The chunk of a base on which a delta chunk is based."""
 
     place: Place
     digest: bytes
@@ -123,7 +124,7 @@ class Root:
 
 
 def pack_deltas(roots: Mapping[int, Root]) -> bytes:
-    """The content of the entry: the roots, by the index of their delta chunks in the table."""
+    """Returns the content of the entry: the roots, by the indices of their delta chunks."""
     return b"".join(
         DELTA.pack(at, root.digest, root.stored_bytes, p.base, p.rank, p.offset)
         for at, root in roots.items()
@@ -132,12 +133,14 @@ def pack_deltas(roots: Mapping[int, Root]) -> bytes:
 
 
 def unpack_deltas(data: bytes, records: int, where: str) -> dict[int, Root]:
-    """The roots of a file whose chunk table has so many records.
+    """Returns the roots of a file whose chunk table has so many records.
 
-    Raises FormatError unless they are in order and of chunks in the table.
+    Raises FormatError unless they are in order and belong to chunks in the table.
     """
     if len(data) % DELTA.size:
-        raise FormatError(f"{where}: {DELTAS} has {len(data)} bytes, no multiple of {DELTA.size}")
+        raise FormatError(
+            f"{where}: {DELTAS} has {len(data)} bytes, not a multiple of {DELTA.size}"
+        )
     roots: dict[int, Root] = {}
     before = -1
     for at, digest, stored, base, rank, offset in DELTA.iter_unpack(data):
@@ -150,18 +153,18 @@ def unpack_deltas(data: bytes, records: int, where: str) -> dict[int, Root]:
 
 @dataclass(frozen=True, slots=True)
 class LentChunks:
-    """The chunks of one rank's part of a tensor, as a base has them."""
+    """The chunks of one rank's part of a tensor in a base."""
 
     records: Sequence[bytes]
-    """Of the chunk table: checksum and stored bytes; empty where nobody may borrow the chunk."""
+    """Checksum and stored bytes, as in the chunk table; empty if the chunk cannot be borrowed."""
     places: Sequence[Place]
     roots: Sequence[Root | None]
-    """What a delta of each may be taken from."""
+    """The possible root of a delta of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What a base has of what one rank is about to write."""
+    """The chunks that a base lends to one rank's file."""
 
     chunk_bytes: int
     codec: str
@@ -169,18 +172,18 @@ class Lent:
     mark: str
     """The digest of the base's manifest."""
     fetch: Callable[[Root, int, memoryview], None]
-    """Fills memory with a root's raw bytes; the second argument is the width of the shuffle."""
+    """Fills memory with the raw bytes of a root; the second argument is the shuffle's width."""
 
 
 def bases_of(folder: str, manifest: Manifest) -> tuple[Base, ...]:
-    """The checkpoints a save with this base may borrow from: the base first, then its own."""
+    """Returns the checkpoints from which a save with this base may borrow: it, then its bases."""
     files = tuple(BaseFile(file.name, file.rank, file.size) for file in manifest.files)
     own = [base for base in manifest.bases if base is not None]
     return (Base(folder, files), *own)[:BASES]
 
 
 def kept(bases: Sequence[Base], used: int) -> tuple[Base | None, ...]:
-    """The list for the manifest: None where the mask of used bases does not have the bit."""
+    """Returns the manifest's list of bases, with None for a base that `used` lacks the bit of."""
     return tuple(
         base if used >> number & 1 else None
         for number, base in enumerate(bases[: used.bit_length()])
@@ -188,5 +191,5 @@ def kept(bases: Sequence[Base], used: int) -> tuple[Base | None, ...]:
 
 
 def beside(folder: str, name: str) -> str:
-    """What a reader calls a file of a base in the folder of this name beside its own."""
+    """Returns a reader's name of a file in a folder beside its own."""
     return f"{BESIDE}{folder}/{name}"

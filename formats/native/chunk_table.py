@@ -1,4 +1,4 @@
-"""The chunks of one tensor in one file: their checksums, and how they are decoded."""
+"""The chunks of one tensor in one file: compares their checksums and decodes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from formats.storage import Reader
 
 
 class ChunkTable:
-    """The chunks of one tensor in one file, unpacked as they are asked for."""
+    """The chunks of one tensor in one file, unpacked on demand."""
 
     __slots__ = (
         "_fetch",
@@ -71,7 +71,7 @@ class ChunkTable:
         return Chunk(self._offset + at, stored, raw, digest, stored < raw)
 
     def wrong(self, first: int, stored: memoryview) -> int | None:
-        """The first of the chunks whose stored bytes these are that is not what was written."""
+        """Returns the first chunk with another digest, as `Chunks.wrong` does."""
         if self.compressed:
             return self._wrong_compressed(first, stored)
         table, digest, size = self._table, xxhash.xxh3_128_digest, self.chunk_bytes
@@ -84,7 +84,7 @@ class ChunkTable:
         return None
 
     def decode(self, index: int, stored: memoryview, width: int, target: memoryview) -> None:
-        """Fill `target` with the raw bytes of a chunk, as `Chunks.decode` says."""
+        """Fills `target` with the raw bytes of a chunk, as `Chunks.decode` does."""
         if len(stored) == len(target):
             target[:] = stored
             return
@@ -112,11 +112,11 @@ class ChunkTable:
 
     def _lie(self, index: int, stored: int, raw: int) -> FormatError:
         return FormatError(
-            f"{self._where}: chunk {index} of {raw} bytes is recorded with {stored} stored ones"
+            f"{self._where}: chunk {index} of {raw} bytes is recorded with {stored} stored bytes"
         )
 
     def check(self) -> None:
-        """Raise FormatError unless compressed chunks are all there and fill their entry exactly."""
+        """Raises FormatError unless the compressed chunks fill their entry exactly."""
         starts = self._stored_starts()
         if len(starts) != len(self) + 1 or starts[-1] != self._stored_bytes:
             raise FormatError(
@@ -138,20 +138,24 @@ class ChunkTable:
 
 
 def read_root(reader: Reader, file: str, root: Root, width: int, target: memoryview) -> None:
-    """Fill `target` with the raw bytes of a root that lies in a file of the reader's.
+    """Fills `target` with the raw bytes of a root in a file of the reader.
 
-    Raises CorruptError naming the file where they are not what they were.
+    Raises:
+        CorruptError: the stored bytes have another checksum.
+        FormatError: the size of the root is not possible.
     """
     where = f"{reader.url}/{file}"
     end = root.place.offset + root.stored_bytes
     if not 0 < root.stored_bytes <= len(target):
-        raise FormatError(f"{where}: a chunk of {len(target)} bytes has {root.stored_bytes} there")
+        raise FormatError(
+            f"{where}: a chunk of {len(target)} bytes has {root.stored_bytes} stored bytes"
+        )
     stored = reader.read(file, root.place.offset, root.stored_bytes)
     if xxhash.xxh3_128_digest(stored) != root.digest:
         raise CorruptError(
             f"{where}: bytes {root.place.offset}:{end} do not have the checksum "
-            f"{root.digest.hex()} that a delta was taken from: they were changed since; restore "
-            "the file from another copy"
+            f"{root.digest.hex()} of a delta's root: they were changed since; restore the file "
+            "from another copy"
         )
     if len(stored) == len(target):
         target[:] = stored

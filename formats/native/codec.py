@@ -1,14 +1,13 @@
-"""How one chunk is compressed: a byte shuffle, then one zstd frame.
+"""Compresses one chunk: a byte shuffle, then one zstd frame.
 
-The shuffle puts the bytes of equal significance together: of n elements of k bytes, first the n
-lowest bytes, then the n next ones. Floating-point weights hardly compress without it: bf16 1.28,
-with it 1.46 and faster, because the exponents, which repeat, stand side by side.
-A chunk that shrinks by less than 1/32 is stored as it is; whoever reads sees from the stored size
-which it was. `Effort` spares the chunks of a tensor that does not shrink most of the trying.
+The shuffle puts bytes of equal significance together: for n elements of k bytes, first the n lowest
+bytes, then the n next ones. Weights in bf16 shrink by 1.28 without the shuffle and by 1.46 with it,
+and faster, because the exponents, which repeat, lie side by side. A chunk that shrinks by less than
+1/32 is stored uncompressed; a reader sees this from the stored size. `Effort` skips most chunks of
+a tensor that does not shrink.
 
-zstandard is imported by the first chunk that needs it: states that are not compressed do without.
-Contexts and scratch memory are kept for each thread: made anew for every chunk, they and the page
-faults of fresh memory took a third of the time.
+The first compressed chunk imports zstandard. Each thread keeps its contexts and scratch memory: new
+ones for each chunk, with the page faults of new memory, took a third of the time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ BLOCK_ELEMENTS = 1 << 15
 
 
 class _Thread(threading.local):
-    """What a thread keeps from chunk to chunk."""
+    """The contexts and scratch memory of a thread."""
 
     def __init__(self) -> None:
         self._scratch = np.empty(0, dtype=np.uint8)
@@ -58,7 +57,7 @@ class _Thread(threading.local):
         return ZstdDecompressor()
 
     def scratch(self, nbytes: int) -> np.ndarray:
-        """Memory that the next call on this thread is given again."""
+        """Returns memory that the next call on this thread reuses."""
         if self._scratch.nbytes < nbytes:
             self._scratch = np.empty(nbytes, dtype=np.uint8)
         return self._scratch[:nbytes]
@@ -68,34 +67,34 @@ _thread = _Thread()
 
 
 class Effort:
-    """Which chunks of one tensor are worth trying, by how those before them went."""
+    """Decides which chunks of one tensor to compress, by the results of earlier chunks."""
 
     def __init__(self) -> None:
         self._misses = 0
         self._passed_over = 0
 
     def tries_next(self) -> bool:
-        """Whether to try the next chunk; after `MISSES` misses one in `SAMPLE_EVERY`."""
+        """Whether to compress the next chunk; after `MISSES` misses one in `SAMPLE_EVERY`."""
         if self._misses < MISSES:
             return True
         self._passed_over = (self._passed_over + 1) % SAMPLE_EVERY
         return self._passed_over == 0
 
     def note(self, shrank: bool) -> None:
-        """How a chunk that was tried went; one that shrank has the next ones tried again."""
+        """Notes whether a compressed chunk shrank. If so, the next chunks are compressed too."""
         self._misses = 0 if shrank else self._misses + 1
 
 
 def compress(raw: memoryview, width: int) -> bytes | None:
-    """The frame of a chunk of elements of `width` bytes, or None when it is better kept raw."""
+    """Returns the frame of a chunk of elements of `width` bytes; None if it hardly shrinks."""
     frame = _thread.compressor.compress(_shuffle(raw, width))
     return frame if len(frame) < len(raw) - len(raw) // WORTH else None
 
 
 def decompress(frame: bytes | memoryview, width: int, target: memoryview, where: str) -> None:
-    """Fill `target` with a chunk, whose raw bytes it has room for. `where` names it in errors.
+    """Decodes a chunk into `target`, which has its raw size. `where` names the chunk in errors.
 
-    A frame that claims another size is refused before anything is decoded.
+    Raises CorruptError, before it decodes anything, for a frame that claims another size.
     """
     import zstandard
 
@@ -103,7 +102,7 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
         claimed = zstandard.frame_content_size(frame)
         if claimed != len(target):
             raise CorruptError(
-                f"{where}: a zstd frame of {claimed} bytes stands where {len(target)} belong"
+                f"{where}: a zstd frame has {claimed} bytes in the place of {len(target)}"
             )
         data = _thread.decompressor.decompress(
             frame, max_output_size=len(target), allow_extra_data=False
@@ -114,19 +113,19 @@ def decompress(frame: bytes | memoryview, width: int, target: memoryview, where:
 
 
 def differ(raw: memoryview, other: memoryview, target: memoryview) -> None:
-    """Fill `target`, which may be one of the two, with what two chunks differ in: their XOR."""
+    """Fills `target`, which may be one of the two chunks, with the XOR of two chunks."""
     a, b, out = (np.frombuffer(data, dtype=np.uint8) for data in (raw, other, target))
     np.bitwise_xor(a, b, out=out)
 
 
 def _shuffle(raw: memoryview, width: int) -> memoryview:
-    """The planes of a chunk, in this thread's scratch memory."""
+    """Returns the byte planes of a chunk, in this thread's scratch memory."""
     if width == 1:
         return raw
     elements = np.frombuffer(raw, dtype=f"<u{width}")
     planes = _thread.scratch(len(raw)).reshape(width, -1)
     for byte in range(width):
-        # Shifting whole elements vectorises; picking every width-th byte does not.
+        # A shift of whole elements vectorizes; a selection of every width-th byte does not.
         np.right_shift(elements, 8 * byte, out=planes[byte], casting="unsafe")
     return planes.reshape(-1).data
 

@@ -1,6 +1,6 @@
-"""Writing a shard file whose sizes show on the way: compressed, or partly borrowed.
+"""Writes a shard file of unknown sizes: compressed, or partly borrowed.
 
-Room for the header is left free, the data streams behind it, and the header is filled in last.
+The writer reserves space for the header, streams the data behind it, and writes the header last.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from formats.storage import Buffer, FileWriter
 from formats.threads import Pool
 
 WORKERS = 4
-"""Threads that compress, at most: as many as there are cores."""
+"""The largest number of threads that compress; at most one for each core."""
 BOTH_EVERY = 16
-"""One chunk in this many is compressed both by itself and as a delta, to see which pays."""
+"""One chunk in so many is compressed both by itself and as a delta, to compare the sizes."""
 SPARE_BYTES = 24
-"""Of an entry's room in a header that is reserved before its size is known."""
+"""Additional bytes of a reserved header for each entry, whose size is unknown."""
 
 
 def write_as_it_comes(
@@ -55,7 +55,7 @@ def write_as_it_comes(
     deltas: bool,
     progress: Progress | None,
 ) -> ShardSummary:
-    """Write a file whose entries get their sizes on the way: compressed, or partly borrowed."""
+    """Writes a file whose entries get their sizes on the way: compressed, or partly borrowed."""
     reserved = _reserved_header(tensors, codec)
     workers = min(WORKERS, os.cpu_count() or 1)
     with Gather(file) as out, Pool(workers, "ckpt-compress") as pool:
@@ -70,7 +70,7 @@ def write_as_it_comes(
             for packed, ends_block in _packed(tensor, codec, roots, pool, 2 * workers):
                 body.add(packed)
                 if ends_block and not tensor.stable:
-                    out.flush()  # it must be gone before the next block is asked for
+                    out.flush()  # the next block reuses the memory of this one
             body.end(tensor)
             if progress is not None:
                 progress(tensor.nbytes)
@@ -86,7 +86,7 @@ def write_as_it_comes(
 def _packed(
     tensor: OutgoingTensor, codec: str, roots: _Roots | None, pool: Pool, ahead: int
 ) -> Iterator[tuple[_Packed, bool]]:
-    """A tensor's chunks as they are stored, in order, each with whether a block ends with it."""
+    """Yields a tensor's stored chunks in order, each with whether a block ends with it."""
     chunks = chunks_of(tensor, tensor.nbytes, chunk_bytes_of(codec))
     if codec == "raw":
         for chunk, ends_block in chunks:
@@ -104,7 +104,7 @@ def _packed(
         return packed, ends_block and not pending
 
     for number, (chunk, ends_block) in enumerate(chunks):
-        # By the chunks taken so far, not by those that happen to be done.
+        # The decision uses the chunks taken so far, so it does not depend on the threads' timing.
         width, try_it = tensor.dtype.component_bytes, effort.tries_next()
         delta = roots.of(number) if roots is not None else None
         pending.append(pool.submit(_pack, chunk, width, try_it, delta))
@@ -122,29 +122,29 @@ class _Packed:
     record: bytes
     stored: Buffer
     shrank: bool | None = None
-    """None where compressing it was not tried."""
+    """None if it was not compressed."""
     root: Root | None = None
-    """What it is a delta from."""
+    """The root, if the chunk is a delta."""
     same: bool = False
-    """It is what the base has."""
+    """Whether the chunk equals the base's chunk."""
     tried: bool = False
-    """Both ways were tried: `root` says which was better."""
+    """Whether both ways were tried. `root` is set if the delta was smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Delta:
-    """How one chunk may become a delta."""
+    """The possible delta of one chunk."""
 
     root: Root
     fetch: Callable[[Root, int, memoryview], None]
     try_both: bool
-    """Whether to compress the chunk itself too, and keep the smaller."""
+    """Whether to compress the chunk itself too, and keep the smaller result."""
     lends: bool
-    """Whether the root is the base's chunk itself, to be borrowed where nothing differs."""
+    """Whether the root is the base's chunk itself, which is borrowed if it is equal."""
 
 
 class _Roots:
-    """Which chunks of one tensor to take deltas of, by how it went with those before."""
+    """Decides which chunks of one tensor become deltas, by the results of earlier chunks."""
 
     def __init__(self, lent: Lent, known: LentChunks) -> None:
         self._fetch = lent.fetch
@@ -152,14 +152,14 @@ class _Roots:
         self._wins: bool | None = None
 
     def of(self, number: int) -> _Delta | None:
-        """What to try for a chunk; the first ones and one in `BOTH_EVERY` are tried both ways."""
+        """Returns the delta to try for a chunk. The first, and one in `BOTH_EVERY`, try both."""
         root, both = self._known.roots[number], self._wins is None or number % BOTH_EVERY == 0
         if root is None or not (self._wins or both):
             return None
         return _Delta(root, self._fetch, both, bool(self._known.records[number]))
 
     def note(self, packed: _Packed) -> None:
-        """How a chunk went."""
+        """Notes the result of a chunk."""
         if packed.tried:
             self._wins = packed.root is not None
 
@@ -184,20 +184,20 @@ def _pack(raw: memoryview, width: int, try_it: bool, delta: _Delta | None) -> _P
 
 
 def _reserved_header(tensors: Sequence[OutgoingTensor], codec: str) -> bytes:
-    """Blanks in the place of a header, at least as long as the final one can be."""
+    """Returns zeros in the place of a header, at least as long as the final one can be."""
     chunks = [-(-tensor.nbytes // chunk_bytes_of(codec)) for tensor in tensors]
     entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in tensors]
     sizes = ((DELTAS, DELTA.size), (BORROWED, RUN.size), (TABLE, RECORD.size))
     tail = [(name, sum(chunks) * size) for name, size in sizes]
     entries += [(name, "U8", (nbytes,), nbytes) for name, nbytes in tail]
     longest, _ = build(entries, metadata_of(codec, chunks))
-    # An entry that becomes U8 of one dimension may have a digit or two more than its shape has.
+    # An entry that becomes U8 of one dimension may have one or two more digits than its shape.
     length = len(longest) + SPARE_BYTES * len(tensors)
     return bytes(length + -length % ALIGN)
 
 
 class _Body:
-    """The data of a file in the making, for a header that is made when it is complete."""
+    """The data of a file so far, from which the header is made at the end."""
 
     def __init__(self, out: Gather, codec: str) -> None:
         self.records: list[bytes] = []
@@ -213,15 +213,15 @@ class _Body:
         self._borrows = False
 
     def begin(self, known: LentChunks | None) -> None:
-        """The chunks that come now are those of one tensor, of which the base has these."""
+        """Begins the chunks of one tensor; `known` are the base's chunks of it."""
         self._known = known
         self._first, self._stored, self._borrows = len(self.records), 0, False
 
     def add(self, packed: _Packed) -> None:
-        """One chunk: written, or borrowed where the base has the same in the same place."""
+        """Writes a chunk, or borrows it if the base has an equal chunk in this place."""
         chunk, known = len(self.records), self._known
         at = chunk - self._first
-        # The delta of a chunk of zeros is the root's content: their frames are the same bytes.
+        # The delta of a chunk of zeros is the content of its root, so both have equal frames.
         if (
             known is not None
             and known.records[at]
@@ -242,13 +242,13 @@ class _Body:
 
     @property
     def used(self) -> int:
-        """A bit for the number of every base that something is borrowed from, or a delta from."""
+        """A mask with a bit for the index of each base that has a borrowed chunk or a root."""
         bases = {run.place.base for run in self._runs.found}
         bases |= {root.place.base for root in self._roots.values()}
         return sum(1 << base for base in bases)
 
     def end(self, tensor: OutgoingTensor) -> None:
-        """The tensor is complete."""
+        """Ends the chunks of a tensor."""
         self._counts.append(len(self.records) - self._first)
         if self._borrows or self._codec != "raw":
             self._entries.append((tensor.name, "U8", (self._stored,), self._stored))
@@ -257,7 +257,7 @@ class _Body:
             self._entries.append((tensor.name, tensor.dtype.carrier, shape, self._stored))
 
     def header(self, reserved: int) -> tuple[bytes, bytes]:
-        """The header, as long as what was reserved, and what goes before the chunk table."""
+        """Returns the header, as long as the reserved one, and the tables before the chunks'."""
         before = {DELTAS: pack_deltas(self._roots), BORROWED: self._runs.pack()}
         before = {name: data for name, data in before.items() if data}
         entries = [*self._entries]

@@ -1,10 +1,10 @@
-"""What an earlier checkpoint lends to a save: the chunks that need not be written again.
+"""Finds the chunks of a base that a save can borrow.
 
 Rules:
 
-1. Only headers and chunk tables of the base are read, and only of the file that this rank wrote or
-   would have written: with another division of a tensor, nothing of it is lent.
-2. A lender is opened by every rank for itself and says the same of the base to each.
+1. A rank reads only the header and the chunk table of its own rank's file of the base. A tensor
+   with another stored layout lends nothing.
+2. Each rank opens the base itself, and all find the same.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Lender:
     """An opened base."""
 
     def __init__(self, reader: Reader, folder: str) -> None:
-        """`reader` reads the base, `folder` is its name beside the checkpoint to be written.
+        """`reader` reads the base; `folder` is its name beside the new checkpoint.
 
-        Raises FileNotFoundError where there is none, and the errors of a damaged manifest.
+        Raises FileNotFoundError if there is no manifest, and the errors of a damaged one.
         """
         data = read_manifest(reader)
         self._reader = reader
@@ -38,16 +38,16 @@ class Lender:
         self.mark = digest_in(data)
         """The digest of its manifest: 32 hex digits."""
         self.bases = bases_of(folder, self._manifest)
-        """The bases of a checkpoint that borrows from it, by their numbers."""
+        """The bases of a checkpoint that borrows from this one, by their indices."""
         self._names = {
             (number, file.rank): beside(base.folder, file.name) if number else file.name
             for number, base in enumerate(self.bases)
             for file in base.files
         }
-        """What the reader of the base calls the files of all of them."""
+        """The names of all their files for the reader of the base."""
 
     def to(self, rank: int, tensors: Mapping[str, StoredTensor]) -> Lent | None:
-        """What it has of the parts that `rank` writes of these tensors; None where nothing."""
+        """Returns the chunks for the parts of these tensors that `rank` writes; None if none."""
         same = [
             (name, stored)
             for name, stored in tensors.items()
@@ -72,7 +72,7 @@ class Lender:
 def _chunks(
     parts: Iterable[Part], shard: Shard, owners: Mapping[str, tuple[int, int]]
 ) -> LentChunks:
-    """The chunks of one tensor; what lies in a base without a number any more is nobody's."""
+    """Returns the chunks of one tensor. A chunk in a base beyond `BASES` cannot be borrowed."""
     records: list[bytes] = []
     places: list[Place] = []
     roots: list[Root | None] = []

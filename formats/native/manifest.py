@@ -1,16 +1,15 @@
-"""The manifest: the one file whose presence makes a checkpoint exist.
+"""The manifest: the file whose presence makes a checkpoint exist.
 
 Rules (docs/format.md is normative):
 
-1. The file is one JSON object whose first key is `digest`: 32 hex digits, the xxh3_128 of the same
-   object without that key, exactly as it stands in the file. Any changed bit is found.
-2. Its size is O(tensors + files): layouts are symbolic and shared, offsets stand in the files'
-   own headers.
-3. Names in it never leave the folder: a file name has no separators and does not begin with a dot.
-   Only chunks that are borrowed lie elsewhere: in checkpoints beside this one, whose folder names
-   keep the same rule.
-4. A manifest is of version 1 unless chunks are borrowed (2) or the state has typed values (3): an
-   older reader refuses what it would misread, and nothing else.
+1. The file is one JSON object. Its first key is `digest`: 32 hex digits, the xxh3_128 of the bytes
+   of the same object without this key. A reader finds any changed bit.
+2. The size is O(tensors + files): layouts are symbolic and shared, and the headers of the files
+   have the offsets.
+3. Names never leave the folder: a file name has no separators and does not begin with a dot. Only
+   borrowed chunks lie elsewhere: in checkpoints beside this one, with plain folder names too.
+4. The version is 1, 2 with borrowed chunks, and 3 with typed values in the state: an older reader
+   refuses exactly the manifests that it would misread.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from sharding.layout import Layout, Mesh, Placement
 MANIFEST = "manifest.json"
 VERSION = 1
 BORROWING_VERSION = 2
-"""The version of a checkpoint with bases; the same but for them."""
+"""The version of a checkpoint with bases."""
 TYPED_VERSION = 3
 """The version of a checkpoint with typed values in its state, and perhaps with bases."""
 DIGEST_KEY = b'{"digest":"'
@@ -44,20 +43,20 @@ class ShardFile(NamedTuple):
 
     name: str
     rank: int
-    """The rank of the layouts' meshes whose local storage the file holds."""
+    """The rank, in the meshes of layouts, whose local storage the file holds."""
     size: int
-    """Bytes in the file."""
+    """The bytes of the file."""
     header_bytes: int
-    """Bytes before the tensor data: the length prefix and the JSON header."""
+    """The bytes before the tensor data: the length prefix and the JSON header."""
     table_bytes: int
-    """Bytes of the chunk table, which ends the file."""
+    """The bytes of the tables at the end of the file."""
     digest: str
     """xxh3_128, in hex, of the header bytes followed by the chunk table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """An earlier checkpoint in a folder beside this one, in whose files some of its chunks lie."""
+    """An earlier checkpoint in a folder beside this one, whose files hold chunks of this one."""
 
     folder: str
     files: tuple[BaseFile, ...]
@@ -65,7 +64,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """A file of a base, as far as it must be what it was."""
+    """A file of a base, with the facts that must not have changed."""
 
     name: str
     rank: int
@@ -74,21 +73,21 @@ class BaseFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as the manifest knows it."""
+    """One tensor in the manifest."""
 
     shape: tuple[int, ...]
     dtype: DType
     layout: Layout
-    """Which rank's file holds which piece: no element twice."""
+    """The piece of the tensor in each rank's file; no element is stored twice."""
 
 
 WRITER_KEYS = ("ckpt", "torch", "world_size", "time")
-"""What a writer says of itself; what else is under `writer` somebody said of the checkpoint."""
+"""The keys of the writer. Other keys under `writer` are the user's metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a reader needs before it opens a shard file."""
+    """The content of a manifest: all that a reader needs before it opens a shard file."""
 
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
@@ -96,11 +95,11 @@ class Manifest:
     files: Sequence[ShardFile]
     writer: Mapping[str, str] = field(default_factory=dict)
     bases: Sequence[Base | None] = ()
-    """By the number that shard files know them by; None where no chunk lies there any more."""
+    """By their indices in shard files; None for a base that holds no chunk any more."""
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`. The same manifest always gives the same bytes."""
+    """Returns the bytes of `manifest.json`. Equal manifests have equal bytes."""
     meshes: dict[Mesh, int] = {}
     layouts: dict[tuple[int, tuple[Placement, ...]], int] = {}
 
@@ -134,7 +133,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
-    """A manifest, still packed, in one request. Raises FileNotFoundError where there is none."""
+    """Reads the bytes of a manifest in one request. Raises FileNotFoundError if there is none."""
     try:
         return reader.read_whole(name, current().manifest_bytes)
     except TooLargeError as error:
@@ -143,12 +142,12 @@ def read_manifest(reader: Reader, name: str = MANIFEST) -> bytes:
 
 
 def digest_in(data: bytes) -> str:
-    """The digest that a manifest's bytes begin with: no two checkpoints have the same."""
+    """Returns the digest at the start of a manifest's bytes; each checkpoint has its own."""
     return data[len(DIGEST_KEY) : len(DIGEST_KEY) + 32].decode("ascii")
 
 
 def _version(state: bytes, bases: list[Json]) -> int:
-    if b'{"$typed":' in state:  # within a text, a quotation mark has a backslash before it
+    if b'{"$typed":' in state:  # inside a string, a quotation mark has a backslash before it
         return TYPED_VERSION
     return BORROWING_VERSION if bases else VERSION
 

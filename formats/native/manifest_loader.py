@@ -1,6 +1,6 @@
-"""Every part of a manifest's JSON checked on the way in: docs/format.md, section 11.
+"""Loads a manifest, and checks every part of its JSON: docs/format.md, section 11.
 
-What exceeds one of `formats.limits` is a HostileError, what is no manifest a FormatError.
+A number above one of `formats.limits` is a HostileError, an invalid part a FormatError.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ _PLACEMENT = re.compile(r"(R|split)|(S|SS|F|only)\((\d{1,19})(?:,(\d{1,19}))?\)"
 
 
 def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
-    """The manifest these bytes are. `file` is what messages call it.
+    """Returns the manifest in these bytes. `file` is its name in messages.
 
     `stored` is False only for the summaries that ranks exchange: their layouts have replicas, and
-    what an alias names may be in another summary.
+    the tensor of an alias may be in another summary.
 
-    Raises CorruptError when a bit changed, UnsupportedError for a later version, HostileError or
-    FormatError when it says what no writer writes.
+    Raises:
+        CorruptError: a bit was changed.
+        UnsupportedError: a later version of ckpt wrote the manifest.
+        HostileError, FormatError: the manifest breaks a rule that all writers keep.
     """
     start = len(DIGEST_KEY) + 32
     digest = data[len(DIGEST_KEY) : start]
@@ -89,39 +91,39 @@ def load(data: bytes, file: str = MANIFEST, stored: bool = True) -> Manifest:
 
 
 def check_file_name(name: object, file: str) -> str:
-    """A file name from a manifest, or HostileError when it could leave the folder."""
+    """Returns a file name of a manifest. Raises HostileError if it could leave the folder."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
         raise HostileError(f"{file}: {str(name)[:80]!r} is not a plain file name")
     return name
 
 
 def check_folder_name(name: object, file: str) -> str:
-    """The name of a folder beside this one, or HostileError when it could be any other."""
+    """Returns the name of a folder beside this one. Raises HostileError for any other path."""
     if not isinstance(name, str) or name in ("", ".", "..") or _NO_FOLDER_NAME.search(name):
         raise HostileError(f"{file}: {str(name)[:80]!r} is not the plain name of a folder")
     return name
 
 
 def _splits(placements: tuple[Placement, ...]) -> int:
-    """Chunks into which dimensions are cut before they are cut over ranks."""
+    """Returns the number of chunks into which dimensions are cut before they are cut over ranks."""
     return prod(p.split for p in placements if isinstance(p, StridedShard))
 
 
 class Loader:
-    """Checks every part of a manifest's JSON on the way in."""
+    """Checks every part of a manifest's JSON."""
 
     def __init__(self, file: str, content: dict[str, Json], nbytes: int, stored: bool) -> None:
-        """`nbytes` is the length of the manifest that the content was read from."""
+        """`nbytes` is the length of the manifest with this content."""
         self._file = file
         self._names = Names(file, nbytes)
         self._splits: list[int] = []
-        """Of the layouts."""
+        """The `_splits` of each layout."""
         self._splits_left = ALL_SPLITS
         self._stored = stored
         self._content = content
 
     def manifest(self) -> Manifest:
-        """All of it. Raises as `load` does."""
+        """Returns the manifest. Raises as `load` does."""
         if self._content.get("format") != "ckpt":
             raise FormatError(
                 f"{self._file}: format is {self._content.get('format')!r}, not 'ckpt'"
@@ -156,7 +158,7 @@ class Loader:
                 return TensorRef(value)
             written = repr(value)
             stored = alike.get(written)
-            if stored is None:  # most tensors of a model are like others
+            if stored is None:  # most tensors of a model have the entry of another
                 stored = alike[written] = self._tensor(name, value, layouts, len(files))
             tensors[name] = stored
             return TensorRef(name)
@@ -211,7 +213,7 @@ class Loader:
         if splits > FEW_SPLITS:
             self._splits_left -= splits
             if self._splits_left < 0:
-                raise HostileError(f"{self._file}: {name}: so many tensors are not cut so finely")
+                raise HostileError(f"{self._file}: {name}: too many tensors are cut so finely")
         try:
             layout = Layout(shape, mesh, placements)
         except ValueError as error:
@@ -221,9 +223,9 @@ class Loader:
         return StoredTensor(shape, dtype, layout)
 
     def _check_spread(self, name: str, layout: Layout, files: int) -> None:
-        """Raise where more ranks than have a file hold a part: their number may be absurd."""
+        """Raises HostileError if more ranks hold a part than have a file: an absurd number."""
         at = tuple(p.index if isinstance(p, Only) else 0 for p in layout.placements)
-        # Of the axes that cut dimensions, coordinate 0 has the most.
+        # Coordinate 0 of each axis that cuts a dimension has the largest part.
         most, parts = prod(layout.local_shape(layout.mesh.rank(at))), 1
         for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
             if isinstance(placement, FlatShard):
@@ -283,18 +285,18 @@ class Loader:
         raise FormatError(f"{self._file}: {str(value)[:80]!r} is not a placement")
 
     def _shard_files(self, rows: list[Json]) -> list[ShardFile]:
-        """The files, column by column: there may be many thousands."""
+        """Checks the files column by column: there may be many thousands."""
         if not self._are_sound(rows):
             for row in rows:
                 self._check_file(row)
         files = [ShardFile._make(row) for row in rows]  # type: ignore[arg-type]
         for what, values in (("file", {f.name for f in files}), ("rank", {f.rank for f in files})):
             if len(values) != len(files):
-                raise HostileError(f"{self._file}: a {what} stands twice in the list of files")
+                raise HostileError(f"{self._file}: a {what} occurs twice in the list of files")
         return files
 
     def _are_sound(self, rows: list[Json]) -> bool:
-        """False where `_check_file` would, or might, find something wrong with a row."""
+        """Whether the rows are valid; False if `_check_file` has to look at each row."""
         if not rows:
             return True
         if set(map(type, rows)) != {list} or set(map(len, rows)) != {6}:  # type: ignore[arg-type]
@@ -339,7 +341,7 @@ class Loader:
         return value
 
     def _strides(self, value: Json) -> tuple[int, ...]:
-        """Rank steps, which may be negative: a mesh may run backwards."""
+        """Returns the steps between ranks, which may be negative: a mesh may run backwards."""
         steps = self._list(value, "a mesh's strides")
         for step in steps:
             self._integer(-step if type(step) is int and step < 0 else step, "a mesh's stride")

@@ -1,4 +1,4 @@
-"""One opened shard file: which of its bytes, or of a base's, are which tensor's."""
+"""One opened shard file: the bytes of each tensor, in this file or in a base."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from formats.safetensors_header import Entry
 from formats.storage import Reader
 
 OWN_ENTRIES = (DELTAS, BORROWED, TABLE)
-"""Entries of a shard file that are no tensors."""
+"""Entries of a shard file that are not tensors."""
 
 
 class Expected(NamedTuple):
-    """What a rank's file should have of a tensor, as the manifest says it."""
+    """A rank's part of a tensor by the manifest, which the file must have."""
 
     carrier: str
     shape: tuple[int, ...]
-    """As the file's header has it."""
+    """The shape in the file's header."""
     nbytes: int
     component_bytes: int
 
 
 class Start(NamedTuple):
-    """Where a tensor's part begins in a file."""
+    """The start of a tensor's part in a file."""
 
     offset: int
     first: int
-    """Its first chunk's record in the table."""
+    """The index of its first chunk in the table."""
     stored_bytes: int
 
 
@@ -44,21 +44,21 @@ class Part:
     """A run of a rank's part of a tensor that lies in one file."""
 
     begins: int
-    """Its first byte, decoded, in the rank's part."""
+    """Its first decoded byte, counted in the rank's part."""
     extent: Extent
     first: int
-    """The index of its first chunk in the chunk table of the file that was asked."""
+    """The index of its first chunk in the chunk table of the rank's file."""
     table: memoryview
     """The records of its chunks."""
 
     def records(self) -> Iterator[bytes]:
-        """The records one by one."""
+        """Yields the records one by one."""
         for at in range(0, len(self.table), RECORD.size):
             yield bytes(self.table[at : at + RECORD.size])
 
 
 class Shard:
-    """One opened shard file: finds tensors and their chunks in it, or where it borrowed them."""
+    """One opened shard file. Finds tensors and their chunks in this file and in bases."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Shard:
         self._starts = [run.first for run in index.runs]
 
     def parts(self, name: str, expected: Expected) -> list[Part]:
-        """Where a tensor's part lies: in one range unless it is borrowed."""
+        """Returns the parts of a tensor: one range, unless chunks are borrowed."""
         entry, first = self._entry(name), self._first_chunk(name)
         count = -(-expected.nbytes // self.index.chunk_bytes)
         runs = self._runs(first, count)
@@ -91,9 +91,9 @@ class Shard:
         return list(self._pieced(first, count, runs, entry, expected, where))
 
     def start(self, name: str, expected: Expected) -> Start:
-        """Where a tensor's part begins that is not borrowed, checked against the manifest.
+        """Returns the start of a tensor's part that is not borrowed, and checks it.
 
-        The same in all raw files with this header.
+        All uncompressed files with an equal header have the same start.
         """
         _, dtype, shape, begin, end = self._entry(name)
         compressed = self.index.codec != "raw"
@@ -107,7 +107,7 @@ class Shard:
         return Start(self.index.header.data_offset + begin, self._first_chunk(name), end - begin)
 
     def extent(self, name: str, expected: Expected, start: Start) -> Extent:
-        """Where a tensor's part lies that begins there."""
+        """Returns the extent of a tensor's part with this start."""
         offset, first, stored_bytes = start
         _, _, nbytes, width = expected
         chunks = ChunkTable(
@@ -132,7 +132,7 @@ class Shard:
         expected: Expected,
         where: str,
     ) -> Iterator[Part]:
-        """The parts of a tensor of which some chunks are borrowed, in order, all of it."""
+        """Yields all parts of a tensor with borrowed chunks, in order."""
         chunk_bytes, at, own = self.index.chunk_bytes, first, 0
         offset, nbytes = self.index.header.data_offset + entry.begin, expected.nbytes
         for run in (*runs, None):
@@ -162,7 +162,7 @@ class Shard:
             )
 
     def root_file(self, root: Root) -> str:
-        """The name, as the reader knows it, of the base's file that a root lies in."""
+        """Returns the reader's name of the base's file with a root."""
         return self._base_file(root.place, root.stored_bytes, self._where)
 
     def _fetch(self, root: Root, width: int, target: memoryview) -> None:
@@ -172,14 +172,14 @@ class Shard:
         return memoryview(self.index.table)[first * RECORD.size : end * RECORD.size]
 
     def _runs(self, first: int, count: int) -> Sequence[Run]:
-        """The runs among a tensor's chunks."""
+        """Returns the runs among a tensor's chunks."""
         if not self._starts:
             return ()
         lo, hi = bisect_left(self._starts, first), bisect_left(self._starts, first + count)
         return self.index.runs[lo:hi]
 
     def _first_chunk(self, name: str) -> int:
-        """The index of a tensor's first record in the chunk table."""
+        """Returns the index of a tensor's first record in the chunk table."""
         if self._first is None:
             self._first = self._known_first.get(id(self.index.header))
         if self._first is None:
@@ -190,13 +190,13 @@ class Shard:
 
 
 def stored_in(index: ShardIndex, first: int, end: int) -> int:
-    """The stored bytes of chunks `[first, end)`, here or in a base."""
+    """Returns the stored bytes of chunks `[first, end)`, in this file or in a base."""
     lo, hi = first * RECORD.size, end * RECORD.size
     return sum(stored for _, stored in RECORD.iter_unpack(index.table[lo:hi]))
 
 
 def first_chunks(index: ShardIndex, where: str) -> dict[str, int]:
-    """The number of chunks before each tensor, in a table whose length it must fit."""
+    """Returns the number of chunks before each tensor, and checks it against the table's length."""
     first, count = {}, 0
     records = len(index.table) // RECORD.size
     for number, entry in enumerate(index.header.entries.values()):

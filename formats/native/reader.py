@@ -1,8 +1,8 @@
-"""A native checkpoint as a catalog: symbolic layouts from the manifest, offsets from the shards.
+"""Reads a native checkpoint as a catalog: layouts from the manifest, offsets from the shards.
 
-Opening reads the manifest only. A shard file's header and chunk table are read, once, when the
-first piece in it is located; a reader that needs one rank's part opens one rank's file. Of a base,
-only chunks are ever read.
+`read` reads only the manifest. The header and the chunk table of a shard file are read once, when
+the first piece in it is located: a reader of one rank's part opens one rank's file. A load reads
+only chunks of a base.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from formats.threads import Pool
 from sharding.layout import Box, Piece
 
 OPENERS = 8
-"""Files that are opened at once at a server, at most."""
+"""The largest number of files that are opened at the same time on a server."""
 
 
 def read(reader: Reader) -> Catalog:
-    """The catalog of the checkpoint in a folder that has a `manifest.json`."""
+    """Reads the catalog of the checkpoint in a folder with a `manifest.json`.
+
+    Raises FileNotFoundError if there is none, and the errors of `manifest_loader.load`.
+    """
     data = read_manifest(reader)
     manifest = load(data, f"{reader.url}/{MANIFEST}")
     shards = Shards(reader, manifest)
@@ -64,18 +67,18 @@ class Shards:
             for base in manifest.bases
         ]
         self._sound: set[str] = set()
-        """The files of bases whose size is what it was."""
+        """The files of bases whose size was checked."""
         self._opened: dict[int, Shard] = {}
         self._headers: dict[tuple[bytes, int], Header] = {}
         self._first: dict[int, dict[str, int]] = {}
-        """By the identity of a header: ranks with the same one have their chunks alike."""
+        """By the identity of a header: ranks with one header have equal chunk indices."""
         self._places: dict[int, Places] = {}
         self._locks = [threading.Lock() for _ in range(OPENERS)]
-        """One file is opened once; others at the same time."""
+        """Each file is opened once, and several files at the same time."""
         self._limits = current()
 
     def shard(self, rank: int, name: str) -> Shard:
-        """The opened file of a rank; `name` is the tensor that asks, for the error."""
+        """Returns the opened file of a rank. `name` is the tensor for an error."""
         shard = self._opened.get(rank)
         if shard is None:
             file = self.files.get(rank)
@@ -94,9 +97,9 @@ class Shards:
         return shard
 
     def open_together(self, ranks: Sequence[int], name: str) -> None:
-        """The files of several ranks are open: at once where each waits for a server.
+        """Opens the files of several ranks at the same time, on a server.
 
-        A file that cannot be opened is left to `shard`, which says why.
+        `shard` later raises the error of a file that cannot be opened.
         """
         if len(ranks) < 2 or self._reader.read_bytes <= LOCAL_READ_BYTES:
             return
@@ -107,10 +110,11 @@ class Shards:
                 pool.shutdown(cancel_futures=True)
 
     def base_file(self, place: Place, nbytes: int, where: str) -> str:
-        """The name, as this checkpoint's reader knows it, of the base's file a place is in.
+        """Returns the name, for this checkpoint's reader, of the base's file of a place.
 
-        Raises CorruptError where the file is gone or has another size, FormatError where it does
-        not have so many bytes there.
+        Raises:
+            CorruptError: the file is missing or has another size.
+            FormatError: the file does not have so many bytes there, or is not listed.
         """
         base = self._bases[place.base] if place.base < len(self._bases) else None
         file = base[1].get(place.rank) if base is not None else None
@@ -142,7 +146,7 @@ class Shards:
         return name
 
     def pieces(self, name: str, stored: StoredTensor) -> NativePieces:
-        """Where a tensor's elements lie."""
+        """Returns the stored pieces of a tensor."""
         places = self._places.get(id(stored))
         if places is None:
             places = self._places[id(stored)] = Places(stored)
@@ -150,7 +154,7 @@ class Shards:
 
 
 class Places:
-    """Where a tensor's pieces lie, worked out from its layout once for all that are like it."""
+    """The places of pieces by their layout, computed once for all tensors of one layout."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.stored = stored
@@ -158,7 +162,7 @@ class Places:
         self._found: dict[Box, tuple[tuple[int, Expected, tuple[Piece, ...]], ...]] = {}
 
     def of(self, box: Box) -> tuple[tuple[int, Expected, tuple[Piece, ...]], ...]:
-        """The ranks that hold some of a box, what their files have, and the pieces in it."""
+        """Returns the ranks that hold parts of a box, with the expected parts and the pieces."""
         found = self._found.get(box)
         if found is None:
             layout = self.stored.layout
@@ -169,7 +173,7 @@ class Places:
         return found
 
     def expected(self, rank: int) -> Expected:
-        """What the file of a rank should have."""
+        """Returns the part that the file of a rank must have."""
         layout, dtype = self.stored.layout, self.stored.dtype
         lo, hi = layout.span(rank)
         shape = layout.local_shape(rank)
@@ -180,7 +184,7 @@ class Places:
 
 
 class NativePieces:
-    """One tensor's pieces."""
+    """The stored pieces of one tensor."""
 
     __slots__ = ("_name", "_places", "_shards")
 
@@ -190,7 +194,7 @@ class NativePieces:
         self._places = places
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """The stored pieces that hold some of `box`."""
+        """Yields the stored pieces that overlap `box`."""
         shard, name = self._shards.shard, self._name
         header, alike, start = None, None, None
         places = self._places.of(box)
@@ -199,7 +203,7 @@ class NativePieces:
         for rank, expected, pieces in places:
             opened = shard(rank, name)
             if not opened.index.runs:
-                # As a rule the files of all ranks have one header, and it says the same of this.
+                # The files of all ranks usually have one header, with one start for this tensor.
                 if start is None or opened.index.header is not header or expected is not alike:
                     start = opened.start(name, expected)
                     header, alike = opened.index.header, expected
@@ -215,14 +219,14 @@ class NativePieces:
         return self.locate(Box.whole(self._places.stored.shape))
 
     def parts(self, rank: int) -> list[Part]:
-        """Where the local storage of a rank lies."""
+        """Returns the parts of a rank's local storage."""
         expected = self._places.expected(rank)
         return self._shards.shard(rank, self._name).parts(self._name, expected)
 
     def _among(
         self, parts: list[Part], pieces: tuple[Piece, ...], box: Box
     ) -> Iterator[StoredPiece]:
-        """Pieces of a rank's local storage, cut where that goes on in another file."""
+        """Yields pieces of a rank's local storage, cut at the borders of its files."""
         itemsize = self._places.stored.dtype.itemsize
         for piece in pieces:
             if len(parts) == 1:

@@ -1,16 +1,16 @@
-"""One shard file: what one rank stores, as a safetensors file that verifies itself.
+"""One shard file: the stored part of one rank, as a safetensors file with checksums.
 
     length | header | tensor data ... | chunk table
 
 Rules (docs/format.md is normative):
 
-1. The data of every tensor is cut into chunks of `chunk_bytes`, the last one shorter; no chunk
-   spans two tensors. Compressed, a tensor is a U8 entry that holds its chunks' stored bytes.
-2. The chunk table is the last entry, `__chunks__`, U8: a record of 20 bytes per chunk, in the order
-   of the data: xxh3_128 of the stored bytes (16, big-endian), their number (4, little-endian).
-   A chunk is a zstd frame exactly when its number is less than its raw bytes.
-3. The digest of header and table stands in the manifest; so every byte of the file is under one.
-4. Entries lie in descending order of their element size, so that each is aligned to it.
+1. The data of each tensor is cut into chunks of `chunk_bytes`; the last one is shorter. No chunk
+   spans two tensors. A compressed tensor is a U8 entry with the stored bytes of its chunks.
+2. The chunk table is the last entry, `__chunks__`, U8. It has a record of 20 bytes for each chunk,
+   in the order of the data: the xxh3_128 of the stored bytes (16 bytes, big-endian) and their
+   number (4 bytes, little-endian). A chunk with fewer stored than raw bytes is a zstd frame.
+3. The manifest has the digest of header and table, so a checksum covers every byte of the file.
+4. Entries lie in descending order of their element size, so that each is aligned to its elements.
 """
 
 from __future__ import annotations
@@ -40,54 +40,54 @@ from formats.safetensors_header import PREFIX_BYTES, Header, parse
 from formats.storage import Reader
 
 CHUNK_BYTES = 64 << 10
-"""Raw bytes of a chunk that is stored as it is: small, because a reader that needs a part of a
-chunk reads all of it to verify it."""
+"""Raw bytes of an uncompressed chunk: small, because a reader of a part reads and verifies the
+whole chunk."""
 COMPRESSED_CHUNK_BYTES = 1 << 20
-"""Raw bytes of a chunk that is compressed: large enough for zstd to find its matches."""
+"""Raw bytes of a compressed chunk: large enough for zstd to find matches."""
 TABLE = "__chunks__"
 RECORD = struct.Struct("<16sI")
 ALIGN = 64
-"""The data section begins at a multiple of this many bytes."""
+"""The data section begins at a multiple of so many bytes."""
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSummary:
-    """What the manifest says of a file that was written."""
+    """The facts of a written file for the manifest."""
 
     size: int
     header_bytes: int
     table_bytes: int
     digest: str
     used: int = 0
-    """A bit for the number of every base that it borrows from."""
+    """A mask with a bit for the index of each base from which the file borrows."""
     borrowed_bytes: int = 0
     base_mark: str = ""
-    """The digest of the base's manifest as it was then; empty where nothing is borrowed."""
+    """The digest of the base's manifest at that time; empty if the file borrows nothing."""
 
     def named(self, name: str, rank: int) -> ShardFile:
-        """The manifest's entry for it."""
+        """Returns the manifest's entry of the file."""
         return ShardFile(name, rank, self.size, self.header_bytes, self.table_bytes, self.digest)
 
 
 def chunk_bytes_of(codec: str) -> int:
-    """Raw bytes of a chunk."""
+    """Returns the raw bytes of a chunk."""
     return CHUNK_BYTES if codec == "raw" else COMPRESSED_CHUNK_BYTES
 
 
 def stored_order(tensors: Sequence[OutgoingTensor]) -> list[OutgoingTensor]:
-    """The order in which tensors lie in a file (rule 4): a stable sort by element size."""
+    """Returns tensors in their order in a file (rule 4): a stable sort by element size."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
 def table_entry(chunks: int) -> tuple[str, str, tuple[int, ...], int]:
-    """The header's entry for the table of so many chunks."""
+    """Returns the header's entry for a table of so many chunks."""
     return (TABLE, "U8", (chunks * RECORD.size,), chunks * RECORD.size)
 
 
 def metadata_of(codec: str, counts: Sequence[int] = ()) -> dict[str, str]:
-    """The header's metadata; `counts` of chunks only where some are borrowed or deltas."""
+    """Returns the header's metadata; with the `counts` of chunks if some are borrowed or deltas."""
     common = {
         "format": "pt",
         "ckpt.chunk_bytes": str(chunk_bytes_of(codec)),
@@ -98,16 +98,16 @@ def metadata_of(codec: str, counts: Sequence[int] = ()) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """An opened shard file: its header, and its chunk table still packed."""
+    """The header of an opened shard file, and its chunk table as bytes."""
 
     header: Header
     table: bytes
     chunk_bytes: int
     codec: str
     runs: tuple[Run, ...] = ()
-    """Where the chunks lie that this file borrows."""
+    """The runs of borrowed chunks."""
     counts: tuple[int, ...] = ()
-    """How many chunks each entry has; only where some are borrowed or deltas."""
+    """The number of chunks of each entry; only if some are borrowed or deltas."""
     deltas: Mapping[int, Root] = field(default_factory=dict)
     """The roots of the chunks that are deltas."""
 
@@ -115,12 +115,15 @@ class ShardIndex:
 def open_shard(
     reader: Reader, file: ShardFile, known: dict[tuple[bytes, int], Header] | None = None
 ) -> ShardIndex:
-    """Read and verify the header and the chunk table of a shard file, in two reads.
+    """Reads and verifies the header and the chunk table of a shard file, in two reads.
 
-    `known` has headers that were parsed, by their bytes and the sizes of their files: ranks that
-    hold equally much of everything have the same. The new one is put there.
+    `known` has parsed headers by their bytes and the sizes of their files: ranks with equal parts
+    of all tensors have equal headers. A new header is added.
 
-    Raises CorruptError naming the file when its size or a bit of either is not what was written.
+    Raises:
+        CorruptError: the file is missing, or its size, header or table was changed.
+        FormatError: the file is not a shard file.
+        HostileError: a size is above its limit.
     """
     where = f"{reader.url}/{file.name}"
     size = file.size
@@ -159,7 +162,7 @@ def open_shard(
         or not re.fullmatch("[1-9][0-9]{0,9}", chunk_bytes)
         or int(chunk_bytes) % 16
     ):
-        raise FormatError(f"{where}: not a ckpt shard: its chunk table is not where it belongs")
+        raise FormatError(f"{where}: not a ckpt shard: its chunk table is not at its place")
     check("chunk_bytes", int(chunk_bytes), where)
     codec = header.metadata.get("ckpt.codec", "")
     if codec not in ("raw", "zstd"):
@@ -179,10 +182,10 @@ def open_shard(
 
 
 def _counts(header: Header, records: int, tail: int, where: str) -> tuple[int, ...]:
-    """How many chunks each entry has, in a file that says so."""
+    """Returns the number of chunks of each entry, by the metadata."""
     text = header.metadata.get(COUNTS_KEY, "")
     if not re.fullmatch(r"([0-9]{1,10}(,[0-9]{1,10})*)?", text):
-        raise FormatError(f"{where}: {COUNTS_KEY} in its metadata is {text[:80]!r}, no numbers")
+        raise FormatError(f"{where}: {COUNTS_KEY} in its metadata is {text[:80]!r}, not numbers")
     counts = tuple(map(int, text.split(","))) if text else ()
     if len(counts) != len(header.entries) - tail or sum(counts) != records:
         raise FormatError(

@@ -1,6 +1,6 @@
-"""Writing a shard file whose sizes are all known before: header first, the data behind it.
+"""Writes a shard file of known sizes: the header first, then the data.
 
-One that is compressed or borrows is written by `formats.native.late_header`.
+`formats.native.late_header` writes files that are compressed or borrow chunks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ def write_shard(
     deltas: bool = False,
     overlap: bool = True,
 ) -> ShardSummary:
-    """Stream the tensors into a shard file and return what the manifest needs of it.
+    """Streams the tensors into a shard file. Returns its facts for the manifest.
 
-    With `compress` or `lent` the file must have been created `rewritable`: its header is filled in
-    last. A chunk that is the same in `lent` is borrowed from there; with `deltas`, which go with
-    `compress`, one that is not may be stored by what it differs in. `overlap` is for a writer that
-    has a second core: one thread hashes while another writes.
+    With `compress` or `lent` the file must be `rewritable`: its header is written last. A chunk
+    that is equal in `lent` is borrowed. With `deltas` and `compress`, another chunk may be stored
+    as a delta. With `overlap`, for a writer with a second core, one thread hashes while another writes.
     """
     ordered = stored_order(tensors)
     codec = "zstd" if compress else "raw"
     if lent is not None and (lent.codec, lent.chunk_bytes) != (codec, chunk_bytes_of(codec)):
-        lent = None  # cut or encoded otherwise, no chunk of it is one of these
+        lent = None  # its chunks have another size or codec, so none can be borrowed
     if compress or lent is not None:
         from formats.native.late_header import write_as_it_comes  # numpy
 
@@ -73,7 +72,7 @@ def write_shard(
 
 
 def _records(run: memoryview, chunk_bytes: int) -> list[bytes]:
-    """The table's records for the chunks of a run, which begins with a chunk and is stored raw."""
+    """Returns the table's records of a run of uncompressed chunks, which begins with a chunk."""
     digest, size = xxhash.xxh3_128_digest, len(run)
     if size <= chunk_bytes:
         return [RECORD.pack(digest(run), size)]

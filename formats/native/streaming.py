@@ -1,4 +1,4 @@
-"""From the blocks of a tensor to the chunks of a file, and from many buffers to few writes."""
+"""Cuts the blocks of a tensor into the chunks of a file, and gathers buffers into few writes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from formats.storage import Buffer, FileWriter
 from formats.threads import Pool
 
 WRITE_BYTES = 8 << 20
-"""Bytes handed to the operating system at once."""
+"""Bytes of one write."""
 WRITE_BUFFERS = 512
 
 
 def chunks_of(
     tensor: OutgoingTensor, nbytes: int, chunk_bytes: int, run_bytes: int = 0
 ) -> Iterator[tuple[memoryview, bool]]:
-    """The chunks of a stream, each with whether its block ends with it.
+    """Yields the chunks of a stream, each with whether its block ends with it.
 
-    A chunk that lies in one block is a view of it, one that spans blocks a copy. With `run_bytes`,
-    whole chunks, as many of one block come in one piece as that holds. Raises FormatError when the
-    stream is not as long as the tensor.
+    A chunk inside one block is a view of it; a chunk across blocks is a copy. With `run_bytes`, as
+    many whole chunks of a block as it holds come in one piece. Raises FormatError if the length of
+    the stream differs from the tensor.
     """
     step = run_bytes or chunk_bytes
     total, held = 0, bytearray()
@@ -57,10 +57,10 @@ def chunks_of(
 
 
 class Gather:
-    """Collects buffers so that many small ones go to the file in one call.
+    """Collects buffers and writes many of them in one call.
 
-    With `overlap`, a full batch is written by a thread of its own while the caller prepares the
-    next one: hashing and writing both let go of the GIL. What fits into one batch needs no thread.
+    With `overlap`, another thread writes a full batch while the caller prepares the next one:
+    hashing and writing both release the GIL. A file of one batch needs no thread.
     """
 
     def __init__(self, file: FileWriter, overlap: bool = True) -> None:
@@ -80,7 +80,7 @@ class Gather:
             self._thread.shutdown()
 
     def add(self, buffer: Buffer) -> None:
-        """Append a buffer, which has to stay as it is until the next `flush` returns."""
+        """Appends a buffer, which must not change until the next `flush` returns."""
         self._waiting.append(buffer)
         self._waiting_bytes += len(buffer)
         if self._waiting_bytes >= WRITE_BYTES or len(self._waiting) >= WRITE_BUFFERS:
@@ -91,12 +91,12 @@ class Gather:
             if self._thread is None:
                 self._thread = Pool(1, "ckpt-write")
             self._writing = self._thread.submit(self._file.write, self._take_batch())
-            # Hashing small chunks never lets go of the GIL: without a pause the other thread would
+            # Hashing of small chunks never releases the GIL: without a pause the other thread would
             # begin to write only when this one waits for it.
             time.sleep(0)
 
     def flush(self) -> None:
-        """Everything added is written when this returns."""
+        """Writes all added buffers."""
         self._finish_write()
         if self._waiting:
             self._file.write(self._take_batch())
@@ -114,12 +114,12 @@ class Gather:
 
 
 def record_of(stored: Buffer) -> bytes:
-    """The chunk table's record of a chunk."""
+    """Returns the chunk table's record of a chunk."""
     return RECORD.pack(xxhash.xxh3_128_digest(stored), len(stored))
 
 
 def finish(out: Gather, header: bytes, runs: bytes, records: list[bytes]) -> ShardSummary:
-    """Write the end of a file, the tables, and say what was written."""
+    """Writes the tables at the end of a file, and returns its facts."""
     table = runs + b"".join(records)
     out.add(table)
     out.flush()

@@ -1,14 +1,14 @@
-"""The nested state as JSON: what stands in the manifest under `state`.
+"""Encodes and decodes the nested state as JSON: the value of `state` in the manifest.
 
 Rules (docs/format.md, section "State"):
 
-1. null, booleans, integers, finite floats, strings and arrays stand for themselves; an object
-   stands for a dict with string keys, in order.
+1. null, booleans, integers, finite floats, strings and arrays stand for themselves. An object is a
+   dict with string keys, in order.
 2. An object with exactly one key that begins with `$` is a tagged node: `$tensor`, `$alias`,
-   `$tuple`, `$dict`, `$float`, `$bytes`, `$complex`, `$dtype`, `$typed`. A dict that would look
-   like one is written as `$dict`.
-3. A tensor's name is the keys on the way to it, joined by dots; `tensor` where that is empty, as
-   for a state that is one tensor. Names are unique.
+   `$tuple`, `$dict`, `$float`, `$bytes`, `$complex`, `$dtype`, `$typed`. A dict of this form is
+   written as `$dict`.
+3. A tensor's name is its key path joined by dots; `tensor` for a state that is one tensor. Names
+   are unique.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from formats.limits import DEPTH, Names
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
 ROOT = "tensor"
-"""The name of a tensor with no key on the way to it."""
+"""The name of a tensor without a nest."""
 
 TYPED = frozenset(
     (
@@ -41,13 +41,13 @@ TYPED = frozenset(
 """The kinds of typed values (docs/format.md, section "Typed values")."""
 
 Found: TypeAlias = "Callable[[str, str, Json], TensorRef]"
-"""What stands in the tree for a tensor: of its name, the tag of its node and what the node says."""
+"""Returns the reference to a tensor by its name, the tag of its node and the node's value."""
 
 
 def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "") -> Json:
-    """The JSON of a tree; `tensor(name, ref)` gives the node of each tensor.
+    """Returns the JSON of a tree. `tensor(name, ref)` returns the node of each tensor.
 
-    `name` is the tensor's own name at that place, `ref.name` the one it is stored under.
+    `name` is the tensor's name at its place, `ref.name` its stored name.
     """
     if tree is None or isinstance(tree, bool | int | str):
         return tree
@@ -80,7 +80,7 @@ def _looks_tagged(tree: Mapping[Key, Tree]) -> bool:
 
 
 def encode_value(value: object) -> Json:
-    """The JSON of a plain value without tensors inside, as dict keys and parts of values are."""
+    """Returns the JSON of a value without tensors, such as a dict key or a part of a value."""
     return encode(value, _no_tensor)  # type: ignore[arg-type]
 
 
@@ -89,17 +89,17 @@ def _no_tensor(name: str, ref: TensorRef) -> Json:
 
 
 def decode(node: Json, tensor: Found, names: Names) -> Tree:
-    """The tree of a JSON node; `tensor` is called for every tensor and alias, in order.
+    """Returns the tree of a JSON node. Calls `tensor` for each tensor and alias, in order.
 
-    `names` bounds the names of all that is in it. Raises HostileError where they, or the nest, are
-    absurd, FormatError where a node is none that is known.
+    `names` limits the length of all names. Raises HostileError for absurd names or nests, and
+    FormatError for an unknown node.
     """
     return _Decoder(tensor, names, KeysApart("manifest")).tree(node, "", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """What decoding a tree carries along."""
+    """The state of the decoding of a tree."""
 
     tensor: Found
     names: Names
@@ -128,7 +128,7 @@ class _Decoder:
         return [self.tree(item, join(path, i), depth + 1) for i, item in enumerate(nodes)]
 
     def _check_size(self, node: Sized, path: str, depth: int) -> None:
-        """Raise HostileError where what is in a container lies too deep or has absurd names."""
+        """Raises HostileError if the entries of a container are too deep or have absurd names."""
         if depth >= DEPTH and len(node):
             raise HostileError(f"manifest: {path[:80]}... nests deeper than {DEPTH}")
         self.names.values(len(path), len(node))
@@ -174,7 +174,7 @@ class _Decoder:
             except TypeError as error:  # a list inside a tuple
                 raise FormatError(f"manifest: {path}: {str(key)[:80]!r} cannot be a key") from error
             if duplicate:
-                raise HostileError(f"manifest: {path}: the key {key!r:.80} stands twice")
+                raise HostileError(f"manifest: {path}: the key {key!r:.80} occurs twice")
             seen.add(key)
             yield key, self.tree(pair[1], join(path, key), depth + 1)
 
