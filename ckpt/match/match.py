@@ -240,6 +240,11 @@ class _Matcher:
         return install
 
     def _sequence(self, node: list[object] | tuple[object, ...], path: str) -> Installer:
+        saved = self._builder.saved.node(path)
+        if isinstance(saved, list | tuple) and not holds_tensor(saved) and len(saved) == len(node):
+            # The list is one leaf of the checkpoint, and its items are matched one by one.
+            self._builder.used.add(path)
+            self._builder.saved.name_items(path, saved)
         steps = [self.walk(item, join(path, index)) for index, item in enumerate(node)]
 
         def install() -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt.errors import StateError
@@ -117,6 +117,8 @@ class Saved:
         self._keys = [key.rstrip(".") for key in rename] if isinstance(rename, Mapping) else []
         self._nodes: dict[str, Tree] = {}
         self._names: list[str] | None = None
+        self._lists: set[str] = set()
+        """The leaves that are lists whose items `name_items` has named."""
         found = [(name, self.rename(name), leaf) for name, leaf in leaves(catalog.tree)]
         self.leaves = by_name((new, leaf) for _, new, leaf in found)
         if rename is None:
@@ -139,6 +141,12 @@ class Saved:
         elif isinstance(tree, list) and any(isinstance(item, dict | list) for item in tree):
             for index, item in enumerate(tree):  # a target of DCP's has names for what is in them
                 self._index(item, join(path, index))
+
+    def name_items(self, path: str, items: Sequence[Tree]) -> None:
+        """Let `node` find the items of a list that is a leaf, and `under` the list of an item."""
+        self._lists.add(path)
+        for index, item in enumerate(items):
+            self._index(item, join(path, index))
 
     def _index_renamed(
         self, tree: Tree, path: str, renamed: Mapping[str, str]
@@ -189,7 +197,7 @@ class Saved:
         return under if under else MISSING
 
     def under(self, path: str) -> list[str]:
-        """Returns the names of the leaves at or below a name, sorted."""
+        """Returns the sorted names of the leaves at or below a name; for an item of a list, the list."""
         if not path:
             return self._sorted
         found = [path] if path in self.leaves else []
@@ -198,4 +206,11 @@ class Saved:
         while at < len(self._sorted) and self._sorted[at].startswith(prefix):
             found.append(self._sorted[at])
             at += 1
-        return found
+        return found or self._lists_around(path)
+
+    def _lists_around(self, path: str) -> list[str]:
+        """The name of the list that an item is in; none for a name that is no item's."""
+        if not self._lists:
+            return []
+        ends = [at for at, letter in enumerate(path) if letter == "."]
+        return [path[:at] for at in ends if path[:at] in self._lists][:1]

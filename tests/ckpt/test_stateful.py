@@ -325,3 +325,36 @@ def test_an_exception_of_state_dict_names_the_entry_and_nothing_is_touched(
         ckpt.load(tmp_path, target)
     assert "raised by state_dict() of object" in error.value.__notes__
     assert (target["w"] == 0).all()
+
+
+@pytest.mark.parametrize("more", [(), (5, "text"), ([3, {"x": 1}],)], ids=str)
+def test_objects_in_a_list_get_what_was_saved_though_none_of_them_has_a_tensor(
+    more: tuple[object, ...], tmp_path: Path
+) -> None:
+    def state(at: float) -> tuple[list[torch.optim.lr_scheduler.StepLR], dict[str, object]]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=at)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
+        return schedulers, {"in": {"schedulers": [*schedulers, *more]}, "step": at}
+
+    saved, whole = state(0.5)
+    ckpt.save(tmp_path, whole)
+    loaded, target = state(0.25)
+    ckpt.load(tmp_path, target)
+    assert target == {"in": {"schedulers": [*loaded, *more]}, "step": 0.5}
+    assert [one.state_dict() for one in loaded] == [one.state_dict() for one in saved]
+    short, _ = state(0.25)
+    with pytest.raises(ckpt.MismatchError, match="schedulers"):
+        ckpt.load(tmp_path, {"in": {"schedulers": short[:1]}, "step": 0})
+
+
+def test_a_list_of_objects_may_be_the_only_part_that_is_selected(tmp_path: Path) -> None:
+    def scheduler(lr: float) -> torch.optim.lr_scheduler.StepLR:
+        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=lr), 2)
+
+    ckpt.save(tmp_path, {"schedulers": [scheduler(0.5)], "step": 7})
+    one, target = scheduler(0.25), {"schedulers": [scheduler(0.25)], "step": 0}
+    target["schedulers"] = [one]
+    ckpt.load(tmp_path, target, include="schedulers")
+    assert (one.base_lrs, target["step"]) == ([0.5], 0)
+    ckpt.load(tmp_path, {"schedulers": [one], "step": 0}, exclude="schedulers")
+    assert one.base_lrs == [0.5]
