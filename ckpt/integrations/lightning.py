@@ -156,7 +156,10 @@ class CkptStrategyMixin(_Strategy):
         return {}
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
     ) -> None:
         """Store the module, its optimizers, and what else rank 0 has. Called by all ranks.
 
@@ -165,8 +168,8 @@ class CkptStrategyMixin(_Strategy):
         given, module = checkpoint.pop(MODULE), self._module()
         if set(given) != set(module.state_dict()):
             raise MisuseError(
-                "on_save_checkpoint changed which names checkpoint['state_dict'] has; this strategy "
-                "stores the module itself: leave names out with a hook of its state_dict()"
+                "on_save_checkpoint changed which names checkpoint['state_dict'] has; this "
+                "strategy stores the module itself: leave names out with a hook of its state_dict()"
             )
         state = checkpoint if self.is_global_zero else {}
         if OPTIMIZERS in checkpoint:
@@ -180,7 +183,8 @@ class CkptStrategyMixin(_Strategy):
         """Fill the module and its optimizers; what comes back is the rest. Called by all ranks."""
         url: Any = self.broadcast(os.fspath(checkpoint_path))
         with ckpt.open(url) as stored:
-            target: dict[str, Any] = dict.fromkeys(stored.values())
+            tree: Any = stored.values()
+        target: dict[str, Any] = dict.fromkeys(tree)
         module = target[MODULE] = self._module()
         unused = None
         if self.optimizers:

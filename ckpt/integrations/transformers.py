@@ -56,7 +56,9 @@ class CkptTrainerMixin(_Trainer):
     """
     _handle: ckpt.SaveHandle | None = None
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any
+    ) -> Any:
         """As Trainer's. Returns when the last checkpoint is committed."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest() or True
@@ -71,8 +73,8 @@ class CkptTrainerMixin(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.is_deepspeed_enabled or self.args.push_to_hub:
             raise MisuseError(
-                "CkptTrainerMixin stores no checkpoints of DeepSpeed, and pushes none to a hub: use "
-                "Trainer itself, or push what `ckpt convert` makes of a checkpoint"
+                "CkptTrainerMixin stores no checkpoints of DeepSpeed, and pushes none to a hub: "
+                "use Trainer itself, or push what `ckpt convert` makes of a checkpoint"
             )
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -157,13 +159,14 @@ class CkptTrainerMixin(_Trainer):
         partial = os.path.join(place, f"{TRAINER_STATE_NAME}.part")
         self.state.save_to_json(partial)
         os.replace(partial, os.path.join(place, TRAINER_STATE_NAME))
-        for owner in (getattr(self.model, "config", None), self.processing_class):
+        owners: list[Any] = [getattr(self.model, "config", None), self.processing_class]
+        for owner in owners:
             if hasattr(owner, "save_pretrained"):
                 owner.save_pretrained(place)
 
     def _note(self, name: str, state: Any) -> None:
         """Keep the state of a callback where Trainer looks for it."""
-        kept = self.state.stateful_callbacks
+        kept: Any = self.state.stateful_callbacks
         if isinstance(kept[name], list):
             kept[name].append(state)
         else:
@@ -222,9 +225,11 @@ def _remove(place: str) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _weights(model: nn.Module) -> Any:
+def _weights(model: Any) -> Any:
     """The model, or of a PEFT model the tensors that its base model does not have as they are."""
     if not hasattr(model, "peft_config"):
         return model
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return {name: item for name, item in model.state_dict(keep_vars=True).items() if name not in frozen}
+    return {
+        name: item for name, item in model.state_dict(keep_vars=True).items() if name not in frozen
+    }

@@ -1,0 +1,174 @@
+"""Accelerate: `save_state` and `load_state` of an Accelerator, in ckpt's format.
+
+    from ckpt.integrations.accelerate import CkptAccelerator as Accelerator
+
+`save_state(folder)` writes one checkpoint, of which each rank writes a part, and `load_state` fills
+what was prepared, on any number of ranks. `ProjectConfiguration`'s automatic names and
+`total_limit` work as before.
+
+Rules:
+
+1. A checkpoint holds what `prepare` has returned (models, optimizers, schedulers, stateful data
+   loaders), what `register_for_checkpointing` was given, the scaler, the number of the step of
+   gradient accumulation, and the random states of each rank.
+2. Automatic names: a checkpoint is removed only after a newer one was committed; a load takes the
+   newest that was committed; numbers go on after that of the checkpoint that was loaded.
+3. A folder that Accelerate itself wrote is loaded by Accelerate itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.errors import ArgumentError, MisuseError
+from ckpt.integrations.optional import needs
+from formats.native.manifest import MANIFEST
+
+with needs("accelerate"):
+    import accelerate
+    from accelerate.utils import DistributedType
+
+__all__ = ["CkptAccelerator"]
+
+FOREIGN = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+"""Kinds of training whose engines keep checkpoints of their own."""
+NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships no types
+    """An Accelerator whose checkpoints are those of ckpt."""
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> str:
+        """Store the state of the training; the folder or URL comes back. Called by all processes.
+
+        `options` are those of `ckpt.save`. With `blocking=False` the checkpoint exists when the
+        next save has begun, or after `end_training` or `free_memory`. `safe_serialization` has no
+        meaning here: nothing is pickled.
+
+        Raises:
+            ArgumentError: no folder was given, and automatic names are not asked for.
+            ExistsError: there is a checkpoint of the number that is next.
+            MisuseError: hooks of `save_state` are registered, or another engine trains.
+        """
+        self._check_can("save")
+        self._settle()
+        config = self.project_configuration
+        is_numbered = config.automatic_checkpoint_naming
+        url = self._numbered(config.iteration) if is_numbered else output_dir
+        if url is None:
+            raise ArgumentError("save_state needs a folder where names are not automatic")
+        settings = {"overwrite": not is_numbered, **options}
+        self._ckpt_handle = ckpt.save(url, self._state(), **settings)
+        config.iteration += 1
+        if self._ckpt_handle is None:
+            self._thin()
+        return os.fspath(url)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Fill what was prepared and registered. Called by all processes, of any number.
+
+        With automatic names and no `input_dir` it is the newest checkpoint. `options` are those of
+        `ckpt.load`. Raises what `ckpt.load` does, and NotACheckpointError where there is none.
+        """
+        self._settle()
+        config = self.project_configuration
+        if input_dir is None and config.automatic_checkpoint_naming:
+            input_dir = ckpt.latest(self._folder())
+        if input_dir is None:
+            raise ArgumentError("load_state needs a folder where names are not automatic")
+        if "://" not in input_dir and not os.path.exists(os.path.join(input_dir, MANIFEST)):
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        self._check_can("load")
+        loaded = ckpt.load(input_dir, self._state(), **options)
+        self.step = loaded["step"]
+        number = NUMBERED.fullmatch(os.path.basename(os.path.normpath(input_dir)))
+        if number and config.automatic_checkpoint_naming:
+            config.iteration = int(number[1]) + 1
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's, after the save in the background has ended."""
+        self._settle()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """As Accelerate's, after the save in the background has ended."""
+        self._settle()
+        super().end_training()
+
+    def _state(self) -> dict[str, Any]:
+        """The state of the training, as `ckpt.save` takes it. Nothing is gathered."""
+        state: dict[str, Any] = {
+            "models": [_without_ddp(model) for model in self._models],
+            "optimizers": [one.optimizer for one in self._optimizers],
+            "schedulers": list(self._schedulers),
+            "objects": list(self._custom_objects),
+            "step": self.step,
+            "rng": ckpt.rng(),
+        }
+        if self.scaler is not None:
+            state["scaler"] = self.scaler
+        loaders = [
+            one for one in self._dataloaders if getattr(one, "use_stateful_dataloader", False)
+        ]
+        if loaders:
+            state["loaders"] = [ckpt.per_rank(loader) for loader in loaders]
+        return state
+
+    def _check_can(self, verb: str) -> None:
+        if self.distributed_type in FOREIGN:
+            raise MisuseError(
+                f"CkptAccelerator cannot {verb} a training by {self.distributed_type.value}, which "
+                "keeps checkpoints of its own: use accelerate.Accelerator"
+            )
+        hooks = {"save": self._save_model_state_pre_hook, "load": self._load_model_state_pre_hook}
+        if hooks[verb]:
+            raise MisuseError(
+                f"{len(hooks[verb])} hooks of {verb}_state are registered, which expect "
+                "the files of Accelerate: remove them, and register what they store with "
+                "register_for_checkpointing"
+            )
+
+    def _folder(self) -> str:
+        return os.path.join(self.project_dir, "checkpoints")
+
+    def _numbered(self, number: int) -> str:
+        return os.path.join(self._folder(), f"checkpoint_{number}")
+
+    def _settle(self) -> None:
+        """Wait for the save in the background, and remove what its commit made superfluous."""
+        handle, self._ckpt_handle = getattr(self, "_ckpt_handle", None), None
+        if handle is not None:
+            handle.wait()
+            self._thin()
+
+    def _thin(self) -> None:
+        """Remove the checkpoints with the lowest automatic numbers beyond `total_limit`."""
+        config = self.project_configuration
+        limit = config.total_limit
+        if not (config.automatic_checkpoint_naming and limit and self.is_main_process):
+            return
+        numbers = sorted(
+            int(found[1])
+            for name in os.listdir(self._folder())
+            if (found := NUMBERED.fullmatch(name))
+            and os.path.exists(os.path.join(self._folder(), name, MANIFEST))
+        )
+        for number in numbers[:-limit]:
+            ckpt.delete(self._numbered(number))
+
+
+def _without_ddp(model: Any) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model
