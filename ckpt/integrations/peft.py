@@ -40,7 +40,10 @@ def save_adapter(
     """
     config = _config(model, adapter)
     metadata = {**options.pop("metadata", {}), CONFIG: config}
-    return ckpt.save(url, _tensors(model, adapter), metadata=metadata, **options)
+    handle: ckpt.SaveHandle | None = ckpt.save(
+        url, _tensors(model, adapter), metadata=metadata, **options
+    )
+    return handle
 
 
 def load_adapter(

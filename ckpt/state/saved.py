@@ -197,7 +197,7 @@ class Saved:
         return under if under else MISSING
 
     def under(self, path: str) -> list[str]:
-        """Returns the sorted names of the leaves at or below a name; for an item of a list, the list."""
+        """Returns the sorted names of the leaves at or below a name; of an item, its list's."""
         if not path:
             return self._sorted
         found = [path] if path in self.leaves else []

@@ -39,7 +39,8 @@ def write_shard(
 
     With `compress` or `lent` the file must be `rewritable`: its header is written last. A chunk
     that is equal in `lent` is borrowed. With `deltas` and `compress`, another chunk may be stored
-    as a delta. With `overlap`, for a writer with a second core, one thread hashes while another writes.
+    as a delta. With `overlap`, for a writer with a second core, one thread hashes while another
+    writes.
     """
     ordered = stored_order(tensors)
     codec = "zstd" if compress else "raw"
