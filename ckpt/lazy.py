@@ -256,11 +256,11 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         self, wanted: Sequence[tuple[TensorRecord, Box, torch.Tensor]], stacklevel: int = 3
     ) -> None:
         """Regions of tensors, read into contiguous CPU tensors of the records' dtypes."""
-        copies = BoxCopies()
+        copies, pieces = BoxCopies(), {box: Piece.packed(box) for _, box, _ in wanted}
         requests = [
             request
             for number, (record, box, _) in enumerate(wanted)
-            for request in requests_for(record, [Piece.packed(box)], number, copies)
+            for request in requests_for(record, [pieces[box]], number, copies)
         ]
         self._read(requests, [memory_of(tensor) for *_, tensor in wanted], stacklevel)
 

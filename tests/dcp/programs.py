@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -234,6 +235,35 @@ def save_over_another(folder: str) -> Any:
     state = {"w": torch.zeros(3)}
     dcp.load(state, checkpoint_id=folder)
     return state
+
+
+def build_flat(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    model = FSDP(layers, use_orig_params=True, device_id=torch.device("cpu"))
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def sharded_states_of_flat_parameters(folder: str) -> Any:
+    """FSDP1 by the example in the docstring of load_sharded_optimizer_state_dict."""
+    model, optimizer = build_flat(0)
+    optimizer.zero_grad()
+    model(torch.linspace(-1, 1, 12).reshape(2, 6)).square().sum().backward()
+    optimizer.step()
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        dcp.save_state_dict(state, FileSystemWriter(folder), planner=DefaultSavePlanner())
+    other, fresh = build_flat(1)
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        loaded = {"model": other.state_dict()}
+        dcp.load_state_dict(loaded, FileSystemReader(folder), planner=DefaultLoadPlanner())
+        other.load_state_dict(loaded["model"])
+        found = dcp.load_sharded_optimizer_state_dict(
+            loaded["model"], "optim", FileSystemReader(folder)
+        )
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found["optim"]))
+    with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
+        return whole(other.state_dict()), whole(FSDP.optim_state_dict(other, fresh))
 
 
 def what_is_returned(folder: str) -> Any:

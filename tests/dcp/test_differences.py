@@ -310,3 +310,16 @@ def test_torch_s_conversions_take_every_format(tmp_path: Path) -> None:
     dcp.load(target, checkpoint_id=tmp_path / "b")
     assert target["n"] == 1
     assert torch.equal(target["a"]["w"], torch.ones(2))  # type: ignore[index]
+
+
+@alone
+def test_storage_is_at_any_url(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/step"
+    state: dict[str, Any] = {"w": torch.arange(4.0), "n": 1}
+    for save in (dcp.save, torch_dcp.save):
+        save(state, storage_writer=dcp.CkptStorageWriter(url))
+        for load in (dcp.load, torch_dcp.load):
+            target: dict[str, Any] = {"w": torch.zeros(4), "n": 0}
+            load(target, storage_reader=dcp.CkptStorageReader(url))
+            assert target["n"] == 1
+            assert torch.equal(target["w"], state["w"])

@@ -16,17 +16,22 @@ import ckpt
 from tests.old_torch import needs
 
 PROGRAMS = Path(__file__).with_name("programs.py")
-TORCH, OURS = "torch.distributed.checkpoint", "ckpt.dcp"
+TORCH, OURS, BOTH = "torch.distributed.checkpoint", "ckpt.dcp", "ckpt.dcp and sharding"
+THEIR_RUNTIME = "from torch.distributed.fsdp import StateDictType, fully_shard"
+OUR_RUNTIME = "from sharding import fully_shard; from torch.distributed.fsdp import StateDictType"
 pytestmark = needs((2, 8), "no_dist= and FSDP2 on a CPU came with torch 2.8")
 
 
 def program(package: str, name: str) -> Callable[[str], Any]:
-    """A function of the programs, whose import lines name this package."""
-    called = f"dcp_programs_on_{package.partition('.')[0]}"
+    """A function of the programs, whose import lines name this package, or both of ours."""
+    called = f"dcp_programs_on_{package}"
     if called not in sys.modules:
         module = types.ModuleType(called)
         sys.modules[called] = module
-        exec(PROGRAMS.read_text().replace(TORCH, package), module.__dict__)  # noqa: S102
+        code = PROGRAMS.read_text().replace(TORCH, package.partition(" ")[0])
+        assert THEIR_RUNTIME in code
+        code = code.replace(THEIR_RUNTIME, OUR_RUNTIME) if package == BOTH else code
+        exec(code, module.__dict__)  # noqa: S102
     return getattr(sys.modules[called], name)  # type: ignore[no-any-return]
 
 
@@ -64,9 +69,10 @@ def test_the_recipe_resumes_at_another_world_size(
     for loaded, step, rate in run_both(clusters(loading), "resume_recipe", tmp_path):
         assert (step, rate) == (2, 0.05)
         assert loaded == saved
-    # And ckpt.dcp reads what torch has written.
-    elsewhere = clusters(loading).run(run, OURS, "resume_recipe", str(tmp_path / "torch"))
-    assert elsewhere[0][0] == saved
+    # And ckpt.dcp reads what torch has written, into torch's runtime and into ours.
+    for package in (OURS, BOTH):
+        elsewhere = clusters(loading).run(run, package, "resume_recipe", str(tmp_path / "torch"))
+        assert elsewhere[0][0] == saved
 
 
 def test_saves_in_the_background_are_of_the_state_at_their_calls(
@@ -102,6 +108,7 @@ def test_a_process_alone_saves_and_loads_every_kind_of_value(tmp_path: Path) -> 
         (2, "save_by_storage"),
         (2, "save_by_planner"),
         (2, "save_over_another"),
+        (2, "sharded_states_of_flat_parameters"),
         (2, "what_is_returned"),
     ],
 )

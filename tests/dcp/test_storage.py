@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 import ckpt.dcp as dcp
+from tests.conftest import RankDied
 from tests.dcp.programs import AppState, build, step, whole
 from tests.old_torch import needs
 
@@ -154,6 +156,57 @@ def test_a_rank_that_fails_leaves_the_earlier_checkpoint(
         assert set(before) <= set(os.listdir(tmp_path))
     assert ckpt.read(tmp_path)["n"] == 1  # type: ignore[index]
     assert not ckpt.verify(tmp_path).problems
+
+
+class DyingPlanner(torch_dcp.DefaultSavePlanner):
+    """Its process is killed on rank 1, when half of the items are written."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(write_item)
+
+
+def die_on_one_rank(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)]), "n": 1}
+    dcp.save(state, checkpoint_id=folder)
+    torch_dcp.save(
+        {"w": state["w"], "n": 2},
+        storage_writer=dcp.CkptStorageWriter(folder),
+        planner=DyingPlanner(),
+    )
+
+
+def test_a_rank_that_is_killed_leaves_the_earlier_checkpoint(
+    doomed_cluster: Callable[[int], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(RankDied):
+        doomed_cluster(2).run(die_on_one_rank, str(tmp_path))
+    assert ckpt.read(tmp_path)["n"] == 1  # type: ignore[index]
+    assert not ckpt.verify(tmp_path).problems
+
+
+class Cached(torch_dcp.DefaultSavePlanner):
+    """Plans once, and keeps the plan for the saves that follow."""
+
+
+def save_by_one_plan(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for number in range(3):
+        state = {"w": distribute_tensor(torch.full((5,), number), mesh, [Shard(0)]), "n": number}
+        dcp.save(
+            state, checkpoint_id=f"{folder}/{number}", planner=Cached(enable_plan_caching=True)
+        )
+
+
+def test_a_planner_may_keep_its_plan_for_the_saves_that_follow(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    clusters(2).run(save_by_one_plan, str(tmp_path))
+    for number in range(3):
+        read: Any = ckpt.read(tmp_path / str(number))
+        assert (read["n"], read["w"].tolist()) == (number, [number] * 5)
 
 
 def save_what_exists(folder: str) -> list[str]:
