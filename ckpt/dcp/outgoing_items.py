@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from ckpt.errors import StateError
 from ckpt.state.flatten import Leaf, flatten
+from ckpt.state.tensor_kinds import awaited, kind_problem, memory_problem
 from ckpt.transfer.write import WriteItem as WritePart
 from formats.catalog import Tree
 from formats.dtypes import dtype_of_torch
@@ -60,7 +61,10 @@ def outgoing_item(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[Out
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
             what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             raise StateError(f"{name}: the plan has a part {box}, and resolve_data gives {what}")
-        local = found.detach().to(data.properties.dtype)
+        local = awaited(found).detach()
+        if (problem := kind_problem(local) or memory_problem(local)) is not None:
+            raise StateError(f"{name}: {problem}")
+        local = local.to(data.properties.dtype)
         leaf = Leaf(name, dtype, local, Layout.single(shape), local)
         return WritePart(leaf, 0, local.numel(), shape).outgoing()
 

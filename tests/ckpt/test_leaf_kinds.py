@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import math
 import pathlib
 import random
@@ -398,6 +399,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "zone of a place": (lambda: ZoneInfo("UTC"), "store its name"),
     "torch generator": (torch.Generator, r"store its get_state\(\)"),
     "numpy generator": (np.random.default_rng, "store its bit_generator.state"),
+    "file in memory": (lambda: io.BytesIO(b"x"), r"store its getvalue\(\)"),
     "numpy bit generator": (np.random.PCG64, "store its .state"),
     "numpy random state": (np.random.RandomState, r"store its get_state\(\)"),
     "python generator": (random.Random, r"store its getstate\(\)"),

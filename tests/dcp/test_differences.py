@@ -323,3 +323,14 @@ def test_storage_is_at_any_url(tmp_path: Path) -> None:
             load(target, storage_reader=dcp.CkptStorageReader(url))
             assert target["n"] == 1
             assert torch.equal(target["w"], state["w"])
+
+
+@alone
+@pytest.mark.parametrize("save", [dcp.save, torch_dcp.save])
+def test_a_tensor_is_no_place_for_a_value(tmp_path: Path, save: Any) -> None:
+    save({"step": 3, "w": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(ckpt.MismatchError, match="step: is 3 in the checkpoint, a tensor"):
+        dcp.load({"step": torch.tensor(0)}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"w": None}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert torch.equal(state["w"], torch.ones(2))

@@ -293,6 +293,9 @@ def test_planners_of_ones_own_decide_what_is_stored(tmp_path: Path) -> None:
     assert ckpt.read(tmp_path / "objects")["n"] == {"deep": [1, 2]}  # type: ignore[index]
     with pytest.raises(ckpt.StateError, match="bad: the planner's bytes hold no plain value"):
         dcp.save({"bad": 1}, checkpoint_id=tmp_path / "bad", planner=Objects())
+    for planner in (dcp.DefaultSavePlanner(), Objects(), Halves()):
+        with pytest.raises(ckpt.StateError, match="store its indices and values"):
+            dcp.save({"s": state["w"].to_sparse()}, checkpoint_id=tmp_path / "bad", planner=planner)
     assert not (tmp_path / "bad").exists() or not os.listdir(tmp_path / "bad")
 
 
