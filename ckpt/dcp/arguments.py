@@ -46,14 +46,23 @@ def check_state(state_dict: object) -> None:
         raise ArgumentTypeError(f"state_dict is a dict, not a {type(state_dict).__name__}")
 
 
-def on_all_ranks(name: str, group: Group, action: Callable[[], T]) -> T:
+def on_all_ranks(
+    name: str, group: Group, action: Callable[[], T], is_served: Callable[[T], bool] = bool
+) -> T:
     """What an action returns, once it has succeeded on all ranks, which call this.
 
-    For what runs methods of the program: what fails on one rank is an error on all.
+    For what runs methods of the program: what fails on one rank is an error on all. Raises
+    ArgumentError where `ckpt` serves the call of one rank, and torch that of another.
     """
     ranks = Ranks(group)
     with ranks.call(name):
-        return ranks.run_on_all("state dicts of the program", action)
+        found, told = ranks.run_and_compare(name, action, lambda each: (int(is_served(each)),), 1)
+    if not told.same[0]:
+        raise ArgumentError(
+            f"{name}: the ranks gave planners, stagers or storage of different kinds, and would "
+            "wait for one another: give the same on all ranks"
+        )
+    return found
 
 
 def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:

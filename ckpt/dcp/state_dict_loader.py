@@ -81,7 +81,7 @@ def load(
     def begin() -> _Begun:
         return _begin(state_dict, storage_reader, checkpoint_id, planner)
 
-    reader, target = on_all_ranks("ckpt.dcp.load", group, begin)
+    reader, target = on_all_ranks("ckpt.dcp.load", group, begin, _is_served)
     if target is None or not isinstance(reader, CkptStorageReader):
         given = taken(checkpoint_id=checkpoint_id, planner=planner, no_dist=no_dist)
         with translated_errors(process_group, no_dist):
@@ -192,6 +192,11 @@ def _install(state_dict: dict[str, Any], nests: Mapping[str, Any]) -> None:
             entry.load_state_dict(nest)
         else:
             state_dict[key] = nest
+
+
+def _is_served(begun: _Begun) -> bool:
+    """Whether `ckpt.load` serves the call."""
+    return begun[1] is not None
 
 
 class _Value:

@@ -84,7 +84,7 @@ def save(
     def begin() -> _Begun:
         return _begin(state_dict, storage_writer, checkpoint_id, planner, use_collectives)
 
-    writer, state = on_all_ranks("ckpt.dcp.save", group, begin)
+    writer, state = on_all_ranks("ckpt.dcp.save", group, begin, _is_served)
     if state is not None and isinstance(writer, CkptStorageWriter):
         _save(writer.checkpoint_id, state, group=group, **_ways(writer))
         return metadata_of_state(state)
@@ -118,7 +118,7 @@ def async_save(
     def begin() -> _Begun:
         return _begin(state_dict, storage_writer, checkpoint_id, own, use_collectives)
 
-    writer, state = on_all_ranks("ckpt.dcp.async_save", group, begin)
+    writer, state = on_all_ranks("ckpt.dcp.async_save", group, begin, _is_served)
     if state is not None and isinstance(writer, CkptStorageWriter):
         handle = _save(writer.checkpoint_id, state, group=group, blocking=False, **_ways(writer))
         return SaveFuture(handle, metadata_of_state(state))
@@ -171,6 +171,11 @@ def _begin(
     _ = writer.checkpoint_id  # is there one?
     is_default = own is None or type(own) is DefaultSavePlanner
     return writer, state_of(state_dict) if is_default else None
+
+
+def _is_served(begun: _Begun) -> bool:
+    """Whether `ckpt.save` serves the call."""
+    return begun[1] is not None
 
 
 def _ways(writer: CkptStorageWriter) -> dict[str, Any]:

@@ -208,6 +208,8 @@ def fail_in_methods(folder: str) -> list[str]:
     attempt(lambda: dcp.load({"one": Failing("state_dict")}, checkpoint_id=folder))
     attempt(lambda: dcp.load({"one": Failing("load_state_dict")}, checkpoint_id=folder))
     attempt(lambda: dcp.save({}, checkpoint_id=folder if dist.get_rank() else ""))
+    own = type("Own", (dcp.DefaultSavePlanner,), {})() if dist.get_rank() else None
+    attempt(lambda: dcp.save({"n": 1}, checkpoint_id=folder, planner=own))
     return found
 
 
@@ -216,10 +218,13 @@ def test_what_fails_on_one_rank_fails_on_all_at_once(
 ) -> None:
     first, second = clusters(2).run(fail_in_methods, str(tmp_path))
     told = "failed on rank 1 with ZeroDivisionError: the program's own"
-    assert [told in each for each in first[:3]] == [True] * 3
+    names = ("ckpt.dcp.save", "ckpt.dcp.load", "ckpt.dcp.load")
+    assert first[:3] == [f"{name} {told}" for name in names]
     assert second[:3] == ["the program's own"] * 3
     assert "no checkpoint_id" in first[3]
     assert "failed on rank 0 with ArgumentError" in second[3]
+    assert "planners, stagers or storage of different kinds" in first[4]
+    assert second[4] == first[4]
 
 
 class Counter:
