@@ -29,6 +29,7 @@ import object_store
 import replicated
 import report
 import reshard
+import run as run_manager
 import save
 import scale
 import small
@@ -61,6 +62,7 @@ SCRIPTS = {
     "finetune": Script(finetune.tables, on_disk=False),
     "deltas": Script(deltas.tables, on_disk=False),
     "compress": Script(compress.tables, on_disk=False),
+    "run": Script(run_manager.tables),
     "scale": Script(lambda options: scale.tables(options.short), on_disk=False),
 }
 
