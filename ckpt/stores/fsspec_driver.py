@@ -187,7 +187,7 @@ class Stream:
 
     def rewrite_start(self, data: Buffer) -> None:
         """Raises OSError: a stream cannot change bytes that it has sent."""
-        raise OSError("a streamed upload cannot change its first bytes; create it rewritable")
+        raise OSError("a streamed upload cannot change its first bytes; create the file rewritable")
 
 
 def _found(entry: dict[str, Any]) -> ObjectInfo:

@@ -226,7 +226,8 @@ def save_kind(folder: str, what: str) -> tuple[list[str], str]:
             ckpt.save(folder, state)
         except ckpt.StateError as refused:
             error = str(refused)
-    return [str(one.message) for one in caught if "of their own" in str(one.message)], error
+    told = [str(one.message) for one in caught]
+    return [text for text in told if "of its own" in text or "of their own" in text], error
 
 
 def load_kind(folder: str, what: str) -> None:

@@ -274,7 +274,7 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
         ("{}", FormatError, "weight_map"),
         ('{"weight_map":{"a":"x","a":"y"}}', HostileError, "the key 'a' twice"),
         ([FIRST], FormatError, "weight_map"),
-        ({"a": 1}, FormatError, "a is said to lie in 1"),
+        ({"a": 1}, FormatError, "the file of a is 1"),
         ({"a": f"../{FIRST}"}, HostileError, "of its own folder"),
         ({"a": f"sub/{FIRST}"}, HostileError, "of its own folder"),
         ({"a": "/etc/passwd"}, HostileError, "of its own folder"),

@@ -258,7 +258,7 @@ def test_a_truncated_file_is_an_error_that_names_the_file_and_the_tensor(
     [
         ({TIED_KEY: "{"}, "ckpt.tied in its metadata is not JSON"),
         ({TIED_KEY: "[]"}, "not an object"),
-        ({TIED_KEY: '{"a":1}'}, "has 1 for a, no text"),
+        ({TIED_KEY: '{"a":1}'}, "has 1 for a, which is not text"),
         ({TIED_KEY: '{"a":"b"}'}, "ties a to b"),
         ({TIED_KEY: '{"w":"w"}'}, "ties w to w"),
         ({DTYPES_KEY: '{"a":"C128"}'}, "names a, not a tensor"),

@@ -131,7 +131,7 @@ def test_a_tied_name_of_a_tensor_that_no_file_has_is_refused() -> None:
     }
     from formats import huggingface
 
-    with pytest.raises(FormatError, match="t is tied to w, which lies in no file"):
+    with pytest.raises(FormatError, match="t is tied to w, which is in none of its files"):
         huggingface.read(Folder(files))
 
 
