@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from sharding.fsdp1.optim_keys import OptimInput, OptimState, rekeyed
 from sharding.fsdp1.optim_loading import state_to_load
 from sharding.fsdp1.optim_state_dicts import OptimRequest, optim_state_of
-from sharding.fsdp1.state_dicts import settings_of
+from sharding.fsdp1.state_dicts import get_state_dict_type
 from sharding.kind import Kind
 from sharding.policies import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings
 from sharding.state_dict_settings import KIND_OF, member_of
@@ -41,7 +41,7 @@ class OptimStateDicts:
         Raises OptimizerMismatchError where it is not the state
         of the model's parameters, or cannot be divided; on all ranks, before anything moves.
         """
-        settings = settings_of(model)
+        settings = get_state_dict_type(model)
         config = settings.optim_state_dict_config
         wanted = OptimRequest(
             KIND_OF[settings.state_dict_type],
@@ -74,7 +74,7 @@ class OptimStateDicts:
             model,
             optim,
             optim_state_dict,
-            rank0_only=_is_rank0_only(settings_of(model)),
+            rank0_only=_is_rank0_only(get_state_dict_type(model)),
             by_name=is_named_optimizer,
             group=group,
         )

@@ -50,15 +50,18 @@ from sharding.reshard.dtensor_state_dicts import choose, chosen_for
 from sharding.state_dict_settings import checked_settings, default_settings, in_force
 
 
-def with_settings(
+def set_state_dict_type(
     module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the kind of state dicts of all instances in a module; returns the former settings."""
-    before = settings_of(module)
-    chosen = checked_settings(kind, config, optim_config)
+    """Sets the kind of state dicts of all instances in a module; returns the former settings.
+
+    Raises ArgumentError if the instances have different settings.
+    """
+    before = get_state_dict_type(module)
+    chosen = checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
     instances = list(entry_points(module))
     for entry_point in instances:
         entry_point.state_dict_settings = chosen
@@ -73,15 +76,17 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Inside, the state dicts of all instances in a module are of this kind.
+    """Sets the kind of state dicts of all instances in a module, inside the block.
 
-    torch's helpers call it too, with torch's names of the arguments.
+    torch's helpers call this too, with torch's names of the arguments.
     """
-    before = with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    before = set_state_dict_type(
+        module, state_dict_type, state_dict_config, optim_state_dict_config
+    )
     try:
         yield
     finally:
-        with_settings(
+        set_state_dict_type(
             module,
             before.state_dict_type,
             before.state_dict_config,
@@ -89,8 +94,8 @@ def state_dict_type(
         )
 
 
-def settings_of(module: nn.Module) -> StateDictSettings:
-    """The kind of state dicts of all instances in a module. ValueError where they differ."""
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """Returns the settings of all instances in a module. Raises ArgumentError if they differ."""
     found = [entry_point.state_dict_settings for entry_point in entry_points(module)]
     for other in found[1:]:
         if other != found[0]:

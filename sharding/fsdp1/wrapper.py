@@ -15,7 +15,6 @@ from sharding.clipping import clip_grad_norm
 from sharding.engine.flat_param_group import CommHook, FlatParameter, flat_param_groups
 from sharding.engine.unit import Unit, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
-from sharding.fsdp1 import state_dicts as states
 from sharding.fsdp1.entry_point import (
     ENTRY_POINT,
     EntryPoint,
@@ -26,7 +25,12 @@ from sharding.fsdp1.entry_point import (
 )
 from sharding.fsdp1.optim_methods import OptimStateDicts
 from sharding.fsdp1.setup import FlatSettings
-from sharding.fsdp1.state_dicts import hook_state_dicts, settings_of, with_settings
+from sharding.fsdp1.state_dicts import (
+    get_state_dict_type,
+    hook_state_dicts,
+    set_state_dict_type,
+    state_dict_type,
+)
 from sharding.fsdp1.strategies import (
     HYBRID,
     Groups,
@@ -40,11 +44,7 @@ from sharding.policies import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
 )
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -350,29 +350,6 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         """
         return summoned(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Sets the kind of a module's state dicts from now on; returns the former settings."""
-        return with_settings(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The kind of state dicts made in a module. ValueError where instances differ."""
-        return settings_of(module)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Inside, state dicts made in a module are of this kind."""
-        return states.state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+    state_dict_type = staticmethod(state_dict_type)
