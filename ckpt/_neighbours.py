@@ -1,8 +1,8 @@
-"""Notices when a user's own folder stands in for one of our packages.
+"""Detects a user's folder that shadows one of our packages.
 
-`formats`, `sharding` and `tools` are plain words: a folder of that name beside somebody's train.py
-comes first on Python's path. The first two would break every call and are refused; `tools` serves
-only the `ckpt` command, so a library user is told and may go on.
+`formats`, `sharding` and `tools` are common words: a folder of such a name beside a user's train.py
+comes first on Python's path. `formats` or `sharding` would break every call, so it is an error.
+`tools` serves only the `ckpt` command, so it is a warning.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from warnings import warn
 
 HOME = Path(__file__).resolve().parent.parent
-"""The folder all four packages are installed in."""
+"""The folder of all four packages."""
 
 
 def check_neighbours() -> None:
-    """Raise ImportError, or warn, in one sentence when another folder shadows a package of ours.
+    """Raises ImportError, or warns, if another folder shadows one of our packages.
 
-    In the `ckpt` command's own process ours are put first instead: nobody else's code runs there.
+    The process of the `ckpt` command runs no other code, so it puts our packages first instead.
     """
     if _is_command():
         sys.path.insert(0, str(HOME))
@@ -40,7 +40,7 @@ def check_neighbours() -> None:
 
 
 def shadowing(name: str) -> Path | None:
-    """The folder or file that `import name` would find instead of our package."""
+    """Returns the folder or file that `import name` would find instead of our package."""
     loaded = sys.modules.get(name)
     spec = loaded.__spec__ if loaded is not None else PathFinder.find_spec(name)
     place = _place(spec)
@@ -56,5 +56,5 @@ def _place(spec: ModuleSpec | None) -> Path | None:
 
 
 def _is_command() -> bool:
-    """True in the process of the installed `ckpt` script or of `python -m ckpt`."""
+    """Whether this is the process of the installed `ckpt` script or of `python -m ckpt`."""
     return sys.argv[:1] == ["-m"] or Path(sys.argv[0] if sys.argv else "").stem == "ckpt"

@@ -39,7 +39,7 @@ class Source:
 
     @property
     def attempt(self) -> int:
-        """Of a native checkpoint, the number of the save that made it: in all of its folders."""
+        """The number of the save that made a native checkpoint; equal in all of its folders."""
         name = self.catalog.files[1].name if len(self.catalog.files) > 1 else ""
         return int(name[:15], 16) if is_shard(name) else self.fingerprint
 

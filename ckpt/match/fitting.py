@@ -21,9 +21,9 @@ class Fingerprints(NamedTuple):
     """Hashes of one rank's match. Ranks with equal hashes exchange no names."""
 
     unexpected: int
-    """Of the checkpoint's names that this rank's target lacks."""
+    """The hash of the checkpoint's names that this rank's target lacks."""
     idle: int
-    """Of the patterns that choose no name on this rank."""
+    """The hash of the patterns that choose no name on this rank."""
 
 
 def fingerprints(matched: Match) -> Fingerprints:

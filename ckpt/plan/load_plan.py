@@ -41,15 +41,15 @@ class LoadItem(NamedTuple):
     """One tensor of the target, and the record of the catalog that fills it."""
 
     name: str
-    """Of the tensor in the target."""
+    """The tensor's name in the target."""
     source: str
-    """Of the record in the catalog."""
+    """The record's name in the catalog."""
     target: int
     """The number of the target, or `NOWHERE` if only other ranks want the tensor."""
     layout: Layout
-    """Of the target."""
+    """The target's layout."""
     shape: tuple[int, ...]
-    """Of this rank's local tensor."""
+    """The shape of this rank's local tensor."""
     is_direct: bool
     """Whether bytes of the record can be read into the target's memory as it lies."""
 
@@ -58,7 +58,7 @@ class Stage(NamedTuple):
     """Memory into which a tensor, or some of its rows, are read before they are copied."""
 
     dtype: DType
-    """Of the record."""
+    """The record's dtype."""
     shape: tuple[int, ...]
     lo: int
     """The first row in the target; 0 for a tensor without dimensions."""
@@ -81,7 +81,7 @@ class TensorRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """What a plan may do, and how much memory it may take."""
+    """The options of a plan, and its limits of memory."""
 
     stage_bytes: int
     """Staged at once."""
@@ -142,7 +142,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class PeerPieces:
-    """Where a tensor lies that the ranks have in memory."""
+    """The places of a tensor that the ranks have in memory."""
 
     layout: Layout
 
@@ -242,7 +242,7 @@ class _Planner:
             yield TensorRead(name, target, requests, Stage(dtype, (rows, *shape[1:]), first))
 
     def _shared(self, item: LoadItem, itemsize: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Of the pieces of a direct item, those that this rank reads (rule 2)."""
+        """Returns the pieces of a direct item that this rank reads (rule 2)."""
         layout = item.layout
         have = self._share(layout, itemsize)
         if have is None:
@@ -257,7 +257,7 @@ class _Planner:
         ]
 
     def _share(self, layout: Layout, itemsize: int) -> Layout | None:
-        """Which rank reads what of a tensor; None if it has no replicas, or ranks elsewhere."""
+        """Returns the layout of the reads; None without replicas, or with ranks elsewhere."""
         if layout.replicas == 1 or layout.numel == 0:
             return None
         turn = None

@@ -1,4 +1,4 @@
-"""Which bytes of which files a load reads, as values: read requests, and the byte ranges of files.
+"""Plans the reads of a load as values: read requests, and the byte ranges of files.
 
 A `ReadRequest` says: this box of a tensor lies at these elements of an extent, and belongs at those
 elements of target number n. Tensors that lie alike at both ends share one `BoxCopy`, so a tensor
@@ -35,15 +35,15 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large byte ranges and reads may be."""
+    """The limits of byte ranges and reads, in bytes."""
 
     read_bytes: int
-    """Of one read, unless one byte range that cannot be cut is longer. The part of a read that goes
+    """The limit of one read, unless one byte range that cannot be cut is longer. The part of a read
     through scratch memory has at most `scratch_bytes`, unless it is one byte range."""
     direct_bytes: int
-    """Of a byte range that is read directly into its target."""
+    """The limit of a byte range that is read directly into its target."""
     scratch_bytes: int
-    """Of a byte range that goes through scratch memory, unless one chunk is longer."""
+    """The limit of a byte range through scratch memory, unless one chunk is longer."""
     gap_bytes: int = 64 << 10
     """Bytes worth reading for nothing rather than starting another read."""
 
@@ -219,7 +219,7 @@ _FILE_AND_LO = itemgetter(0, 1)
 
 
 def _unit_bytes(extent: Extent, verify: bool, limits: Limits) -> int:
-    """How many bytes of an extent are read as one unit; 0 if any byte can be read by itself."""
+    """Returns the bytes of an extent that are read as a unit; 0 if each byte can be read alone."""
     chunks = extent.chunks
     if chunks is not None:
         return chunks.chunk_bytes if verify or chunks.compressed else 0
@@ -276,7 +276,7 @@ class _Cut:
         yield self._placed(box_copy, source.at * itemsize, source.at * itemsize + hull)
 
     def _rows(self, step: int, inner: int) -> int:
-        """How many rows one byte range takes; if possible, it ends where a chunk ends."""
+        """Returns the number of rows of one byte range, which ends with a chunk if possible."""
         rows = max(1, (self.limits.scratch_bytes - inner) // step + 1)
         whole = self._chunk_bytes // gcd(step, self._chunk_bytes) if self._chunk_bytes else 1
         return rows // whole * whole or rows

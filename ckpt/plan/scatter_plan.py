@@ -49,7 +49,7 @@ class ScatterRound:
     requests: tuple[ReadRequest, ...]
     """Fill the sources; their target is the position of the move in `moves`."""
     sends: tuple[tuple[int, int], ...]
-    """How many moves, in order, travel together, and the bytes of all of them."""
+    """The numbers of moves, in order, that travel together, and the bytes of all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +175,7 @@ class Scatter:
         return ScatterRound(tuple(moves), tuple(requests), sends)
 
     def _sends(self, entries: Sequence[_Entry]) -> Iterator[tuple[int, int]]:
-        """How many tensors, in order, travel together, and their bytes.
+        """Returns the numbers of tensors, in order, that travel together, and their bytes.
 
         No rank receives more than `most_bytes` at once. A tensor of which one rank receives more
         travels alone, with `most_bytes` in the place of its bytes.

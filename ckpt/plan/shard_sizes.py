@@ -1,7 +1,7 @@
-"""How much of a tensor each rank holds, for all ranks at once: arithmetic on arrays, not a loop.
+"""Computes the sizes of a tensor's shards for all ranks together, by arithmetic on arrays.
 
-Whoever divides work by what others hold asks for thousands of tensors; `Layout.span`, rank by rank,
-would take longer than the work.
+A plan that divides work by the sizes of shards needs them for thousands of tensors. `Layout.span`
+for each rank would take longer than the work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sharding.layout import FlatShard, Layout, Mesh, Only, Split
 
 
 def elements_held(layout: Layout) -> np.ndarray:
-    """How many elements each coordinate of the mesh holds at the most, in row-major order.
+    """Returns the largest number of elements of each mesh coordinate, in row-major order.
 
     Exact along the axes that decide how much lies where: `FlatShard` and `Only`. Where an axis cuts
     unevenly, those that hold less count like those that hold most: the most is exact.
@@ -50,7 +50,7 @@ def elements_held(layout: Layout) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def positions(mesh: Mesh, world: Mesh) -> np.ndarray | None:
-    """Where the ranks of a mesh are among those of a world of one axis; None if some are not.
+    """Returns the positions of a mesh's ranks in a world of one axis; None if one is not in it.
 
     Remembered, as a model has thousands of tensors and few meshes: the array cannot be written to.
 

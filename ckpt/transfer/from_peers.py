@@ -1,4 +1,4 @@
-"""What `ckpt.state_dict.load` plans and moves: tensors that the ranks have in memory.
+"""Plans and moves tensors in the memory of ranks, for `ckpt.state_dict.load`.
 
 A state in memory is a catalog whose tensors lie in the memory of ranks (`PeerPieces`), so that
 `plan_load` plans it and `LoadRun` executes it. All ranks plan the tensors of all ranks, because a

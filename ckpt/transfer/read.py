@@ -6,7 +6,7 @@ processor's cache, and places bytes that could not be read where they belong.
 
 Rules:
 
-1. A chunk is verified before anybody uses its bytes. A record with one checksum for all its bytes
+1. A chunk is verified before its bytes are used. A record with one checksum for all its bytes
    is verified when its last byte is read (`ckpt.transfer.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
    they are verified. A server takes time to answer, so its files are read in large parts.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SCRATCH_BYTES = 2 << 20
 """The largest read of a local file that goes through a scratch buffer."""
 DIRECT_BYTES = 8 << 20
-"""What one thread takes on at once of a tensor that is read into its own memory."""
+"""Bytes of a tensor that one thread reads at a time into the tensor's memory."""
 THREAD_BYTES = 32 << 20
 """Reads of less than this, all together, are done by the caller: threads would cost more."""
 MAX_WORKERS = 4
@@ -80,7 +80,7 @@ def read_requests(
 
 @dataclass(frozen=True, slots=True)
 class ReadPolicy:
-    """How much is read at once, and by how many threads."""
+    """The sizes of reads, and the number of threads."""
 
     workers: int
     limits: Limits
@@ -100,7 +100,7 @@ class ReadPolicy:
 
 
 def workers_for(ranks_here: int) -> int:
-    """How many threads this rank has processors for, if `ranks_here` ranks share the machine."""
+    """Returns the number of threads of this rank if `ranks_here` ranks share the machine."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "") or ranks_here)
     return min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here)))
 

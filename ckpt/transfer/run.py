@@ -199,7 +199,7 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Where a plan's reads come from, and how they are made."""
+    """The source of a plan's reads, and the policy of the reads."""
 
     reader: Reader
     sums: RecordSums
