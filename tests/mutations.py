@@ -338,7 +338,7 @@ MUTATIONS = (
         "        with suppress(ExistsError):  # another save has committed meanwhile\n"
         "            store.commit(MANIFEST, data, replace=False)\n",
         "",
-        "ckpt/borrowing ckpt/commit",
+        "faults/concurrency ckpt/borrowing ckpt/commit",
     ),
     # The manifest.
     Mutation(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -84,6 +85,7 @@ def write_to_each(folder: str) -> dict[str, str]:
     return outcomes
 
 
+@pytest.mark.thorough
 def test_overlapped_copies_are_exact_or_an_error_but_for_what_a_sample_misses(
     clusters: Callable, tmp_path: Path
 ) -> None:

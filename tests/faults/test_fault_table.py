@@ -645,6 +645,7 @@ def test_a_store_that_is_down_for_a_while_is_waited_for(
     assert proxy.faults() == {Fault.DROP_REQUEST}
 
 
+@pytest.mark.thorough
 def test_a_store_that_stays_away_is_an_error_on_every_rank_and_the_earlier_checkpoint_stays(
     clusters: Callable, proxy: FaultProxy
 ) -> None:

@@ -275,6 +275,7 @@ def test_killed_at_some_steps_on_disk(jobs: Jobs, disk: Disk, name: str) -> None
     check_all(table, random.Random(name).sample(list(table.kills()), examples(SAMPLE, 1)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["save"])
 def test_killed_at_some_steps_in_a_bucket(jobs: Jobs, bucket: Bucket, name: str) -> None:
     table = Table(jobs, SCENARIOS[name], bucket)

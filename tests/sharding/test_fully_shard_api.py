@@ -40,7 +40,6 @@ from replica import (
 
 import sharding
 from tests.old_torch import TORCH_TRAINS_ON_CPU
-from tests.selection import thorough
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
@@ -856,7 +855,8 @@ def compiled(way: str, backend: str) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("backend", ["eager", thorough("aot_eager")])
+@pytest.mark.thorough  # each rank imports the compiler
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "way", ["in place, then sharded", "wrapped, then sharded", "sharded, then in place"]
 )
