@@ -66,7 +66,7 @@ def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
     for outer in range(2, count // 2 + 1):
         step = count // outer
         groups = [lengths[at : at + step] for at in range(0, count, step)]
-        if count % outer or tuple(map(sum, groups)) != _chunks(sum(lengths), outer):
+        if tuple(map(sum, groups)) != _chunks(sum(lengths), outer):
             continue
         inner = {_nested(group) for group in groups}
         [found] = inner if len(inner) == 1 else [None]

@@ -268,7 +268,7 @@ def sharded_states_of_flat_parameters(folder: str) -> Any:
 
 def what_is_returned(folder: str) -> Any:
     """The names, shapes and dtypes in the Metadata that a save returns."""
-    saved = dcp.save({"a": {"w": torch.ones(2, 3)}, "n": [1, 2]}, checkpoint_id=folder)
+    saved = dcp.save({"a": {"w": torch.ones(2, 3).short()}, "n": [1, 2]}, checkpoint_id=folder)
     entries = saved.state_dict_metadata
     tensor = entries["a.w"]
     return (

@@ -79,6 +79,13 @@ def test_what_only_a_pickle_could_hold_is_refused_by_its_key(tmp_path: Path) -> 
     assert not list(tmp_path.glob("x/*"))
 
 
+class OtherBytes(dcp.DefaultSavePlanner):
+    """Not known to store what DCP's own planner stores."""
+
+    def transform_object(self, write_item: Any, value: Any) -> Any:
+        return super().transform_object(write_item, value)
+
+
 @alone
 def test_nothing_that_a_folder_says_is_run(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
@@ -87,6 +94,8 @@ def test_nothing_that_a_folder_says_is_run(tmp_path: Path) -> None:
     for planner in (None, type("Own", (dcp.DefaultLoadPlanner,), {})()):
         with pytest.raises(ckpt.CkptError):
             dcp.load(state, checkpoint_id=tmp_path / "a", planner=planner)
+    with pytest.raises(ckpt.StateError, match="no pickle is stored"):
+        dcp.save({"bad": Evil(touched)}, checkpoint_id=tmp_path / "c", planner=OtherBytes())
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Evil(touched)))
     with pytest.raises(ckpt.HostileError):

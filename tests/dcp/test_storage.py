@@ -226,6 +226,7 @@ def test_a_writer_that_may_not_overwrite_refuses_on_all_ranks(
 ) -> None:
     found = clusters(2).run(save_what_exists, str(tmp_path))
     assert found == [["exists", "exists"], ["rank", "rank"]]
+    assert os.listdir(tmp_path) == ["manifest.json"]  # nothing was written
     assert ckpt.read(tmp_path) == {"n": 1}
 
 
@@ -242,6 +243,8 @@ def test_every_format_is_read_by_both_loads(tmp_path: Path, form: str) -> None:
     def target() -> dict[str, Any]:
         return {"a": {"w": torch.zeros(2, 3)}, "b": torch.zeros(4)}
 
+    metadata = dcp.CkptStorageReader(place).read_metadata()
+    assert metadata.state_dict_metadata["b"].properties.dtype == torch.int32
     states = [target() for _ in range(4)]
     dcp.load(states[0], checkpoint_id=place)
     torch_dcp.load(states[1], storage_reader=dcp.CkptStorageReader(place))
@@ -336,6 +339,24 @@ def test_parts_of_one_rank_are_stored_where_a_layout_has_them(tmp_path: Path) ->
     assert not os.listdir(tmp_path / "bad")
 
 
+def load_what_is_too_short(folder: str) -> tuple[str, str]:
+    with pytest.raises(ckpt.CorruptError) as ours:
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=folder, planner=Planner())
+    with pytest.raises(torch_dcp.CheckpointException) as theirs:
+        torch_dcp.load({"w": torch.zeros(2)}, storage_reader=dcp.CkptStorageReader(folder))
+    return str(ours.value), str(theirs.value)
+
+
+def test_every_error_comes_through_torch_s_messages(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    ckpt.save(tmp_path, {"w": torch.ones(2)})
+    shard = next(tmp_path.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for found in clusters(2).run(load_what_is_too_short, str(tmp_path)):
+        assert all("it was truncated" in each for each in found)
+
+
 class Wrong(dcp.DefaultLoadPlanner):
     """Wants a tensor that the checkpoint lacks."""
 
@@ -367,7 +388,8 @@ def test_errors_of_the_reader_are_ours(tmp_path: Path) -> None:
 @alone
 def test_memory_of_any_kind_is_filled(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(12.0).reshape(3, 4)}, checkpoint_id=tmp_path)
-    for target in (torch.zeros(4, 3).t(), torch.zeros(3, 4, dtype=torch.float64)):
+    made = (torch.zeros(4, 3).t(), torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.float64))
+    for target in made:
         version = target._version
         dcp.load({"w": target}, checkpoint_id=tmp_path, planner=Planner())
         assert torch.equal(target.float(), torch.arange(12.0).reshape(3, 4))
