@@ -215,7 +215,7 @@ def save_what_exists(folder: str) -> list[str]:
     found = []
     for planner in (None, FailingPlanner()):
         try:
-            dcp.save({"n": 2}, storage_writer=writer, planner=planner)
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=planner)
         except ckpt.CkptError as error:
             found.append(error.kind)
     return found
