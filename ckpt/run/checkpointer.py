@@ -226,7 +226,7 @@ class Checkpointer:
         began = now_text()
         if tier is not None:
             handle = self._handle
-            is_saving = handle is not None and not handle.done()
+            is_saving = handle is not None and self._tier is None and not handle.done()
             agreed = self._ranks.agree_on_local(step, is_saving)
             if agreed is None:
                 return False

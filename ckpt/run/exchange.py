@@ -112,7 +112,7 @@ class RunRanks:
         return StepAgreement(*agreed)
 
     def agree_on_local(self, step: int, is_saving: bool) -> str | None:
-        """When a local save begins, by rank 0's clock; None while any rank is saving.
+        """When a local save begins, by rank 0's clock; None where a rank says that it is saving.
 
         Raises ArgumentError where a rank is at another step than rank 0.
         """

@@ -8,7 +8,7 @@ Rules:
 2. A step counts where every host has it, of the same save, and every rank is on the host that it
    was on. The folder of a host that was replaced is empty, and then no local step counts.
 3. A step that is saved to the folder of the run is not saved here too, and none begins here while
-   such a save is under way.
+   such a save is under way: training does not wait for the slow store.
 4. Each host keeps the newest steps, and removes others after all hosts have a newer one.
 """
 

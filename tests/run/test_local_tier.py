@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Collection
 from itertools import product
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ckpt
 from ckpt.plan.host_plan import host_layouts
 from ckpt.plan.save_plan import stored_layouts
+from ckpt.stores.local_store import LocalStore
 from formats.dtypes import dtype_of_torch
 from formats.native.manifest import StoredTensor
 from sharding import layout as algebra
@@ -223,6 +225,32 @@ def test_a_process_alone_has_a_near_tier_too(tmp_path: Path) -> None:
     with checkpointer() as run:
         assert run.restore(state) == 4
     assert state["w"].tolist() == [4.0] * 3
+
+
+def test_a_local_save_waits_for_the_one_before_and_none_begins_beside_a_far_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_slow, may_end = threading.Event(), threading.Event()
+    commit = LocalStore.commit
+
+    def slow(store: LocalStore, name: str, data: bytes, replace: bool) -> None:
+        if "far" in store.url and is_slow.is_set():
+            assert may_end.wait(60)
+        commit(store, name, data, replace)
+
+    monkeypatch.setattr(LocalStore, "commit", slow)
+    state = {"w": torch.zeros(3)}
+    with ckpt.Checkpointer(
+        tmp_path / "far", every_steps=4, local=tmp_path / "near", local_every_steps=1, local_keep=9
+    ) as run:
+        is_slow.set()
+        saved = [run.save(step, state) for step in range(1, 8)]
+        may_end.set()
+        run.wait_until_finished()
+        saved.append(run.save(9, state))
+    assert saved == [True] * 4 + [False] * 3 + [True]
+    assert steps_in(tmp_path / "near") == ["step-1", "step-2", "step-3", "step-9"]
+    assert steps_in(tmp_path / "far") == ["step-4"]
 
 
 @pytest.mark.parametrize(
