@@ -14,6 +14,7 @@ from ckpt.transfer import commit
 from tests.faults.commands import found_step, save, state
 from tests.faults.conftest import Jobs
 from tests.faults.places import Bucket, Disk, Place, belonging
+from tests.selection import thorough
 
 
 def holds(place: Path | str, step: int) -> bool:
@@ -175,7 +176,7 @@ def test_of_jobs_that_save_to_one_place_one_wins_and_the_others_are_told(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "torch", "dcp"])
+@pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", thorough("torch"), thorough("dcp")])
 def test_of_jobs_that_convert_to_one_place_one_wins_and_the_others_are_told(
     jobs: Jobs, place: Place, to: str
 ) -> None:

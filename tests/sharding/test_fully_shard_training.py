@@ -543,12 +543,12 @@ def checkpointed(reentrant: bool) -> None:
     assert_equal(model, replica)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_activation_checkpoints_outside_and_inside_units(
-    clusters: Callable, reentrant: bool
+    clusters: Callable, reentrant: bool, world_size: int
 ) -> None:
-    for world_size in (2, 3):
-        clusters(world_size).run(checkpointed, reentrant)
+    clusters(world_size).run(checkpointed, reentrant)
 
 
 class Inner(nn.Module):
