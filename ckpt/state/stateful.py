@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from typing import Protocol, TypeGuard, runtime_checkable
@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.subclass_state import taken_apart
+from ckpt.state.subclass_state import is_composed, taken_apart
 from formats.catalog import join
 from sharding.describe.describing import (
     TensorLike,
@@ -88,7 +88,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def module_entries(module: nn.Module) -> dict[str, object]:
     """The state under clean names; parameters themselves, or their parts, so that ties are seen."""
-    return {clean_name(k): v for k, v in describe_module(unwrapped(module)).items()}
+    return describe_module(unwrapped(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class ParameterNames:
             )
         if len({module for module, _ in known}) > 1:
             return [
-                replace(named, names=tuple(join(module, one) for one in named.names))
+                named._replace(names=tuple(join(module, one) for one in named.names))
                 for module, named in known
             ]
         return [named for _, named in known]
@@ -174,8 +174,14 @@ def optimizer_entries(
     state: dict[object, object] = {}
     for key, value in packed["state"].items():
         if isinstance(key, int) and key < len(named):
-            if not named[key].is_idle:
-                state |= _divided(named[key], _by_its_tensors(value), path)
+            entry = named[key]
+            if entry.is_idle:
+                continue
+            value = _by_its_tensors(value)
+            if entry.slices or len(entry.names) != 1:
+                state |= _divided(entry, value, path)
+            else:
+                state[entry.names[0]] = value
         else:
             state[key] = value
     groups = [
@@ -189,6 +195,8 @@ def optimizer_entries(
 def _by_its_tensors(state: object) -> object:
     """The state of one parameter, without tensors that are made of others."""
     if not isinstance(state, Mapping):
+        return state
+    if type(state) is dict and not any(map(is_composed, state.values())):
         return state
     return {key: taken_apart(value) for key, value in state.items()}
 

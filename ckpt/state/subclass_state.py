@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ORDINARY = (torch.Tensor, torch.nn.Parameter, type(None))
 """Classes whose tensors wrap no other tensors."""
+_OF_DISTRIBUTED: set[type] = set()
+"""Classes of torch.distributed that values had so far."""
 CLASS = "__tensor_subclass__"
 """The key of the class name."""
 
@@ -28,8 +30,11 @@ CLASS = "__tensor_subclass__"
 def is_composed(value: object) -> bool:
     """Whether a value is a tensor that wraps others, of a class outside of torch.distributed."""
     kind = type(value)
-    if kind in ORDINARY or kind.__module__.startswith("torch.distributed"):
+    if kind in ORDINARY or kind in _OF_DISTRIBUTED:
         return False  # the fast path: nearly all values
+    if kind.__module__.startswith("torch.distributed"):
+        _OF_DISTRIBUTED.add(kind)
+        return False
     return (
         isinstance(value, torch.Tensor)
         and not value.is_nested

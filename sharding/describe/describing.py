@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -76,10 +76,11 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     if (ours := _own_members()) is not None:
         ours.check_is_whole(module)
     torch_fsdp.check_is_whole(module)
-    members = {id(member.parameter): member for member in flat_members(module)}
-    with _local_state_dicts(module):
+    has_torch_fsdp = torch_fsdp.is_in(module)
+    members = {id(m.parameter): m for m in _flat_members(module, has_torch_fsdp)}
+    with _local_state_dicts(module, has_torch_fsdp):
         state = module.state_dict(keep_vars=True)
-    buffer_dtypes = torch_fsdp.buffer_dtypes(module)
+    buffer_dtypes = torch_fsdp.buffer_dtypes(module) if has_torch_fsdp else {}
     entries: dict[str, object] = {}
     for path, value in state.items():
         name = clean_name(path)
@@ -109,9 +110,14 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
     Original parameters that are not divided are left out: they are as before wrapping.
     """
+    return _flat_members(module, torch_fsdp.is_in(module))
+
+
+def _flat_members(module: nn.Module, has_torch_fsdp: bool) -> Iterator[FlatMember]:
     if (ours := _own_members()) is not None:
         yield from ours.flat_members(module)
-    yield from torch_fsdp.flat_members(module)
+    if has_torch_fsdp:
+        yield from torch_fsdp.flat_members(module)
 
 
 def part_of(tensor: torch.Tensor) -> LocalPart | None:
@@ -140,20 +146,21 @@ def is_divided(parameter: torch.Tensor) -> bool:
 def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
     """Call the module's `load_state_dict` with all values but the `LocalPart`s, filled already."""
     rest = {name: value for name, value in state.items() if not isinstance(value, LocalPart)}
-    with _local_state_dicts(module):
+    with _local_state_dicts(module, torch_fsdp.is_in(module)):
         module.load_state_dict(rest, strict=False)
 
 
 def state_dict_names(module: nn.Module) -> list[str]:
     """The names that the module's `state_dict()` has, made without gathering anything."""
-    with _local_state_dicts(module):
+    with _local_state_dicts(module, torch_fsdp.is_in(module)):
         return list(module.state_dict())
 
 
 @contextmanager
-def _local_state_dicts(module: nn.Module) -> Iterator[None]:
+def _local_state_dicts(module: nn.Module, has_torch_fsdp: bool) -> Iterator[None]:
     """Inside, state dicts have this rank's tensors, whatever kind a user has set."""
-    with local_state_dicts(), torch_fsdp.local_state_dicts(module):
+    theirs = torch_fsdp.local_state_dicts(module) if has_torch_fsdp else nullcontext()
+    with local_state_dicts(), theirs:
         yield
 
 

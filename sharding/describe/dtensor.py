@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 MAX_KNOWN = 1 << 14
 """The most layouts that are kept: models have many tensors and few shapes."""
-
-MAX_TENSORS = 1 << 16
-"""The most DTensors that are remembered."""
 
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
@@ -68,21 +65,6 @@ class _Known:
         return local.shape == self.local_shape or (self.is_outside and local.numel() == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """A DTensor that was described, kept by none of this."""
-
-    tensor: ReferenceType[DTensor]
-    spec: ReferenceType[object]
-    local: ReferenceType[torch.Tensor]
-    shape: torch.Size
-    layout: Layout
-
-
-_before: dict[int, _Before] = {}
-"""By the id of the tensor, which another may get."""
-
-
 def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
     """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
 
@@ -98,9 +80,6 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     """
     if not _is_dtensor(tensor):
         return tensor.detach(), _known_layout(tuple(tensor.shape), world, _REPLICATED)
-    before = described_before(tensor)
-    if before is not None:
-        return before
     known = _of_spec(tensor, name)
     local = tensor._local_tensor
     if type(local) is not torch.Tensor:
@@ -117,41 +96,33 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
             f"of {known.layout.shape}; make it with distribute_tensor, or pass the right shape= to "
             "DTensor.from_local"
         )
-    if _is_ordinary(tensor, local):
-        if len(_before) >= MAX_TENSORS:
-            _before.clear()
-        _before[id(tensor)] = _Before(
-            ref(tensor), ref(tensor._spec), ref(local), local.shape, known.layout
-        )
     return local.detach(), known.layout
 
 
-def described_before(tensor: object) -> tuple[torch.Tensor, Layout] | None:
-    """The result of `describe` for a DTensor that has not changed since; else None.
+def described_before(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
+    """The result of `describe` for a DTensor whose spec is that of one described before; else None.
 
-    Only for those of torch's own class with a dense local tensor.
+    Only for those of torch's own class with a dense local tensor of the right shape. No weak
+    reference to a tensor is kept: `torch.utils.swap_tensors`, and so `module.to()`, refuses them.
     """
-    before = _before.get(id(tensor))
-    if before is None or (known := before.tensor()) is not tensor or known is None:
+    spec: Any = getattr(tensor, "_spec", None)
+    known = _specs.get(id(spec))
+    if known is None or known.placements is not spec.placements or known.spec() is not spec:
         return None
-    local = known._local_tensor
+    local = tensor._local_tensor
     if (
-        before.local() is not local
-        or before.spec() is not known._spec
-        or local.shape != before.shape
-        or "_fsdp_flattened" in vars(known)  # torch's wrapper has made it a part of another
+        type(local) is not torch.Tensor
+        or local.shape != known.local_shape
+        or tensor.shape != known.layout.shape
+        or not type(tensor).__module__.startswith("torch.distributed")
+        or local.layout is not torch.strided
+        or local.is_meta
+        or local.is_nested
+        or local.is_quantized
+        or "_fsdp_flattened" in vars(tensor)  # torch's wrapper has made it a part of another
     ):
         return None
-    return local.detach(), before.layout
-
-
-def _is_ordinary(tensor: DTensor, local: torch.Tensor) -> bool:
-    return (
-        type(tensor).__module__.startswith("torch.distributed")
-        and type(local) is torch.Tensor
-        and local.layout is torch.strided
-        and not (local.is_meta or local.is_nested or local.is_quantized)
-    )
+    return local.detach(), known.layout
 
 
 def _of_spec(tensor: DTensor, name: str) -> _Known:

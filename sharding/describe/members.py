@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,8 +43,7 @@ class FlatMember:
                 yield name, found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NamedParameter:
+class NamedParameter(NamedTuple):
     """A parameter that an optimizer sees, with the names of its parameters in a module."""
 
     parameter: torch.Tensor
@@ -103,6 +103,8 @@ Places = Sequence[tuple[nn.Module, str]]
 
 def names_in(module: nn.Module, parameters: Sequence[Places]) -> list[tuple[str, ...]]:
     """By parameter its names in a module, in the order of the modules; none for one outside."""
+    if not parameters:
+        return []
     places: dict[nn.Module, list[tuple[str, int]]] = {}
     for index, parameter in enumerate(parameters):
         for owner, attribute in parameter:

@@ -80,9 +80,10 @@ def is_flat(tensor: torch.Tensor) -> bool:
 def check_is_whole(module: nn.Module) -> None:
     """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
     inside = {id(param_group) for unit in units_of((module,)) for param_group in unit.used}
-    for path, part in module.named_modules():
+    for part in module.modules():
         for param_group in part.__dict__.get(FLATTENED, ()):
             if id(param_group) not in inside:
+                path = next(path for path, other in module.named_modules() if other is part)
                 raise ShardingError(
                     f"{path or type(module).__name__} has its parameters in the flat parameter of "
                     f"the {type(param_group.form.home).__name__} around it; use that module, or "

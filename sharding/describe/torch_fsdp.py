@@ -63,9 +63,18 @@ def is_unit(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
     return found is not None and isinstance(module, found.FullyShardedDataParallel)
 
 
+def is_in(module: nn.Module) -> bool:
+    """Whether a module has instances of torch's wrapper in it."""
+    found = sys.modules.get(FSDP_MODULE)
+    if found is None:
+        return False
+    unit = found.FullyShardedDataParallel
+    return any(isinstance(part, unit) for part in module.modules())
+
+
 def is_flattened(value: object) -> TypeGuard[nn.Parameter]:
     """Whether it is a flat parameter of torch's wrapper, or one that was made a part of one."""
-    return isinstance(value, nn.Parameter) and hasattr(value, "_fsdp_flattened")
+    return hasattr(value, "_fsdp_flattened") and isinstance(value, nn.Parameter)
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
@@ -134,7 +143,7 @@ def named_parts(module: nn.Module, state: Mapping[str, object]) -> dict[str, obj
 
 def check_is_whole(module: nn.Module) -> None:
     """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
-    if FSDP_MODULE not in sys.modules:
+    if FSDP_MODULE not in sys.modules or not any(map(_may_be_part, module.modules())):
         return
     bare = [("", module)]
     while bare:
@@ -151,6 +160,15 @@ def check_is_whole(module: nn.Module) -> None:
         is_emptied = not getattr(part, "_fsdp_use_orig_params", True)
         if is_emptied and any(isinstance(value, torch.Tensor) for value in vars(part).values()):
             raise loose(None, shown)
+
+
+def _may_be_part(part: nn.Module) -> bool:
+    """Whether a wrapper has been around a module and left it other parameters, or none."""
+    attributes = vars(part)
+    return "_is_fsdp_managed_module" in attributes and (
+        not attributes.get("_fsdp_use_orig_params", True)
+        or any(map(is_flattened, part._parameters.values()))
+    )
 
 
 def loose(parameter: torch.Tensor | None, where: str = "") -> ShardingError:

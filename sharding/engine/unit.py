@@ -262,7 +262,7 @@ def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
     seen: set[int] = set()
     for module in modules:
         for part in module.modules():
-            unit: Unit | None = getattr(part, UNIT, None)
+            unit: Unit | None = vars(part).get(UNIT)
             if unit is not None and id(unit) not in seen:
                 seen.add(id(unit))
                 yield unit
