@@ -29,11 +29,10 @@ import xxhash
 
 from ckpt.garbage import collected_later
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import WriteItem, plan_save, stored_layouts
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.sections import marks, summary
 from ckpt.state.state_spec import StateSpec, merged
-from ckpt.transfer.write import WriteItem, write_items
 from formats.catalog import Catalog, TensorRef
 from formats.errors import SizeError, TooLargeError
 from formats.native import reader
@@ -112,18 +111,17 @@ def _name(rank: int) -> str:
     return f"{0:016x}-{rank:05d}.safetensors"
 
 
-def plan_save(described: StateSpec, state: FlatState, rank: int) -> Saved:
+def planned_save(described: StateSpec, rank: int) -> Saved:
     """Everything that a rank computes between its description and the first byte it writes."""
     marks(described)
     tensors = stored_layouts(described.tensors)
-    return _own(tensors, state, rank)
+    return _own(described.tensors, tensors, rank)
 
 
-def _own(tensors: Mapping[str, StoredTensor], state: FlatState, rank: int) -> Saved:
-    parts = write_items(state, tensors, rank)
-    ordered = sorted(parts, key=lambda part: -part.dtype.itemsize)
-    entries = [(p.name, p.dtype.carrier, p.dtype.carrier_shape(p.shape), p.nbytes) for p in ordered]
-    table_bytes = sum(-(-p.nbytes // CHUNK_BYTES) for p in ordered) * RECORD.size
+def _own(held: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor], rank: int) -> Saved:
+    parts = plan_save(held, tensors, rank).items
+    entries = [(p.name, p.dtype.carrier, p.dtype.carrier_shape(p.shape), p.nbytes) for p in parts]
+    table_bytes = sum(-(-p.nbytes // CHUNK_BYTES) for p in parts) * RECORD.size
     entries.append((TABLE, "U8", (table_bytes,), table_bytes))
     metadata = {"format": "pt", "ckpt.chunk_bytes": str(CHUNK_BYTES), "ckpt.codec": "raw"}
     return Saved(tensors, parts, build(entries, metadata, align=ALIGN)[0], table_bytes)
@@ -142,8 +140,8 @@ class Memory:
     read_bytes = LOCAL_READ_BYTES
 
     def __init__(self, described: StateSpec, world_size: int, needed: Sequence[int]) -> None:
-        state, tensors = flat(described), stored_layouts(described.tensors)
-        self._files = {rank: _own(tensors, state, rank) for rank in needed}
+        tensors = stored_layouts(described.tensors)
+        self._files = {rank: _own(described.tensors, tensors, rank) for rank in needed}
         manifest = manifest_of(described, tensors, world_size)
         files = [
             self._files[f.rank].file(f.rank) if f.rank in self._files else f for f in manifest.files
@@ -220,14 +218,11 @@ def saving_row(label: Sequence[str], of_rank: Callable[[int], StateSpec], ranks:
     """One model under one way of spreading it, saved by so many ranks."""
     seconds, saved = {}, {}
     for rank in _spaced(ranks, SAMPLED):
-        described, state = of_rank(rank), flat(of_rank(rank))
-        saved[rank], seconds[rank] = timed(lambda d=described, s=state, r=rank: plan_save(d, s, r))
+        described = of_rank(rank)
+        saved[rank], seconds[rank] = timed(lambda d=described, r=rank: planned_save(d, r))
     first = of_rank(0)
     tensors = stored_layouts(first.tensors)
-    state = flat(first)
-    nbytes = [
-        sum(p.nbytes for p in write_items(state, tensors, r)) for r in _spaced(ranks, COUNTED)
-    ]
+    nbytes = [plan_save(first.tensors, tensors, r).nbytes for r in _spaced(ranks, COUNTED)]
     total = sum(t.dtype.nbytes(t.shape) for t in tensors.values())
     manifest, dumping = timed(lambda: dump(manifest_of(first, tensors, ranks)))
     _, opening = timed(lambda: load(manifest))

@@ -39,7 +39,7 @@ SAVE: Where = {
     "planning who writes what": (
         "ckpt.save_protocol:check_members",
         "ckpt.save_protocol:stored_layouts",
-        "ckpt.save_protocol:write_items",
+        "ckpt.save_protocol:plan_save",
     ),
     "the file's header": ("formats.native.shard_writer:build",),
     "hashing the data": ("formats.native.shard_writer:_records",),

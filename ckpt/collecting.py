@@ -32,7 +32,7 @@ from ckpt.stores.store import (
     open_store,
     split_url,
 )
-from ckpt.transfer.bases import Loans, loans, loans_beside
+from ckpt.transfer.bases import BaseFiles, base_files, base_files_beside
 from ckpt.transfer.commit import GRACE_SECONDS
 from formats.errors import FormatError
 from formats.limits import current
@@ -120,15 +120,15 @@ def gc(
     age = GRACE_SECONDS + CLOCKS_SECONDS if older_than is None else older_than
     place = _folder(url)
 
-    def look_up() -> Loans:
-        return loans_beside(place, storage_options)[0]
+    def look_up() -> BaseFiles:
+        return base_files_beside(place, storage_options)[0]
 
     with open_store(place, storage_options) as store:
         # A bucket does not list a folder that holds only an incomplete upload.
         begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
         inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
         found = _collected([place], look_up, age, delete, storage_options)
-        return found + _collected(inside, lambda: loans(store), age, delete, storage_options)
+        return found + _collected(inside, lambda: base_files(store), age, delete, storage_options)
 
 
 def is_folder(url: str | os.PathLike[str], storage_options: Options = None) -> bool:
@@ -149,7 +149,7 @@ def _folder(url: str | os.PathLike[str]) -> str:
 
 def _collected(
     places: Sequence[str],
-    look_up: Callable[[], Loans],
+    look_up: Callable[[], BaseFiles],
     age: float,
     delete: bool,
     options: Options,
@@ -162,8 +162,8 @@ def _collected(
     # The borrowed files are looked up after the named ones: a save that borrows later finds its
     # base without the file and commits nothing.
     if any(one.kind == SHARD for one in found):
-        lent = look_up()
-        found = [one for one in found if not lent.cover(_name(one.folder), one.name)]
+        needed = look_up()
+        found = [one for one in found if not needed.cover(_name(one.folder), one.name)]
     if not delete:
         return found
     removed: set[LeftOver] = set()

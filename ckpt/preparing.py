@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from ckpt import in_flight
 from ckpt.background.workplace import workplace
 from ckpt.garbage import collected_later
-from ckpt.plan.save_plan import stored_layouts
+from ckpt.plan.save_plan import plan_save, stored_layouts
 from ckpt.saving import check_free
 from ckpt.state.flatten import FlatState, flatten
-from ckpt.state.merged_state import agree_on_state
+from ckpt.state.merged_state import agree_on_state, spec_of
 from ckpt.transfer.read import workers_for
-from ckpt.transfer.write import write_items
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks
 
@@ -55,7 +54,8 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
             return flatten(state, ranks.mesh)
 
         held = agree_on_state(ranks, "describing the state", described)
-        parts = write_items(held.flat, stored_layouts(held.whole.tensors), ranks.global_rank)
-        for_cuda = any(part.leaf.local.is_cuda for part in parts)
-        nbytes = sum(part.nbytes for part in parts)
-        workplace().prepare(nbytes, workers_for(ranks.world_size), for_cuda)
+        stored = stored_layouts(held.whole.tensors)
+        plan = plan_save(spec_of(held.flat).tensors, stored, ranks.global_rank)
+        leaves = list(held.flat.leaves.values())
+        for_cuda = any(leaves[item.source].local.is_cuda for item in plan.items)
+        workplace().prepare(plan.nbytes, workers_for(ranks.world_size), for_cuda)

@@ -1,7 +1,7 @@
 """The steps of a save, blocking or not: agree on a plan; make a manifest of what was written.
 
-`agreed_plan` communicates once, after describing: errors, hashes of structure, values and
-replicas, the attempt's number. Descriptions, values and hashes of single tensors are exchanged only
+`agreed_attempt` communicates once, after describing: errors, hashes of structure, values and
+replicas, the attempt's ID. Descriptions, values and hashes of single tensors are exchanged only
 where these say that they differ. `finish` does twice: when all have written, and
 when rank 0 has committed. It may run in the background, by connections of its own.
 """
@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 from warnings import warn
 
 import torch
 
 from ckpt.errors import ExistsError, RankError, ReplicasWarning, StateError
+from ckpt.last_call import keeps_last
 from ckpt.plan.host_plan import host_layouts
-from ckpt.plan.save_plan import stored_layouts
-from ckpt.state.flatten import FlatState, flatten
+from ckpt.plan.save_plan import SavePlan, plan_save, stored_layouts
+from ckpt.state.flatten import FlatState, Leaf, flatten
 from ckpt.state.merged_state import (
     MergedState,
     agree_on_state,
@@ -32,10 +33,10 @@ from ckpt.state.merged_state import (
 )
 from ckpt.state.state_spec import StateSpec, check_members
 from ckpt.stores.store import Store
-from ckpt.transfer.bases import borrowed_from, check_unused, folder_beside
+from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
-from ckpt.transfer.write import WriteItem, write_items
+from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
 from formats.native.manifest import MANIFEST, Manifest
 from formats.native.shard import ShardSummary
@@ -43,9 +44,6 @@ from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
 from sharding.errors import ArgumentError
 from sharding.layout import Mesh
-
-Compress = bool | Literal["delta"]
-"""Whether chunks are compressed, and by what they differ in from a base's where that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +60,19 @@ class SaveOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class SavePlan:
-    """One save that all ranks agreed on, as one of them sees it."""
+class SaveAttempt:
+    """One save that all ranks agreed on, as one of them sees it. It holds no tensors."""
 
-    parts: Sequence[WriteItem]
-    """What this rank writes, in the state's order."""
+    plan: SavePlan
+    """What this rank writes."""
     described: StateSpec
     """The whole state, in the layouts that it is stored in; the same on every rank."""
     mesh: Mesh
     """The ranks that save, by their rank in the default process group."""
     rank: int
     """This one among them."""
-    number: int
-    """The attempt's, the same on every rank."""
+    attempt_id: int
+    """The same on every rank."""
     options: SaveOptions
     began: float
     """When nothing of it had been written yet, by `ckpt.transfer.commit.now`."""
@@ -86,43 +84,55 @@ class SavePlan:
 
     def file_of(self, rank: int) -> str:
         """The name of a rank's shard file."""
-        return f"{self.number:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
+        return f"{self.attempt_id:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
+
+    def job(self, url: str, options: Mapping[str, Any]) -> WriteJob:
+        """This rank's shard file in the folder `url`, as a writer is told of it."""
+        compress, base = self.options.compress, self.options.base
+        rank = self.mesh.rank((self.rank,))
+        wanted = {} if base is None else self.described.tensors
+        return WriteJob(url, self.file_name, compress, self.plan, base, rank, wanted, options)
 
 
-def agreed_plan(
+def agreed_attempt(
     ranks: Ranks, store: Store, state: object, options: SaveOptions, check: Callable[[], None]
-) -> SavePlan:
-    """The plan for saving `state`, the same on all ranks; or the error of one of them on all.
+) -> tuple[SaveAttempt, Sequence[Leaf]]:
+    """An attempt to save `state`, and this rank's tensors by their numbers in its plan.
 
-    Called by all ranks. `check` may raise what stands against this save on this rank.
+    The same attempt on all ranks, or the error of one of them on all. Called by all ranks. `check`
+    may raise what stands against this save on this rank.
     """
 
     def described() -> FlatState:
         check()
         _check_arguments(ranks, store, options)
         flat = flatten(state, ranks.mesh)
-        check_members(spec_of(flat).tensors, ranks.mesh)
+        _last_check(spec_of(flat).tensors, ranks.mesh)
         return flat
 
     began = now()
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
-    arguments, number = repr(options.replicas).encode(), secrets.randbits(HASH_BITS)
+    arguments, attempt_id = repr(options.replicas).encode(), secrets.randbits(HASH_BITS)
     held = agree_on_state(
-        ranks, "describing the state", described, number, arguments, weigh=hashes.weigh
+        ranks, "describing the state", described, attempt_id, arguments, weigh=hashes.weigh
     )
     whole = held.whole
     _warn_of_values(ranks, held)
-    given = host_layouts(whole.tensors, options.host) if options.host else whole.tensors
-    tensors = stored_layouts(given, _differing(ranks, held, hashes))
-    return SavePlan(
-        write_items(held.flat, tensors, ranks.global_rank),
-        StateSpec(tensors, whole.aliases, whole.tree),
-        ranks.mesh,
-        ranks.rank,
-        held.number,
-        options,
-        began,
+    given = _last_hosts(whole.tensors, options.host) if options.host else whole.tensors
+    tensors = _last_layouts(given, tuple(_differing(ranks, held, hashes)))
+    plan = _last_plan(spec_of(held.flat).tensors, tensors, ranks.global_rank)
+    described_as_stored = StateSpec(tensors, whole.aliases, whole.tree)
+    attempt = SaveAttempt(
+        plan, described_as_stored, ranks.mesh, ranks.rank, held.attempt_id, options, began
     )
+    return attempt, list(held.flat.leaves.values())
+
+
+# A training saves the same tensors again and again.
+_last_check = keeps_last(check_members)
+_last_hosts = keeps_last(host_layouts)
+_last_layouts = keeps_last(stored_layouts)
+_last_plan = keeps_last(plan_save)
 
 
 def check_place(store: Store, overwrite: bool) -> None:
@@ -207,7 +217,7 @@ def unpacked(record: bytes) -> ShardSummary:
 def finish(
     store: Store,
     ranks: Ranks,
-    plan: SavePlan,
+    attempt: SaveAttempt,
     written: ShardSummary | None,
     error: Exception | None,
 ) -> None:
@@ -221,14 +231,14 @@ def finish(
         # If there is a file: nothing will ever refer to it, where rank 0 knows of the failure.
         if not _is_without_word(failed):
             with suppress(OSError):
-                store.delete(plan.file_name)
+                store.delete(attempt.file_name)
         raise
     failure = None
     ranks.doing("committing")
-    if plan.options.host:
-        records, plan = _told_to_hosts(ranks, plan, records)
-    if ranks.rank == 0 or ranks.global_rank == min(plan.options.host, default=0):
-        _, failure = result_or_error(lambda: write_manifest(store, plan, records))
+    if attempt.options.host:
+        records, attempt = _told_to_hosts(ranks, attempt, records)
+    if ranks.rank == 0 or ranks.global_rank == min(attempt.options.host, default=0):
+        _, failure = result_or_error(lambda: write_manifest(store, attempt, records))
     # From here on the manifest may be there, whatever goes wrong: the files stay.
     try:
         ranks.agree("committing", failure)
@@ -245,37 +255,37 @@ def _is_without_word(error: Exception) -> bool:
 
 
 def _told_to_hosts(
-    ranks: Ranks, plan: SavePlan, records: Sequence[bytes]
-) -> tuple[list[bytes], SavePlan]:
+    ranks: Ranks, attempt: SaveAttempt, records: Sequence[bytes]
+) -> tuple[list[bytes], SaveAttempt]:
     """The records of all ranks and rank 0's metadata, on every rank. Called by all ranks."""
-    told = [[record.decode() for record in records], dict(plan.options.metadata)]
+    told = [[record.decode() for record in records], dict(attempt.options.metadata)]
     found, metadata = json.loads(ranks.broadcast(json.dumps(told).encode()))
-    options = replace(plan.options, metadata=metadata)
-    return [record.encode() for record in found], replace(plan, options=options)
+    options = replace(attempt.options, metadata=metadata)
+    return [record.encode() for record in found], replace(attempt, options=options)
 
 
-def write_manifest(store: Store, plan: SavePlan, records: Sequence[bytes]) -> None:
+def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes]) -> None:
     """The checkpoint exists when this returns. `records` has what each rank packed, by rank.
 
     To be called by rank 0 alone, or by one rank of each host, when all ranks have written.
     """
-    options = plan.options
+    options = attempt.options
     files = []
     used: dict[str, int] = {}
     for rank, record in enumerate(records):
         if record:
             summary = unpacked(record)
-            files.append(summary.named(plan.file_of(rank), plan.mesh.rank((rank,))))
+            files.append(summary.named(attempt.file_of(rank), attempt.mesh.rank((rank,))))
             if summary.used:
                 used[summary.base_mark] = used.get(summary.base_mark, 0) | summary.used
-    writer = writer_of(plan.mesh.size, options.metadata)
+    writer = writer_of(attempt.mesh.size, options.metadata)
     base = options.base
-    bases = borrowed_from(store.url, base, used, store.options) if base is not None else ()
-    d = plan.described
+    bases = bases_used(store.url, base, used, store.options) if base is not None else ()
+    d = attempt.described
     manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
-    lender = None if base is None or not used else (base, next(iter(used)))
+    was = None if base is None or not used else (base, next(iter(used)))
     here = [file for file in files if not options.host or file.rank in options.host]
-    commit(store, manifest, plan.began, options.overwrite, lender, here)
+    commit(store, manifest, attempt.began, options.overwrite, was, here)
 
 
 def writer_of(world_size: int, metadata: Mapping[str, str]) -> dict[str, str]:

@@ -1,16 +1,16 @@
 """Saving: describe, plan, write, commit; or stage, and the rest in the background.
 
-What the ranks tell one another, in order: what `agreed_plan` does before anything is written, one
-record per rank for rank 0 after writing, how the commit ended. In a save in the background the
-call has the first of these (`ckpt.background.save` the others). A failure anywhere before the
-commit leaves nothing that a reader would take for a checkpoint.
+The ranks communicate three times: in `agreed_attempt`, before anything is written; after writing,
+when rank 0 gets one record of each rank; and when the commit has ended. In a save in the background
+the call does the first, and `ckpt.background.save` the others. A failure anywhere before the commit
+leaves nothing that a reader would take for a checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, get_args, overload
 
@@ -21,14 +21,15 @@ from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
-from ckpt.save_protocol import Compress, SaveOptions, SavePlan, agreed_plan, finish
+from ckpt.save_protocol import SaveAttempt, SaveOptions, agreed_attempt, finish
+from ckpt.state.flatten import Leaf
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, open_store
-from ckpt.transfer.bases import lender
 from ckpt.transfer.read import workers_for
 from ckpt.transfer.replica_hashes import Replicas
+from ckpt.transfer.write import outgoing
+from ckpt.transfer.write_job import Compress, write
 from formats.native.shard import Progress, ShardSummary
-from formats.native.shard_writer import write_shard
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, result_or_error
 
@@ -207,20 +208,20 @@ def save_with(
                 check_free(when_busy, turn, ranks.is_single_process)
 
             try:
-                plan = agreed_plan(ranks, store, state, options, check)
+                attempt, leaves = agreed_attempt(ranks, store, state, options, check)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
                 raise
-            handle = SaveHandle(absolute(url), sum(part.nbytes for part in plan.parts), started)
+            handle = SaveHandle(absolute(url), attempt.plan.nbytes, started)
             if later is not None:
                 later.connect()
                 begun.append(handle)
-                begin(handle, state, plan, later, progress, store.options, staging)
+                begin(handle, state, attempt, leaves, later, progress, store.options, staging)
                 return handle
             ranks.doing("writing")
-            written, failed = result_or_error(lambda: _write(store, plan, progress))
-            finish(store, ranks, plan, written[0] if written else None, failed)
+            written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
+            finish(store, ranks, attempt, written[0] if written else None, failed)
             handle.mark_finished(None)
             return None if blocking else handle
 
@@ -244,19 +245,14 @@ def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
     in_flight.raise_untold()
 
 
-def _write(store: Store, plan: SavePlan, progress: Progress | None) -> ShardSummary | None:
+def _write(
+    store: Store, attempt: SaveAttempt, leaves: Sequence[Leaf], progress: Progress | None
+) -> ShardSummary | None:
     """This rank's shard file; None when there is nothing for it to write."""
-    if not plan.parts:
+    items = attempt.plan.items
+    if not items:
         return None
-    compress, base = plan.options.compress, plan.options.base
-    lent = None
-    if base is not None:
-        with lender(store.url, base, store.options) as found:
-            lent = found.to(plan.mesh.rank((plan.rank,)), plan.described.tensors)
-    rewritable = bool(compress) or lent is not None
-    with store.create(plan.file_name, rewritable=rewritable) as file:
-        outgoing = [part.outgoing() for part in plan.parts]
-        deltas = compress == "delta"
-        # Ranks that share a core hash and write in turn: they wait for the processor, not the disk.
-        overlap = workers_for(plan.mesh.size) > 1 or not isinstance(store, LocalStore)
-        return write_shard(file, outgoing, bool(compress), progress, lent, deltas, overlap)
+    tensors = [outgoing(item, leaves[item.source].local) for item in items]
+    # Ranks that share a core hash and write in turn: they wait for the processor, not the disk.
+    overlap = workers_for(attempt.mesh.size) > 1 or not isinstance(store, LocalStore)
+    return write(attempt.job(store.url, store.options), store, tensors, progress, overlap)

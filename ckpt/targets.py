@@ -29,7 +29,7 @@ from ckpt.stores.store import (
     open_store,
     split_url,
 )
-from ckpt.transfer.bases import check_unused, loans_beside
+from ckpt.transfer.bases import base_files_beside, check_unused
 from ckpt.transfer.commit import check_no_other
 from formats.errors import FormatError
 from formats.limits import current
@@ -233,7 +233,7 @@ def _check_no_part_of_another(target: str, options: Options) -> None:
             "another place, or replace that checkpoint as a whole: to='ckpt' (--to ckpt)"
         )
     if is_shard(name):
-        found, own = loans_beside(folder, options)
+        found, own = base_files_beside(folder, options)
         if found.cover(own, name):
             raise ExistsError(
                 f"a checkpoint beside {folder} borrows from {target}; convert to another place"

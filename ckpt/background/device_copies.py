@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt.transfer.write import WriteItem
+from ckpt.background.slots import Slot
 
 
 class DeviceCopies:
@@ -24,9 +24,9 @@ class DeviceCopies:
         self._kept: list[torch.Tensor] = []
         """What the streams still read from: its memory must not be given to others."""
 
-    def start(self, part: WriteItem, lo: int) -> None:
-        """Copy a part to `lo` of the data, after what its device has been given to do so far."""
-        local = part.leaf.local
+    def start(self, slot: Slot) -> None:
+        """Copy a tensor to its slot, after what its device has been given to do so far."""
+        item, local = slot.item, slot.local
         stream = self._streams.get(local.device)
         if stream is None:
             stream = self._streams[local.device] = torch.cuda.Stream(  # type: ignore[no-untyped-call]
@@ -35,8 +35,10 @@ class DeviceCopies:
             page_lock(self._data)
         stream.wait_stream(torch.cuda.current_stream(local.device))
         with torch.cuda.stream(stream):
-            source = local.reshape(-1)[part.lo : part.hi].resolve_conj().resolve_neg()
-            target = torch.frombuffer(self._data, dtype=torch.uint8, count=source.nbytes, offset=lo)
+            source = slot.flat.resolve_conj().resolve_neg()
+            target = torch.frombuffer(
+                self._data, dtype=torch.uint8, count=source.nbytes, offset=item.offset
+            )
             target.view(source.dtype).copy_(source, non_blocking=True)
         self._kept += [local, source]
 

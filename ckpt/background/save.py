@@ -20,11 +20,10 @@ from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.background.writers import write_here
 from ckpt.errors import CkptError
-from ckpt.save_protocol import SavePlan, finish
-from ckpt.state.sections import summary
+from ckpt.save_protocol import SaveAttempt, finish
+from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
-from ckpt.transfer.write_job import WriteJob
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.ranks import Ranks, result_or_error
 
@@ -37,7 +36,8 @@ CALL = "a save in the background"
 def begin(
     handle: SaveHandle,
     state: object,
-    plan: SavePlan,
+    attempt: SaveAttempt,
+    leaves: Sequence[Leaf],
     ranks: Ranks,
     progress: Progress | None,
     options: Mapping[str, Any],
@@ -53,7 +53,7 @@ def begin(
     """Whoever takes this goes on with the save, or ends it: the thread, or an interrupted call."""
 
     def stage() -> None:
-        staged.append(_stage(plan, state, when))
+        staged.append(_stage(attempt, leaves, state, when))
         if not staged[0].staging.is_done:
             handle.staging(staged[0].staging.help)
             staged[0].staging.hold_steps()
@@ -62,7 +62,7 @@ def begin(
 
     try:
         _, error = result_or_error(stage)
-        save = _Save(handle, _lasting(plan), ranks, progress, options, to_do)
+        save = _Save(handle, _lasting(attempt), ranks, progress, options, to_do)
         # A daemon, because `in_flight` waits for it at exit, while it still can finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
@@ -79,12 +79,12 @@ def begin(
         raise
 
 
-def _lasting(plan: SavePlan) -> SavePlan:
-    """What is left of a plan for later, whatever the caller does with its arguments and folder."""
-    options, base = plan.options, plan.options.base
+def _lasting(attempt: SaveAttempt) -> SaveAttempt:
+    """An attempt for later, whatever the caller does with its arguments and folder."""
+    options, base = attempt.options, attempt.options.base
     base = None if base is None else absolute(base)
     kept = replace(options, metadata=dict(options.metadata), base=base)
-    return replace(plan, parts=(), options=kept)
+    return replace(attempt, options=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,14 @@ class _Staged:
     workplace: Workplace
     staging: Staging
     data: memoryview
-    tensors: list[tuple[str, tuple[int, ...], str]]
 
 
-def _stage(plan: SavePlan, state: object, when: When) -> _Staged:
-    place, found = workplace(), slots(plan.parts)
-    data = place.reserve(found[-1].hi if found else 0)
-    tensors = [(slot.part.name, slot.part.shape, slot.part.dtype.name) for slot in found]
+def _stage(attempt: SaveAttempt, leaves: Sequence[Leaf], state: object, when: When) -> _Staged:
+    place, found = workplace(), slots(attempt.plan, leaves)
+    data = place.reserve(attempt.plan.nbytes)
     held = held_storages(state) if when == OVERLAPPED else set()
-    workers = workers_for(plan.mesh.size)
-    staging = Staging(found, data, place.arena, held, workers)
-    return _Staged(place, staging, data, tensors)
+    workers = workers_for(attempt.mesh.size)
+    return _Staged(place, Staging(found, data, place.arena, held, workers), data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +109,7 @@ class _Save:
     """The part of a save that one thread does."""
 
     _handle: SaveHandle
-    _plan: SavePlan
+    _attempt: SaveAttempt
     _ranks: Ranks
     _progress: Progress | None
     _options: Mapping[str, Any] = field(repr=False)
@@ -141,31 +138,18 @@ class _Save:
         url, place = self._handle.url, staged.workplace
         staged.staging.finish()  # before all else: training may wait for it
         self._handle.mark_staged()
-        if not staged.tensors:
+        if not self._attempt.plan.items:
             return None
         elsewhere = place_elsewhere(url, self._options)
         self._handle.follow(place.arena.progress)
-        job = self._job(*(elsewhere or (url, self._options)), staged.tensors)
+        job = self._attempt.job(*(elsewhere or (url, self._options)))
         if elsewhere is None:
             return write_here(job, staged.data, place.arena, self._progress)
         return place.writer().write(job, self._progress)
 
     def _touch(self) -> None:
         """The next save meets no page faults, where this was the first and filled new memory."""
-        workplace().arena.touch(workers_for(self._plan.mesh.size))
-
-    def _job(
-        self,
-        url: str,
-        options: Mapping[str, Any],
-        tensors: Sequence[tuple[str, tuple[int, ...], str]],
-    ) -> WriteJob:
-        plan, base = self._plan, self._plan.options.base
-        job = WriteJob(url, plan.file_name, plan.options.compress, tensors, options=options)
-        if base is None:
-            return job
-        layouts = summary(plan.described).decode()
-        return replace(job, base=base, rank=plan.mesh.rank((plan.rank,)), layouts=layouts)
+        workplace().arena.touch(workers_for(self._attempt.mesh.size))
 
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
         """The checkpoint exists, or this raises what stands against it, as on all ranks."""
@@ -173,7 +157,7 @@ class _Save:
             self._ranks.call(CALL),
             open_store(self._handle.url, self._options) as store,
         ):
-            finish(store, self._ranks, self._plan, written, error)
+            finish(store, self._ranks, self._attempt, written, error)
 
 
 def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:

@@ -18,13 +18,15 @@ from typing import Literal
 import torch
 
 from ckpt.background.arena import Arena
-from ckpt.background.copies import Copies
+from ckpt.background.copies import Copies, copy_all
 from ckpt.background.device_copies import DeviceCopies
 from ckpt.background.slots import Slot
 from ckpt.background.step_hooks import hold_steps, storage_of
 from ckpt.errors import StateChangedError
+from ckpt.state.flatten import Leaf
+from ckpt.state.memory import is_plain
 from ckpt.state.samples import sampled
-from ckpt.transfer.write import WriteItem
+from ckpt.transfer.write import blocks
 
 When = Literal["copied", "overlapped"]
 COPIED: When = "copied"
@@ -55,12 +57,13 @@ class Staging:
         self._later = [slot for slot in found if held and _can_wait(slot, held)]
         later = set(map(id, self._later))
         self._copy_now([slot for slot in found if id(slot) not in later], arena, workers)
+        self._later = [_of_now(slot) for slot in self._later]
         self._samples = sampled([slot.flat for slot in self._later])
-        self._versions = [_version(slot.part) for slot in self._later]
+        self._versions = [_version(slot.leaf) for slot in self._later]
         for slot in self._later:
-            if slot.is_on_cuda:
-                self._devices.start(slot.part, slot.lo)
-        self._copies = Copies([s for s in self._later if not s.is_on_cuda], data, arena)
+            if slot.local.is_cuda:
+                self._devices.start(slot)
+        self._copies = Copies([s for s in self._later if not s.local.is_cuda], data, arena)
         if not self._later:
             self._done.set()
 
@@ -106,46 +109,51 @@ class Staging:
         self._copies.help()
 
     def _copy_now(self, found: Sequence[Slot], arena: Arena, workers: int) -> None:
-        plain: list[Slot] = []
-        for slot in found:
+        plain = [slot for slot in found if is_plain(slot.leaf.local)]
+        for slot in () if len(plain) == len(found) else found:
             if slot.is_plain:
-                plain.append(slot)
-            elif slot.is_on_cuda:
-                self._devices.start(slot.part, slot.lo)
+                continue
+            if slot.local.is_cuda:
+                self._devices.start(slot)
             else:
-                at = slot.lo
-                for block in slot.part.blocks():
+                item, at = slot.item, slot.item.offset
+                for block in blocks(slot.local, item.lo, item.hi, item.dtype):
                     self._data[at : at + len(block)] = block
                     at += len(block)
-        Copies(plain, self._data, arena).copy_all(workers)
+        copy_all(plain, self._data, arena, workers)
         self._devices.finish()
 
     def _changed(self) -> list[str]:
         """The names of tensors of which something else was copied than they held at the call."""
         copied = [
-            torch.frombuffer(self._data, dtype=torch.uint8, count=slot.nbytes, offset=slot.lo)
-            for slot in self._later
+            torch.frombuffer(self._data, dtype=torch.uint8, count=item.nbytes, offset=item.offset)
+            for item, _ in self._later
         ]
         differs = (sampled(copied) != self._samples).any(axis=1)
         return [
-            slot.part.name
+            slot.item.name
             for slot, version, is_other in zip(self._later, self._versions, differs, strict=True)
-            if is_other or _version(slot.part) != version
+            if is_other or _version(slot.leaf) != version
         ]
 
 
 def _can_wait(slot: Slot, held: set[int]) -> bool:
     return (
-        slot.nbytes > SMALL_BYTES
-        and storage_of(slot.part.leaf.local) in held
-        and (slot.is_on_cuda or slot.is_plain)
+        slot.item.nbytes > SMALL_BYTES
+        and storage_of(slot.local) in held
+        and (slot.local.is_cuda or slot.is_plain)
     )
 
 
-def _version(part: WriteItem) -> tuple[int, ...]:
+def _of_now(slot: Slot) -> Slot:
+    """A slot that keeps the memory it has now, whatever its tensor is given instead."""
+    return slot._replace(leaf=slot.leaf._replace(local=slot.local.detach()))
+
+
+def _version(leaf: Leaf) -> tuple[int, ...]:
     """Changes with every operation in place; a DTensor counts for itself, its local one not."""
     return tuple(
         tensor._version
-        for tensor in (part.leaf.local, part.leaf.given)
+        for tensor in (leaf.local, leaf.given)
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
     )

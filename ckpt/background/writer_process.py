@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from ckpt.background.arena import HEAD_BYTES, mapped, set_progress
-from ckpt.transfer.write_job import error_message, read_job, summary_message, write
+from ckpt.transfer.write_job import error_message, read_job, summary_message, write_staged
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Of a whole job; `ckpt.background.writers` starts this process with them blocked."""
@@ -79,7 +79,7 @@ def _work(
         try:
             if memory is None or len(memory) != os.fstat(arena).st_size:
                 memory = mapped(arena)
-            summary = write(read_job(message), memoryview(memory)[HEAD_BYTES:], advance)
+            summary = write_staged(read_job(message), memoryview(memory)[HEAD_BYTES:], advance)
             answer = summary_message(summary)
         except AbandonedError:
             return

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from ckpt.background.arena import Arena, set_progress
 from ckpt.background.writer_process import IGNORED
 from ckpt.errors import StoreError
-from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write
+from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write_staged
 from formats.native.shard import Progress, ShardSummary
 
 POLL_SECONDS = 0.1
@@ -120,4 +120,4 @@ def write_here(
         set_progress(arena.head(), done_bytes)
         told = _tell(progress, told, done_bytes)
 
-    return write(job, data, advance)
+    return write_staged(job, data, advance)

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from ckpt.errors import StateError
-from ckpt.state.flatten import Leaf, flatten
+from ckpt.state.flatten import flatten
 from ckpt.state.tensor_kinds import awaited, kind_problem, memory_problem
-from ckpt.transfer.write import WriteItem as WritePart
+from ckpt.transfer.write import outgoing_whole
 from formats.catalog import Tree
 from formats.dtypes import dtype_of_torch
 from formats.outgoing import OutgoingTensor
-from sharding.layout import Box, Layout, Mesh
+from sharding.layout import Box, Mesh
 
 _ALONE = Mesh.grid(("world",), (1,))
 
@@ -64,9 +64,7 @@ def outgoing_item(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[Out
         local = awaited(found).detach()
         if (problem := kind_problem(local) or memory_problem(local)) is not None:
             raise StateError(f"{name}: {problem}")
-        local = local.to(data.properties.dtype)
-        leaf = Leaf(name, dtype, local, Layout.single(shape), local)
-        return WritePart(leaf, 0, local.numel(), shape).outgoing()
+        return outgoing_whole(name, dtype, local.to(data.properties.dtype))
 
     def blocks() -> Iterator[memoryview]:
         yield from part().blocks()
@@ -87,7 +85,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPa
     parts = []
     for leaf in flat.leaves.values():
         shape = tuple(leaf.local.shape)
-        outgoing = WritePart(leaf, 0, leaf.local.numel(), shape).outgoing()
+        outgoing = outgoing_whole(leaf.name, leaf.dtype, leaf.local)
         parts.append(OutgoingPart(outgoing, shape, Box.whole(shape)))
     return flat.tree[name], parts
 

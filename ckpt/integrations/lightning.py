@@ -28,7 +28,7 @@ import torch
 import ckpt
 from ckpt.errors import ArgumentError, MisuseError, NotACheckpointError
 from ckpt.integrations.optional import needs
-from ckpt.save_protocol import Compress
+from ckpt.transfer.write_job import Compress
 
 with needs("lightning"):
     from lightning.pytorch.plugins.io import CheckpointIO

@@ -1,4 +1,7 @@
-"""Who writes what: pure functions from layouts to stored layouts, the same on every rank.
+"""Who writes what: pure functions from layouts to stored layouts and to a rank's shard file.
+
+`stored_layouts` is the same on every rank; `plan_save` says what one rank writes. A `SavePlan` is
+printable and holds no memory: a tensor is a number, and whoever runs the plan has the tensors.
 
 Rules:
 
@@ -19,12 +22,82 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
+from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from sharding.layout import Layout, Mesh, Only, Placement, Split
 
 SPLIT_BYTES = 256 << 10
 """A replicated tensor of this many bytes or more is written by all of its replicas together."""
+
+
+class WriteItem(NamedTuple):
+    """What one rank writes of one tensor: elements `[lo, hi)` of its local array, row-major."""
+
+    name: str
+    source: int
+    """The number of the tensor among those of the rank, in the state's order."""
+    dtype: DType
+    lo: int
+    hi: int
+    shape: tuple[int, ...]
+    """Of the entry in the file: the local array's, or one dimension for a part of it."""
+    offset: int
+    """Where its bytes begin among those of all items."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return (self.hi - self.lo) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """One rank's part in a save: its shard file."""
+
+    items: tuple[WriteItem, ...]
+    """In the order of the file: by falling size of their elements, so that each is aligned."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rank writes."""
+        return self.items[-1].offset + self.items[-1].nbytes if self.items else 0
+
+
+def plan_save(
+    held: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor], rank: int
+) -> SavePlan:
+    """What `rank`, which holds the tensors `held`, writes of them in their stored layouts."""
+    spans: dict[tuple[int, int], tuple[int, int, tuple[int, ...]] | None] = {}
+    """By the ids of both layouts, of which most tensors of a model share few."""
+    found = []
+    for source, (name, tensor) in enumerate(held.items()):
+        have, layout = tensor.layout, stored[name].layout
+        key = (id(have), id(layout))
+        if key not in spans:
+            spans[key] = _span(have, layout, rank)
+        span = spans[key]
+        if span is not None:
+            found.append((name, source, tensor.dtype, *span))
+    found.sort(key=lambda item: -item[2].itemsize)
+    items, at = [], 0
+    for name, source, dtype, lo, hi, shape in found:
+        items.append(WriteItem(name, source, dtype, lo, hi, shape, at))
+        at += items[-1].nbytes
+    return SavePlan(tuple(items))
+
+
+def _span(have: Layout, stored: Layout, rank: int) -> tuple[int, int, tuple[int, ...]] | None:
+    """Which elements of what it has a rank stores, and the shape of the entry; None if none."""
+    lo, hi = stored.span(rank)
+    if lo >= hi:
+        return None
+    shape = stored.local_shape(rank)
+    if hi - lo != prod(shape):
+        first, _ = have.span(rank)  # what the rank has may be a range too
+        lo, hi, shape = lo - first, hi - first, (hi - lo,)
+    return lo, hi, shape
 
 
 def stored_layouts(

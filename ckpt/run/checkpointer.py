@@ -45,10 +45,11 @@ from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep, best_first
 from ckpt.run.schedule import Schedule, next_exchange
-from ckpt.save_protocol import Compress, SaveOptions
+from ckpt.save_protocol import SaveOptions
 from ckpt.saving import save_with
 from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas
+from ckpt.transfer.write_job import Compress
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import Ranks

@@ -38,7 +38,7 @@ def torch_can_share(array: np.ndarray) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """True when `memory_of` can give the tensor's own memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not is_lazy(tensor)
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,10 @@ from ckpt.state.flatten import FlatState
 from ckpt.state.nests import conflicting_values, without_tensors
 from ckpt.state.sections import fingerprints, merge, short_hash, summary, unpacked_summary
 from ckpt.state.state_spec import StateSpec
+from formats.dtypes import DType
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
+from sharding.layout import Layout
 
 SHOWN = 8
 """A warning names at most so many values."""
@@ -41,15 +43,15 @@ class MergedState:
     """If the structures differ: names of plain values on which this rank lost to a lower rank."""
     balanced: bool
     """Whether the sums for the replicas' bytes add up to zero."""
-    number: int
-    """The `number` of rank 0."""
+    attempt_id: int
+    """The `attempt_id` of rank 0."""
 
 
 def agree_on_state(
     ranks: Ranks,
     stage: str,
     flatten: Callable[[], FlatState],
-    number: int = 0,
+    attempt_id: int = 0,
     arguments: bytes = b"",
     weigh: Weigh | None = None,
 ) -> MergedState:
@@ -78,7 +80,7 @@ def agree_on_state(
         describing,
         lambda found: (found.structure, found.values, given),
         3,
-        number,
+        attempt_id,
         lambda found: found.balance,
     )
     same_structure, same_values, same_arguments = agreed.same
@@ -101,7 +103,24 @@ def agree_on_state(
 
 
 def spec_of(flat: FlatState) -> StateSpec:
-    """Returns a rank's state without its bytes. Tensors of one layout and dtype share an object."""
+    """Returns a rank's state without its bytes. Tensors of one layout and dtype share an object.
+
+    Two calls in a row with equal names, layouts and dtypes return the same `tensors` object.
+    """
+    global _last_spec
+    names, leaves = list(flat.leaves), flat.leaves.values()
+    layouts, dtypes = [leaf.layout for leaf in leaves], [leaf.dtype for leaf in leaves]
+    *last, tensors = _last_spec
+    if last != [names, layouts, dtypes]:
+        tensors = _tensors_of(flat)
+        _last_spec = names, layouts, dtypes, tensors
+    return StateSpec(tensors, flat.aliases, flat.tree)
+
+
+_last_spec: tuple[list[str], list[Layout], list[DType], dict[str, StoredTensor]] = [], [], [], {}
+
+
+def _tensors_of(flat: FlatState) -> dict[str, StoredTensor]:
     alike: dict[tuple[int, str], StoredTensor] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, leaf in flat.leaves.items():
@@ -110,7 +129,7 @@ def spec_of(flat: FlatState) -> StateSpec:
         if stored is None:
             stored = alike[key] = StoredTensor(leaf.layout.shape, leaf.dtype, leaf.layout)
         tensors[name] = stored
-    return StateSpec(tensors, flat.aliases, flat.tree)
+    return tensors
 
 
 def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:

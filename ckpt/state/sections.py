@@ -12,17 +12,18 @@ from __future__ import annotations
 import json
 import marshal
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Any, TypeAlias
 
 import xxhash
 
+from ckpt.last_call import keeps_last
 from ckpt.state.nests import is_node, outline
 from ckpt.state.saved import leaves
 from ckpt.state.state_spec import StateSpec, merged
 from formats.catalog import Key, TensorRef, Tree
-from formats.native.manifest import Manifest, dump
+from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.manifest_loader import load
 from sharding.agreement.ranks import HASH_BITS, Ranks
 
@@ -36,19 +37,27 @@ def fingerprints(described: StateSpec) -> tuple[int, int]:
     """Returns a hash of names, dtypes, layouts, ties and keys, and one that includes the values."""
     values: list[object] = []
     keys = outline(described.tree, values)
+    aliases = sorted(described.aliases.items())
+    structure = _hash((_last_mark(described.tensors), aliases, keys))
+    return structure, _hash((structure, values))
+
+
+def _tensors_mark(tensors: Mapping[str, StoredTensor]) -> int:
+    """A hash of names, types and layouts."""
     kinds: dict[str, int] = {}
     kind_of: dict[int, int] = {}
     """By the id of a `StoredTensor`, which many tensors share."""
     kind_numbers: list[int] = []
-    for tensor in described.tensors.values():
+    for tensor in tensors.values():
         kind = kind_of.get(id(tensor))
         if kind is None:
             text = repr((tensor.dtype.name, tensor.layout))
             kind = kind_of[id(tensor)] = kinds.setdefault(text, len(kinds))
         kind_numbers.append(kind)
-    aliases = sorted(described.aliases.items())
-    structure = _hash((list(described.tensors), kind_numbers, list(kinds), aliases, keys))
-    return structure, _hash((structure, values))
+    return _hash((list(tensors), kind_numbers, list(kinds)))
+
+
+_last_mark = keeps_last(_tensors_mark)
 
 
 def _hash(values: Any) -> int:

@@ -4,7 +4,7 @@ Rules:
 
 1. A base lies beside what borrows from it: the folders move together or not at all.
 2. A checkpoint that another borrows from is neither deleted nor overwritten. Who borrows stands in
-   the borrowers' manifests alone, and they are looked through each time: no list is out of date.
+   the dependents' manifests alone, and they are looked through each time: no list is out of date.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
 
 
 @contextmanager
-def lender(
+def opened_base(
     url: str | os.PathLike[str], base: str | os.PathLike[str], options: Options = None
 ) -> Iterator[Lender]:
     """The base of a checkpoint at `url`, opened for the time of the block.
@@ -79,7 +79,7 @@ def lender(
             ) from error
 
 
-def borrowed_from(
+def bases_used(
     url: str | os.PathLike[str],
     base: str | os.PathLike[str],
     used: Mapping[str, int],
@@ -92,7 +92,7 @@ def borrowed_from(
     """
     if not used:
         return ()
-    with lender(url, base, options) as found:
+    with opened_base(url, base, options) as found:
         if set(used) != {found.mark}:
             raise StoreError(
                 f"{os.fspath(base)}: the base was replaced while it was being borrowed from; "
@@ -112,7 +112,7 @@ def is_as_it_was(base: str, mark: str, options: Options = None) -> bool:
 
 def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
     """Raise InUseError when a checkpoint beside this one borrows from it."""
-    found = borrowers(url, options)
+    found = dependents(url, options)
     if found:
         more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
         raise InUseError(
@@ -122,7 +122,7 @@ def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
         )
 
 
-def borrowers(url: str | os.PathLike[str], options: Options = None) -> list[str]:
+def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str]:
     """The folders beside a checkpoint whose manifests say that they borrow from it, sorted."""
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
@@ -130,13 +130,13 @@ def borrowers(url: str | os.PathLike[str], options: Options = None) -> list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Loans:
-    """What checkpoints side by side have borrowed from one another."""
+class BaseFiles:
+    """The files that checkpoints side by side need of one another."""
 
     files: frozenset[tuple[str, str]]
     """Folder and file."""
     damaged: tuple[bytes, ...]
-    """Manifests that nobody can read: what they seem to name is taken to be borrowed."""
+    """Manifests that nobody can read: what they seem to name is taken to be needed."""
 
     def cover(self, folder: str, file: str) -> bool:
         """Whether somebody needs this file."""
@@ -144,8 +144,8 @@ class Loans:
         return (folder, file) in self.files or any(named in data for data in self.damaged)
 
 
-def loans(parent: Store) -> Loans:
-    """The loans among the checkpoints whose folders lie directly in `parent`."""
+def base_files(parent: Store) -> BaseFiles:
+    """The files that the checkpoints whose folders lie directly in `parent` need as bases."""
     files: set[tuple[str, str]] = set()
     damaged = []
     for folder in parent.folders():
@@ -154,14 +154,16 @@ def loans(parent: Store) -> Loans:
             damaged.append(found)
         else:
             files |= {(base.folder, file.name) for base in found for file in base.files}
-    return Loans(frozenset(files), tuple(damaged))
+    return BaseFiles(frozenset(files), tuple(damaged))
 
 
-def loans_beside(url: str | os.PathLike[str], options: Options = None) -> tuple[Loans, str]:
-    """The loans among a checkpoint and those beside it, and the name of its folder."""
+def base_files_beside(
+    url: str | os.PathLike[str], options: Options = None
+) -> tuple[BaseFiles, str]:
+    """The files that a checkpoint and those beside it need as bases; the name of its folder."""
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
-        return loans(store), name
+        return base_files(store), name
 
 
 def _borrows(store: Store, folder: str, name: str) -> bool:

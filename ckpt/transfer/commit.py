@@ -6,9 +6,9 @@ Rules:
 2. The manifest is written within `GRACE_SECONDS` of the start of the attempt, or never. An older
    file that no manifest names is therefore a left-over, and `ckpt.gc` may remove it.
 3. A base that another checkpoint borrows from stays. An incremental save looks for its base after
-   the commit, and withdraws its manifest if the base is gone. A delete looks for borrowers after it
-   has withdrawn the manifest, and restores it if it finds one. The later of the two always sees the
-   earlier.
+   the commit, and withdraws its manifest if the base is gone. A delete looks for dependents after
+   it has withdrawn the manifest, and restores it if it finds one. The later of the two always sees
+   the earlier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from ckpt.errors import ExistsError, InUseError, StoreError
 from ckpt.sources import is_of_another_format
 from ckpt.stores.store import Store
-from ckpt.transfer.bases import check_unused, is_as_it_was, loans_beside
+from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
@@ -84,7 +84,7 @@ def commit(
         # The new checkpoint exists, so an error here leaves only left-overs. Another save may have
         # borrowed from the old checkpoint meanwhile.
         with suppress(OSError, FormatError):
-            found, folder = loans_beside(store.url, store.options)
+            found, folder = base_files_beside(store.url, store.options)
             for file in load(old).files:
                 if not found.cover(folder, file.name):
                     store.delete(file.name)

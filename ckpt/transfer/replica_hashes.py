@@ -24,9 +24,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
+from ckpt.last_call import keeps_last
 from ckpt.state.flatten import FlatState, Leaf
 from ckpt.state.samples import Bytes, sampled
-from ckpt.transfer.write import WriteItem
+from ckpt.transfer.write import blocks
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
 from sharding.layout import Layout
@@ -92,18 +93,11 @@ class ReplicaHashes:
 
         `tensors` has the tensors of all ranks with their layouts, in one order on all ranks.
         """
-        found: dict[int, list[str] | None] = {}
-        """By the id of a layout: the names in its group; None without other replicas."""
-        groups: dict[_Place, list[str]] = {}
         leaves = flat.leaves
-        for name, tensor in tensors.items():
-            key = id(tensor.layout)
-            if key not in found:
-                place = _place(tensor.layout, self.rank)
-                found[key] = None if place is None else groups.setdefault(place, [])
-            names = found[key]
-            if names is not None and name in leaves:
-                names.append(name)
+        groups = {
+            place: [name for name in names if name in leaves]
+            for place, names in _last_groups(tensors, self.rank).items()
+        }
         self._names = [name for names in groups.values() for name in names]
         self._rows = self._read([leaves[name] for name in self._names])
         total = at = 0
@@ -149,11 +143,29 @@ class ReplicaHashes:
         return np.frombuffer(data, np.uint8).reshape(len(leaves), 8)
 
 
+def _groups(tensors: Mapping[str, StoredTensor], rank: int) -> dict[_Place, list[str]]:
+    """The tensors of which a rank has a replica that others have too, by its place among them."""
+    found: dict[int, list[str] | None] = {}
+    """By the id of a layout: the names in its group; None where nothing is to be compared."""
+    groups: dict[_Place, list[str]] = {}
+    for name, tensor in tensors.items():
+        key = id(tensor.layout)
+        if key not in found:
+            place = _place(tensor.layout, rank)
+            found[key] = None if place is None else groups.setdefault(place, [])
+        names = found[key]
+        if names is not None:
+            names.append(name)
+    return groups
+
+
+_last_groups = keeps_last(_groups)
+
+
 def _hash_of(leaf: Leaf) -> bytes:
     """Returns a hash of all bytes of a tensor."""
-    numel = leaf.local.numel()
     hasher = xxhash.xxh3_64()
-    for block in WriteItem(leaf, 0, numel, (numel,)).outgoing().blocks():
+    for block in blocks(leaf.local, 0, leaf.local.numel(), leaf.dtype):
         hasher.update(block)
     return hasher.digest()
 

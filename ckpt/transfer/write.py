@@ -1,19 +1,15 @@
-"""What one rank writes: of each tensor a span of its local array, and the way to its bytes."""
+"""The bytes that one rank writes of its tensors, as a format's writer takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import prod
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
-from ckpt.state.flatten import FlatState, Leaf
-from ckpt.state.memory import is_lazy
+from ckpt.plan.save_plan import WriteItem
+from ckpt.state.memory import is_lazy, is_plain
 from formats.dtypes import DType
-from formats.native.manifest import StoredTensor
 from formats.outgoing import OutgoingTensor
-from sharding.layout import Layout
 
 STAGE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where its memory cannot be written as it lies."""
@@ -23,75 +19,32 @@ NUMPY_TYPES = frozenset(
 """Types whose memory Python sees as bytes without a view by torch."""
 
 
-class WriteItem(NamedTuple):
-    """What this rank writes of one tensor: elements `[lo, hi)` of its local array, row-major."""
+def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
+    """An item as a writer takes it, straight from the tensor's memory where that can be.
 
-    leaf: Leaf
-    lo: int
-    hi: int
-    shape: tuple[int, ...]
-    """Of the entry in the file: the local array's, or one dimension for a part of it."""
-
-    @property
-    def name(self) -> str:
-        """The tensor's."""
-        return self.leaf.name
-
-    @property
-    def dtype(self) -> DType:
-        """The tensor's."""
-        return self.leaf.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return (self.hi - self.lo) * self.leaf.dtype.itemsize
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether its bytes lie end to end in host memory."""
-        local = self.leaf.local
-        return local.is_cpu and local.is_contiguous() and not is_lazy(local)
-
-    def outgoing(self) -> OutgoingTensor:
-        """The part as a writer takes it, straight from the tensor's memory where that can be."""
-        local, lo, hi, dtype = self.leaf.local, self.lo, self.hi, self.leaf.dtype
-        if self.is_in_memory:
-            data = _bytes_of(local)[lo * dtype.itemsize : hi * dtype.itemsize]
-            return OutgoingTensor(self.name, self.shape, dtype, lambda: iter((data,)), stable=True)
-        return OutgoingTensor(self.name, self.shape, dtype, self.blocks)
-
-    def blocks(self) -> Iterator[memoryview]:
-        """The part's bytes, copied to host memory block by block."""
-        return _staged(self.leaf.local, self.lo, self.hi, self.leaf.dtype)
+    `local` is the rank's part of the tensor, detached.
+    """
+    name, _, dtype, lo, hi, shape, _ = item
+    if is_plain(local):
+        data = _bytes_of(local)[lo * dtype.itemsize : hi * dtype.itemsize]
+        return OutgoingTensor(name, shape, dtype, lambda: iter((data,)), stable=True)
+    return OutgoingTensor(name, shape, dtype, lambda: _staged(local, lo, hi, dtype))
 
 
-def write_items(flat: FlatState, tensors: Mapping[str, StoredTensor], rank: int) -> list[WriteItem]:
-    """What `rank`, which has `flat`, writes of the tensors in their stored layouts."""
-    spans: dict[tuple[int, int], tuple[int, int, tuple[int, ...]] | None] = {}
-    """By the ids of both layouts, of which most tensors of a model share few."""
-    parts: list[WriteItem] = []
-    for name, leaf in flat.leaves.items():
-        have, stored = leaf.layout, tensors[name].layout
-        key = (id(have), id(stored))
-        if key not in spans:
-            spans[key] = _span(have, stored, rank)
-        span = spans[key]
-        if span is not None:
-            parts.append(WriteItem(leaf, *span))
-    return parts
+def outgoing_whole(name: str, dtype: DType, local: torch.Tensor) -> OutgoingTensor:
+    """All elements of a tensor as a writer takes them."""
+    numel, shape = local.numel(), tuple(local.shape)
+    return outgoing(WriteItem(name, 0, dtype, 0, numel, shape, 0), local)
 
 
-def _span(have: Layout, stored: Layout, rank: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Which elements of what it has a rank stores, and the shape of the entry; None if none."""
-    lo, hi = stored.span(rank)
-    if lo >= hi:
-        return None
-    shape = stored.local_shape(rank)
-    if hi - lo != prod(shape):
-        first, _ = have.span(rank)  # what the rank has may be a range too
-        lo, hi, shape = lo - first, hi - first, (hi - lo,)
-    return lo, hi, shape
+def blocks(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
+    """Elements `[lo, hi)` of a tensor in row-major order, as blocks of host memory.
+
+    The memory is the tensor's own where that can be; else what is copied from it block by block.
+    """
+    if is_plain(local):
+        return iter((_bytes_of(local)[lo * dtype.itemsize : hi * dtype.itemsize],))
+    return _staged(local, lo, hi, dtype)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,6 +1,8 @@
-"""One shard file to be written from staged memory: as a message, and the writing itself.
+"""One rank's shard file: the job of writing it, and the writing, here or in the writer process.
 
-A job and its answer are JSON: they are names and numbers. Imports no torch.
+A blocking save runs its job in place, from the tensors' memory. A save in the background sends the
+job to the writer process, which writes from staged memory. A job and its answer travel as JSON:
+they are names and numbers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,20 +10,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 from ckpt.errors import StoreError
-from ckpt.stores.store import open_store
-from ckpt.transfer.bases import lender
+from ckpt.plan.save_plan import SavePlan, WriteItem
+from ckpt.stores.store import Store, open_store
+from ckpt.transfer.bases import opened_base
+from formats.catalog import TensorRef, Tree
 from formats.dtypes import dtype_named
 from formats.native.borrowed import Lent
+from formats.native.manifest import Manifest, StoredTensor, dump
 from formats.native.manifest_loader import load
-from formats.native.shard import ShardSummary
+from formats.native.shard import Progress, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 
 STEP_BYTES = 8 << 20
 """Bytes between two calls of `advance`: whole chunks, so that none is cut in two."""
+
+
+Compress = bool | Literal["delta"]
+"""Whether chunks are compressed, and by what they differ in from a base's where that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,60 +42,64 @@ class WriteJob:
     """The folder, as the writer reaches it."""
     name: str
     """The file in it."""
-    compress: bool | Literal["delta"]
-    tensors: Sequence[tuple[str, Sequence[int], str]]
-    """Name, shape and dtype of what lies end to end in memory, in the order of the file."""
+    compress: Compress
+    plan: SavePlan
     base: str | None = None
     """The checkpoint to borrow from."""
     rank: int = 0
     """Whose part of the tensors this is, in their layouts."""
-    layouts: str = ""
-    """All tensors in their stored layouts, as a manifest has them: only for a base."""
+    layouts: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """All tensors in their stored layouts: only for a base."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The driver's: secrets among them, which is why they are never shown."""
 
 
-def write(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> ShardSummary:
-    """The job's file, complete and durable, from memory that stays as it is meanwhile.
+def write(
+    job: WriteJob,
+    store: Store,
+    tensors: Sequence[OutgoingTensor],
+    progress: Progress | None = None,
+    overlap: bool = True,
+) -> ShardSummary:
+    """The job's file in the folder of `store`, complete and durable.
 
-    `advance` is told how many bytes have been dealt with. What it raises ends the writing, and
-    leaves no file.
+    `tensors` are the streams of the plan's items. What `progress`, or a stream, raises ends the
+    writing and leaves no file. `overlap` is for a writer that has a second core.
     """
-    tensors = list(_outgoing(job, data, advance))
-    lent = _lent(job)
-    with (
-        open_store(job.url, job.options) as store,
-        store.create(job.name, rewritable=bool(job.compress) or lent is not None) as file,
-    ):
-        deltas = job.compress == "delta"
-        summary = write_shard(file, tensors, bool(job.compress), lent=lent, deltas=deltas)
-        advance(sum(tensor.nbytes for tensor in tensors))
+    chunks = _base_chunks(job)
+    compress, deltas = bool(job.compress), job.compress == "delta"
+    with store.create(job.name, rewritable=compress or chunks is not None) as file:
+        return write_shard(file, tensors, compress, progress, chunks, deltas, overlap)
+
+
+def write_staged(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> ShardSummary:
+    """As `write`, from memory in which the plan's items lie end to end, and stay as they are.
+
+    `advance` is told how many bytes have been dealt with; what it raises ends the writing.
+    """
+    tensors = [
+        OutgoingTensor(item.name, item.shape, item.dtype, _stream(data, item, advance), stable=True)
+        for item in job.plan.items
+    ]
+    with open_store(job.url, job.options) as store:
+        summary = write(job, store, tensors)
+        advance(job.plan.nbytes)
         return summary
 
 
-def _lent(job: WriteJob) -> Lent | None:
-    """What the base has of what is to be written."""
+def _base_chunks(job: WriteJob) -> Lent | None:
+    """The chunks that the base has of the tensors to be written."""
     if job.base is None:
         return None
-    wanted = load(job.layouts.encode(), "the layouts of a job", stored=False)
-    with lender(job.url, job.base, job.options) as found:
-        return found.to(job.rank, wanted.tensors)
-
-
-def _outgoing(
-    job: WriteJob, data: memoryview, advance: Callable[[int], None]
-) -> Iterator[OutgoingTensor]:
-    lo = 0
-    for name, given, dtype in job.tensors:
-        kind, shape = dtype_named(dtype, name), tuple(given)
-        hi = lo + kind.nbytes(shape)
-        yield OutgoingTensor(name, shape, kind, _stream(data, lo, hi, advance), stable=True)
-        lo = hi
+    with opened_base(job.url, job.base, job.options) as found:
+        return found.to(job.rank, job.layouts)
 
 
 def _stream(
-    data: memoryview, lo: int, hi: int, advance: Callable[[int], None]
+    data: memoryview, item: WriteItem, advance: Callable[[int], None]
 ) -> Callable[[], Iterator[memoryview]]:
+    lo, hi = item.offset, item.offset + item.nbytes
+
     def blocks() -> Iterator[memoryview]:
         for at in range(lo, hi, STEP_BYTES):
             advance(at)
@@ -96,12 +110,25 @@ def _stream(
 
 def job_message(job: WriteJob) -> bytes:
     """A job on its way to the writer."""
-    return json.dumps(asdict(job), separators=(",", ":")).encode()
+    fields = {field.name: getattr(job, field.name) for field in dataclass_fields(job)}
+    fields["plan"] = [item._replace(dtype=item.dtype.name) for item in job.plan.items]  # type: ignore[arg-type]
+    named: Tree = {name: TensorRef(name) for name in job.layouts}
+    fields["layouts"] = dump(Manifest(job.layouts, {}, named, ())).decode()
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def read_job(message: bytes) -> WriteJob:
     """A job that has arrived."""
-    return WriteJob(**json.loads(message))
+    fields = json.loads(message)
+    items = (WriteItem(*values) for values in fields["plan"])
+    plan = SavePlan(
+        tuple(
+            item._replace(dtype=dtype_named(str(item.dtype), item.name), shape=tuple(item.shape))
+            for item in items
+        )
+    )
+    layouts = load(fields["layouts"].encode(), "the layouts of a job", stored=False).tensors
+    return WriteJob(**{**fields, "plan": plan, "layouts": layouts})
 
 
 def summary_message(summary: ShardSummary) -> bytes:
