@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
+from ckpt.state.known_nests import Described, KnownNest, KnownTies, Unchanged, known
+from ckpt.state.known_nests import Leaf as Leaf
 from ckpt.state.local_states import by_parameters
 from ckpt.state.memory import torch_can_share
 from ckpt.state.refusals import instead_of, instead_of_array, instead_of_key, shown
@@ -61,17 +63,6 @@ RESERVED = (TABLE, METADATA_KEY)
 """Names that shard files use themselves."""
 
 
-class Leaf(NamedTuple):
-    """One tensor of a state on this rank."""
-
-    name: str
-    dtype: DType
-    local: torch.Tensor
-    layout: Layout
-    given: TensorLike
-    """The tensor that is described, as the state has it."""
-
-
 @dataclass(frozen=True, slots=True)
 class FlatState:
     """A whole state on this rank."""
@@ -88,32 +79,47 @@ def flatten(state: object, world: Mesh) -> FlatState:
     Raises StateError naming the key path of what cannot be stored, and of two entries whose names
     are the same.
     """
+    global _known
     check_mode()
-    return _Flattener(world, parameter_names(state)).run(state)
+    walk = _Flattener(world, parameter_names(state), _known)
+    flat = walk.run(state)
+    if flat is None:  # without known nests the error has the paths
+        walk = _Flattener(world, parameter_names(state), {})
+        flat = walk.run(state)
+        if flat is None:
+            [(twice, _)] = Counter(walk.found.names).most_common(1)
+            raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
+    _known = walk.known
+    return flat
+
+
+_known: Mapping[str, KnownNest] = {}
+"""The modules and optimizers of the state that was described last, by name."""
 
 
 class _Flattener:
-    def __init__(self, world: Mesh, names: ParameterNames) -> None:
+    def __init__(
+        self, world: Mesh, names: ParameterNames, known_before: Mapping[str, KnownNest]
+    ) -> None:
         self._world = world
         self._name_chars = current().name_chars
         self._parameters = names
-        self._leaves: dict[str, Leaf] = {}
-        self._aliases: dict[str, str] = {}
+        self._known_before = known_before
+        self.known: dict[str, KnownNest] = {}
+        """Nests of this state, for the next time; no two of them share a tensor."""
+        self._ties = KnownTies()
+        self.found = Described({}, {}, [], {}, {})
+        self._leaves, self._aliases, self._names, self._at, self._seen = self.found
         self._paths: dict[str, tuple[object, ...]] = {}
-        self._seen: dict[object, str] = {}
-        self._at: dict[int, str] = {}
         self._keep: list[object] = []
-        self._names: list[str] = []
-        """Of all leaves, as `ckpt.state.saved.leaves` has them."""
         self._tensors = 0
         """How many of the leaves are tensors."""
 
-    def run(self, state: object) -> FlatState:
+    def run(self, state: object) -> FlatState | None:
+        """None where two entries have one name."""
         tree = self._walk(state, (), "")
-        names = self._names
-        if len(set(names)) != len(names):
-            [(twice, _)] = Counter(names).most_common(1)
-            raise StateError(f"two entries of the state have the name {twice!r}; rename a key")
+        if len(set(self._names)) != len(self._names):
+            return None
         return FlatState(self._leaves, self._aliases, tree)
 
     def _walk(self, node: object, path: tuple[object, ...], name: str) -> Tree:
@@ -135,10 +141,9 @@ class _Flattener:
         if isinstance(node, nn.Module):
             with call_of("state_dict", shown(path)):
                 entries = module_entries(node)
-            return self._dict(entries, path, name)
+            return self._nest(entries, path, name)
         if isinstance(node, Optimizer):
-            entries = optimizer_entries(node, self._parameters.of(node), shown(path))
-            return self._dict(entries, path, name)
+            return self._optimizer(node, path, name)
         if isinstance(node, np.ndarray):
             return self._tensor(self._from_numpy(node, path), path, name or ROOT)
         if is_number(node):
@@ -159,7 +164,43 @@ class _Flattener:
             f"{instead_of(node)}"
         )
 
-    def _dict(self, node: Mapping[Any, object], path: tuple[object, ...], name: str) -> Tree:
+    def _optimizer(self, node: Optimizer, path: tuple[object, ...], name: str) -> Tree:
+        entries = optimizer_entries(node, self._parameters.of(node), shown(path))
+        state = join(name, "state")
+        kept: Any = entries.pop("state")
+        return {
+            "state": self._nest(kept, (*path, "state"), state),
+            **self._dict(entries, path, name),
+        }
+
+    def _nest(self, node: Mapping[Any, Any], path: tuple[object, ...], name: str) -> Tree:
+        """A nest that the state before this one may have had too."""
+        before = self._known_before.get(name)
+        same = None if before is None else before.unchanged(node, self._world, self._name_chars)
+        if before is None or same is None or not self._add(before, same):
+            start = len(self._names)
+            tree: Tree = self._dict(node, path, name)
+            names = self._names[start:]
+            before = known(node, self._world, self._name_chars, self.found, names, tree)
+        else:
+            tree = same.tree
+        if before is not None:
+            self.known[name] = before
+        return tree
+
+    def _add(self, nest: KnownNest, found: Unchanged) -> bool:
+        """Take over what is known of a nest; False where a tensor of it came before."""
+        if not self._ties.add(nest, found.given, self.found):
+            return False
+        self._leaves.update(found.leaves)
+        self._aliases.update(nest.ties.aliases)
+        self._names.extend(nest.names)
+        self._tensors += len(found.given)
+        return True
+
+    def _dict(
+        self, node: Mapping[Any, object], path: tuple[object, ...], name: str
+    ) -> dict[Any, Tree]:
         if not node:
             self._names.append(name)
         prefix = f"{name}." if name else ""
@@ -199,7 +240,7 @@ class _Flattener:
             local, layout = before
             if (problem := memory_problem(local)) is not None:
                 raise StateError(f"{shown(path)}: {problem}")
-            first = self._seen.setdefault(id(given), name)
+            first = self._seen.setdefault(id(given), self._ties.seen(id(given)) or name)
         else:
             local, layout, given = self._described(given, path, name)
             first = self._first_name(given, name)
@@ -230,11 +271,13 @@ class _Flattener:
         """The name under which this very tensor came first. Those seen are kept alive."""
         if has_address(tensor):
             # Most are alone at their address, and nothing else of them needs to be compared.
-            other = self._at.setdefault(tensor.data_ptr(), name)
+            address = tensor.data_ptr()
+            other = self._at.setdefault(address, self._ties.at(address) or name)
             if other is name:
                 return name
             self._seen.setdefault(identity(self._leaves[other].given), other)
-        return self._seen.setdefault(identity(tensor), name)
+        key = identity(tensor)
+        return self._seen.setdefault(key, self._ties.seen(key) or name)
 
     def _claim(self, name: str, path: tuple[object, ...]) -> None:
         self._names.append(name)
