@@ -54,6 +54,7 @@ class Run:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the run
         self.hosts: dict[str, subprocess.Popen[str]] = {}
         self.workers: dict[int, str] = {}
         """The host of each worker that has said its process id."""
@@ -71,7 +72,7 @@ class Run:
         process = subprocess.Popen(
             [*agent, "--steps", str(self._steps)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             start_new_session=True,
             env=ENVIRONMENT,
@@ -99,17 +100,19 @@ class Run:
             def found() -> list[str]:
                 return [line for line in self.lines[begin:] if re.search(pattern, line)]
 
-            if not self._changed.wait_for(lambda: len(found()) >= times, WAIT_SECONDS):
+            first = self.hosts["first"]
+            self._changed.wait_for(
+                lambda: len(found()) >= times or first.poll() is not None, WAIT_SECONDS
+            )
+            if len(found()) < times:
                 raise TimeoutError(f"no line like {pattern!r}: {self.lines[-20:]}")
             return found()[times - 1]
 
     def alive(self, host: str | None = None) -> list[int]:
-        """The workers that run, of one host or of all."""
-        return [
-            pid
-            for pid, of in sorted(self.workers.items())
-            if host in (None, of) and os.path.exists(f"/proc/{pid}") and not _is_zombie(pid)
-        ]
+        """The workers that run, of one host or of all: children of an agent that runs."""
+        agents = {agent.pid: name for name, agent in self.hosts.items()}
+        found = ((pid, agents.get(_parent(pid))) for pid in sorted(self.workers))
+        return [pid for pid, of in found if of is not None and host in (None, of)]
 
     def lose(self, host: str) -> None:
         """Kill an agent and all its workers at once."""
@@ -117,16 +120,21 @@ class Run:
             _kill(pid)
         self.hosts.pop(host).wait()
 
-    def close(self) -> None:
-        """Leave nothing running."""
+    def close(self) -> str:
+        """Leave nothing running; what the agents have told of errors comes back."""
         for host in list(self.hosts):
             self.lose(host)
+        with self._errors:
+            self._errors.seek(0)
+            return self._errors.read()
 
 
-def _is_zombie(pid: int) -> bool:
+def _parent(pid: int) -> int:
+    """The parent of a process that runs; 0 where it has ended. Numbers are used again."""
     with suppress(OSError):
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    return True
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        return 0 if state == "Z" else int(parent)
+    return 0
 
 
 def _kill(pid: int) -> None:
@@ -190,8 +198,10 @@ def main() -> int:
                 run.start(host)
             disturb(run, options.kills, random.Random(options.seed), print)
             run.hosts["first"].wait(WAIT_SECONDS)
-        finally:
-            run.close()
+        except BaseException:
+            print(run.close()[-5000:], file=sys.stderr)
+            raise
+        run.close()
         found = losses_of(folder)
     worst = max(abs(line["loss"] / want[int(line["step"])] - 1) for line in found)
     worlds = sorted({int(line["ranks"]) for line in found})

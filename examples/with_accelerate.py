@@ -47,8 +47,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(given)
     config = ProjectConfiguration(options.folder, automatic_checkpoint_naming=True, total_limit=2)
-    # By default Accelerate steps a scheduler once for each process, so that its rate would depend on
-    # the number of ranks.
+    # By default Accelerate steps a scheduler once for each process, so that its rate would depend
+    # on the number of ranks.
     accelerator = Accelerator(cpu=True, project_config=config, step_scheduler_with_optimizer=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(options.dropout), nn.Linear(16, 8))
