@@ -138,7 +138,7 @@ class CkptCheckpointIO(CheckpointIO):
 class CkptStrategyMixin(_Strategy):
     """Stands before a strategy of Lightning, and saves and loads with all of its ranks.
 
-        class MyStrategy(CkptStrategyMixin, DDPStrategy): ...
+    class MyStrategy(CkptStrategyMixin, DDPStrategy): ...
     """
 
     @property
