@@ -93,7 +93,7 @@ def test_a_class_that_nobody_imported_is_a_difference(tmp_path: Path) -> None:
 
 def test_elsewhere_it_is_refused_by_name(tmp_path: Path) -> None:
     moment = trained()["optim"].state_dict()["state"][0]["moment"]
-    with pytest.raises(ckpt.StateError, match=r"state\['m'\]: a Quantized is made of other"):
+    with pytest.raises(ckpt.StateError, match=r"state\['m'\]: a Quantized wraps other tensors"):
         ckpt.save(tmp_path, {"m": moment})
 
 
