@@ -23,6 +23,7 @@ import ckpt
 from ckpt.state.flatten import flatten
 from ckpt.state.known_nests import KnownNest
 from sharding.layout import Mesh
+from tests.old_torch import runs_fsdp2
 
 WORLD = Mesh.grid(("world",), (1,))
 
@@ -258,6 +259,7 @@ def moved_after_a_save(folder: str) -> tuple[torch.Size, list[str], int]:
     return shape, dtypes, len(freed)
 
 
+@runs_fsdp2
 def test_a_sharded_model_that_changes_after_a_save_is_stored_as_it_is_then_and_is_freed(
     clusters: Callable, tmp_path: Path
 ) -> None:
