@@ -16,32 +16,39 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FIRST, LAST = 6, 10
 PROGRAM = """
 import importlib, json, os, shutil, sys
-examples, name, options, folder, first, last, worlds = sys.argv[1:]
+examples, name, options, then, folder, first, last, worlds = sys.argv[1:]
 sys.path.insert(0, examples)
 import warnings
 warnings.simplefilter("ignore")
 example = importlib.import_module(name)
 from tests.integrations.as_torchrun import as_torchrun
-def run(world_size, place, steps, *more):
+def run(world_size, place, steps, options, *more):
     out = os.path.join(folder, f"out-{place}-{world_size}-{steps}")
     os.mkdir(out)
     given = ["--folder", os.path.join(folder, place), "--steps", steps, *json.loads(options), *more]
     as_torchrun(world_size, example.main, given, out)
     return json.loads(open(os.path.join(out, "rank0")).read().splitlines()[-1])
-answers = {"first": run(2, "run", first), "whole": run(2, "whole", last)}
+answers = {"first": run(2, "run", first, options), "whole": run(2, "whole", last, options)}
 for world_size in json.loads(worlds):
     place = f"on-{world_size}"
     shutil.copytree(os.path.join(folder, "run"), os.path.join(folder, place))
-    answers[place] = run(world_size, place, last, "--resume")
+    answers[place] = run(world_size, place, last, then, "--resume")
 print(json.dumps(answers))
 """
 """Trains six steps, and ten at once; goes on from the six by each number of ranks."""
 
 
 def losses_of(
-    programs: Callable[..., Any], name: str, options: list[str], folder: Path, worlds: list[int]
+    programs: Callable[..., Any],
+    name: str,
+    options: list[str],
+    then: list[str],
+    folder: Path,
+    worlds: list[int],
 ) -> dict[str, list[float]]:
-    arguments = [str(EXAMPLES), name, json.dumps(options), str(folder), str(FIRST), str(LAST)]
+    """The losses of each run: `options` are those of the first, `then` of those that resume it."""
+    given = map(json.dumps, (options, then))
+    arguments = [str(EXAMPLES), name, *given, str(folder), str(FIRST), str(LAST)]
     program = programs(PROGRAM, *arguments, json.dumps(worlds))
     out, err = program.communicate(timeout=280)
     assert program.returncode == 0, err
@@ -75,7 +82,7 @@ def test_a_trainer_of_another_library_goes_on_where_it_stopped(
     for package in needed:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the example needs {package}, which is not installed")
-    losses = losses_of(programs, name, options, tmp_path, worlds)
+    losses = losses_of(programs, name, options, options, tmp_path, worlds)
     assert losses["first"] == losses["whole"][:FIRST]
     for world_size in worlds:
         resumed, whole = losses[f"on-{world_size}"], losses["whole"][FIRST:]
@@ -88,3 +95,14 @@ def test_a_trainer_of_another_library_goes_on_where_it_stopped(
                 weights = [tensor for tensor in stored if tensor.startswith("model.")]
             assert weights
             assert all("lora" in tensor for tensor in weights)
+
+
+@pytest.mark.parametrize(("first", "then"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
+@pytest.mark.thorough
+def test_each_strategy_of_lightning_resumes_what_the_other_saved(
+    programs: Callable[..., Any], first: str, then: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning", reason="the example needs lightning")
+    hows = ["--how", first], ["--how", then]
+    losses = losses_of(programs, "with_lightning", *hows, tmp_path, [2])
+    assert losses["on-2"] == losses["whole"][FIRST:]
