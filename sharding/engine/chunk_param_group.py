@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from sharding.engine.dtensors import as_dtensor, shard_in_front
-from sharding.engine.packing import ChunkPacking, pack
+from sharding.engine.packing import ChunkPacking, FlatPacking, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.shard_group import HybridGroups, ShardGroup
@@ -154,6 +154,15 @@ class ChunkParamGroup(ParamGroup):
             parameter.place(current)
         if before is not None and self.stored_dtype != before:  # module.to(dtype)
             self._forget_forms()
+
+    def _parts(
+        self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
+    ) -> list[list[torch.Tensor]]:
+        assert isinstance(packing, ChunkPacking)
+        return [
+            [flat[lo:hi] for flat, (lo, hi) in zip(gradients, packing.cuts(rank), strict=True)]
+            for rank in range(self.groups.shard.size)
+        ]
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
         """Add the reduced gradients to the accumulated gradients of the shards."""

@@ -43,7 +43,6 @@ from sharding.engine.joining import Form, Output
 from sharding.engine.packing import ChunkPacking, chunk, pack
 from sharding.engine.param_group import ParamGroup
 from sharding.engine.parameter import Parameter
-from sharding.engine.reduction import take_kept
 from sharding.engine.transport import PendingAllGather
 from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, TorchAssertionError
 from sharding.policies import MixedPrecisionPolicy
@@ -162,7 +161,7 @@ class ExtensionParamGroup(ChunkParamGroup):
             zip(self._extensions, self._unsharded, strict=True)
         ):
             gradient, unsharded.grad = unsharded.grad, None
-            gradient = take_kept(self._kept_gradients, index, gradient)
+            gradient = self._kept_gradients.release(index, gradient)
             if gradient is None:
                 shape, device = extension.entry.shape, unsharded.device
                 tensors = [torch.zeros(shape, dtype=self.reduce_dtype, device=device)]

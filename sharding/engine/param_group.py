@@ -34,14 +34,15 @@ from sharding.engine.parameter import Parameter, Precision
 from sharding.engine.reduction import (
     BackwardState,
     GradHooks,
+    KeptGradients,
     Reduction,
     ReplicaSums,
     divisors,
+    flat_rows_first,
     take_gradients,
-    take_kept,
 )
 from sharding.engine.shard_group import HybridGroups
-from sharding.engine.transport import PendingAllGather, Transport, transport_between
+from sharding.engine.transport import NoGather, PendingAllGather, Transport, transport_between
 from sharding.engine.unsharded_buffer import KeptPart, UnshardedBuffer
 from sharding.errors import MisuseError, TransferError
 
@@ -94,8 +95,7 @@ class ParamGroup(ABC):
         self._wanted = 0
         """The number of unsharded parameters that require a gradient."""
         self._replica_sums = ReplicaSums(groups.replicate)
-        self._kept_gradients: list[torch.Tensor | None] = [None] * len(parameters)
-        """Local gradients, in `reduce_dtype`, that no backward has reduced yet."""
+        self._kept_gradients = KeptGradients(len(parameters))
 
     # The kinds of group implement these.
 
@@ -127,6 +127,12 @@ class ParamGroup(ABC):
     @abstractmethod
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The all-gather input: this rank's spans, flat, in `dtype`."""
+
+    @abstractmethod
+    def _parts(
+        self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
+    ) -> list[list[torch.Tensor]]:
+        """The reduce-scatter input: by rank, flat, its part of every slot's gradient."""
 
     @abstractmethod
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
@@ -261,9 +267,8 @@ class ParamGroup(ABC):
         """Put the sharded parameters into the modules and free the unsharded buffer."""
         self.holders.clear()
         if self._all_gather is not None:
-            with suppress(
-                TransferError
-            ):  # the parameters are not needed now; a later `unshard` raises
+            # The parameters are not needed now, and a later `unshard` raises the error.
+            with suppress(TransferError):
                 self._await(self._all_gather)
                 self._free()
         if self.is_unsharded:
@@ -321,7 +326,7 @@ class ParamGroup(ABC):
             item = self._next_item(Purpose.REGATHER)
             return batch.add(among, kept.part, kept.places(self.buffer), item)
         if not self._needs_gathering(self.buffer):
-            return _Nothing()
+            return NoGather()
         mine = self.buffer.cut(packing.spans(self.groups.shard.rank), self._outgoing(self.dtype))
         item = self._next_item(Purpose.ALL_GATHER)
         return batch.add(transport, mine, self.buffer.places(packing), item)
@@ -334,9 +339,9 @@ class ParamGroup(ABC):
         """The unsharded buffer of a dtype; a new one has memory."""
         if dtype not in self._buffers:
             packing, _ = self._settled()
-            leaf = self._leaf
-            buffer = UnshardedBuffer(packing.slots, packing.numel, dtype, self.device, leaf)
-            self._buffers[dtype] = buffer
+            self._buffers[dtype] = UnshardedBuffer(
+                packing.slots, packing.numel, dtype, self.device, self._leaf
+            )
             self._grad_hooks.clear()
         return self._buffers[dtype]
 
@@ -386,8 +391,7 @@ class ParamGroup(ABC):
         """Keep gradients, in `reduce_dtype`, for a later backward that reduces. Local."""
         self.backward.arrived.clear()
         if self.reduce_dtype != self.dtype:
-            for index, gradient in enumerate(self._take_gradients()):
-                self._kept_gradients[index] = take_kept(self._kept_gradients, index, gradient)
+            self._kept_gradients.keep(self._take_gradients())
 
     def reduce(self, batch: ReduceScatters) -> Reduction | None:
         """Take the gradients from the unsharded parameters; reduce them with the batch.
@@ -422,23 +426,13 @@ class ParamGroup(ABC):
         for buffer in self._buffers.values():
             for leaf in buffer.leaves:
                 leaf.grad = None
-        self._kept_gradients = [None] * len(self.parameters)
+        self._kept_gradients = KeptGradients(len(self.parameters))
         self.end_backward()
         self.reshard()
 
     def end_backward(self) -> None:
         """Forget the state of a backward."""
         self.backward = BackwardState()
-
-    def _parts(
-        self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
-    ) -> list[list[torch.Tensor]]:
-        """The reduce-scatter input: by rank, flat, its part of every slot's gradient."""
-        assert isinstance(packing, ChunkPacking)
-        return [
-            [flat[lo:hi] for flat, (lo, hi) in zip(gradients, packing.cuts(rank), strict=True)]
-            for rank in range(self.groups.shard.size)
-        ]
 
     def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sums over all replicas of the shard; none where they are left to later. Waits."""
@@ -447,26 +441,10 @@ class ParamGroup(ABC):
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
         """By slot, the gradient, flat, rows first; zeros, and not present, where there is none."""
         packing, _ = self._settled()
-        dtype, flat = self.reduce_dtype, []
-        for index, (slot, taken) in enumerate(
-            zip(packing.slots, self._take_gradients(), strict=True)
-        ):
-            gradient = take_kept(self._kept_gradients, index, taken)
-            if gradient is None:
-                flat.append(torch.zeros(slot.numel, dtype=dtype, device=self.device))
-                continue
-            present[index] = 1
-            if slot.dim:
-                gradient = gradient.movedim(slot.dim, 0)
-            flat.append(gradient.contiguous().view(-1))
-        return flat
+        release = self._kept_gradients.release
+        gradients = [release(*taken) for taken in enumerate(self._take_gradients())]
+        present[:] = [int(gradient is not None) for gradient in gradients]
+        return flat_rows_first(packing.slots, gradients, self.reduce_dtype, self.device)
 
     def _take_gradients(self) -> list[torch.Tensor | None]:
         return take_gradients(self.parameters, self.unsharded, self.reduce_dtype)
-
-
-class _Nothing:
-    """The all-gather of a group that is not divided."""
-
-    def wait(self) -> None:
-        """Return: the parameters are there."""

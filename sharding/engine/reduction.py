@@ -12,6 +12,7 @@ import torch
 from sharding.comm_hooks import predivide_factor
 from sharding.engine.composition import Composition, Item
 from sharding.engine.dtensors import local_of
+from sharding.engine.packing import Slot
 from sharding.engine.parameter import Parameter
 from sharding.engine.shard_group import ShardGroup
 from sharding.engine.transport import PendingReduceScatter, Transport, transport_between
@@ -139,14 +140,26 @@ def _call(arrived: WeakMethod[Callable[[int], None]], index: int, leaf: torch.Te
         method(index)
 
 
-def take_kept(
-    kept: list[torch.Tensor | None], index: int, gradient: torch.Tensor | None
-) -> torch.Tensor | None:
-    """A gradient plus the kept one, which is kept no longer; None where neither is there."""
-    before, kept[index] = kept[index], None
-    if before is None or gradient is None:
-        return gradient if before is None else before
-    return before + gradient
+class KeptGradients:
+    """Local gradients of a group, in `reduce_dtype`, that no backward has reduced yet."""
+
+    def __init__(self, count: int) -> None:
+        self._kept: list[torch.Tensor | None] = [None] * count
+
+    def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients, by parameter, to the kept ones."""
+        for index, gradient in enumerate(gradients):
+            self._kept[index] = self.release(index, gradient)
+
+    def release(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of a parameter plus the kept one, which is kept no longer.
+
+        None where neither is there.
+        """
+        before, self._kept[index] = self._kept[index], None
+        if before is None or gradient is None:
+            return gradient if before is None else before
+        return before + gradient
 
 
 def take_gradients(
@@ -169,6 +182,23 @@ def take_gradients(
             )
         taken[index] = local_of(gradient.detach(), parameters[index].distributed).to(dtype)
     return taken
+
+
+def flat_rows_first(
+    slots: Sequence[Slot],
+    gradients: Sequence[torch.Tensor | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """By slot, its gradient, flat, with the divided dimension first; zeros where there is none."""
+    flat = []
+    for slot, gradient in zip(slots, gradients, strict=True):
+        if gradient is None:
+            flat.append(torch.zeros(slot.numel, dtype=dtype, device=device))
+        else:
+            rows = gradient.movedim(slot.dim, 0) if slot.dim else gradient
+            flat.append(rows.contiguous().view(-1))
+    return flat
 
 
 def divisors(size: int, dtype: torch.dtype, chosen: float | None) -> tuple[float, float]:

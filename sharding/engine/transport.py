@@ -35,6 +35,13 @@ class PendingAllGather(Protocol):
         ...
 
 
+class NoGather:
+    """The all-gather of a group that is not divided."""
+
+    def wait(self) -> None:
+        """Return: the parameters are there."""
+
+
 class PendingReduceScatter(Protocol):
     """A reduce-scatter on its way."""
 
