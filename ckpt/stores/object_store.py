@@ -15,21 +15,20 @@ Rules:
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from errno import ENOENT
 from typing import IO, Any, TypeVar
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
-from ckpt.stores.retries import VARIABLE, ErrorClass, RetryPolicy, retry_policy
+from ckpt.stores.request_errors import UnsupportedRequestError, explained
+from ckpt.stores.retries import RetryPolicy, retry_policy
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (
@@ -395,47 +394,14 @@ class ObjectStore:
         except PastEndError:
             raise
         except Exception as error:
-            raise self._explained(doing, place, error) from cause_without_secrets(error)
-
-    def _explained(self, doing: str, place: str, error: Exception) -> Exception:
-        """Returns the error for a request that has finally failed."""
-        said = f"{type(error).__name__}: {error}"
-        match self._driver.error_class(error):
-            case ErrorClass.MISSING:
-                return FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(place))
-            case ErrorClass.PAST_END:
-                return PastEndError(None)
-            case ErrorClass.EXISTS:
-                return ExistsError(f"{place} exists already")
-            case ErrorClass.UNSUPPORTED:
-                return UnsupportedRequestError(
-                    f"{place}: {doing} it failed: the server does not support the request: {said}"
-                )
-            case ErrorClass.NO_BUCKET:
-                return StoreError(f"{place}: there is no such bucket: create it or correct the URL")
-            case ErrorClass.DENIED:
-                return StoreError(
-                    f"{place}: {doing} it was denied ({said}); check the credentials, in "
-                    "storage_options= or the driver's environment variables, and their permissions"
-                )
-            case ErrorClass.PASSING if isinstance(error, CorruptError):
-                return CorruptError(f"{place}: {doing} it failed each time: {said}")
-            case ErrorClass.PASSING:
-                return StoreError(
-                    f"{place}: {doing} it failed each time for {self._policy.deadline_seconds:g} "
-                    f"s ({VARIABLE}), at last with {said}; is the server up, and its address right?"
-                )
-        return StoreError(f"{place}: {doing} it failed: {said}")
+            kind, seconds = self._driver.error_class(error), self._policy.deadline_seconds
+            raise explained(doing, place, error, kind, seconds) from cause_without_secrets(error)
 
     def _path(self, name: str) -> str:
         root = self._root.rstrip("/")
         while name.startswith(BESIDE):  # an object store takes dots as letters
             root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
         return f"{root}/{name}"
-
-
-class UnsupportedRequestError(StoreError):
-    """The server does not support a request."""
 
 
 class _Local:
