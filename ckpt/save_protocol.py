@@ -204,14 +204,14 @@ def packed(summary: ShardSummary | None) -> bytes:
         return b""
     s = summary
     sizes = f"{s.size} {s.header_bytes} {s.table_bytes} {s.digest}"
-    return (f"{sizes} {s.used:x} {s.base_mark}" if s.used else sizes).encode()
+    return (f"{sizes} {s.used:x} {s.base_digest}" if s.used else sizes).encode()
 
 
 def unpacked(record: bytes) -> ShardSummary:
     """What a rank packed of its file."""
     size, header, table, digest, *borrowed = record.decode().split()
-    used, mark = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
-    return ShardSummary(int(size), int(header), int(table), digest, used, base_mark=mark)
+    used, base_digest = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
+    return ShardSummary(int(size), int(header), int(table), digest, used, base_digest=base_digest)
 
 
 def finish(
@@ -277,7 +277,7 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
             summary = unpacked(record)
             files.append(summary.named(attempt.file_of(rank), attempt.mesh.rank((rank,))))
             if summary.used:
-                used[summary.base_mark] = used.get(summary.base_mark, 0) | summary.used
+                used[summary.base_digest] = used.get(summary.base_digest, 0) | summary.used
     writer = writer_of(attempt.mesh.size, options.metadata)
     base = options.base
     bases = bases_used(store.url, base, used, store.options) if base is not None else ()

@@ -32,14 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.loading import load_first
 from ckpt.run.exchange import RunRanks
-from ckpt.run.history import (
-    BEGAN,
-    METRICS,
-    PROVENANCE,
-    STEP,
-    metrics_text,
-    now_text,
-)
+from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, metrics_text, now_text
 from ckpt.run.local_tier import LocalTier, local_options
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.removal import Tidying

@@ -38,11 +38,11 @@ def fingerprints(described: StateSpec) -> tuple[int, int]:
     values: list[object] = []
     keys = outline(described.tree, values)
     aliases = sorted(described.aliases.items())
-    structure = _hash((_last_mark(described.tensors), aliases, keys))
+    structure = _hash((_last_tensors_hash(described.tensors), aliases, keys))
     return structure, _hash((structure, values))
 
 
-def _tensors_mark(tensors: Mapping[str, StoredTensor]) -> int:
+def _tensors_hash(tensors: Mapping[str, StoredTensor]) -> int:
     """A hash of names, types and layouts."""
     kinds: dict[str, int] = {}
     kind_of: dict[int, int] = {}
@@ -57,7 +57,7 @@ def _tensors_mark(tensors: Mapping[str, StoredTensor]) -> int:
     return _hash((list(tensors), kind_numbers, list(kinds)))
 
 
-_last_mark = keeps_last(_tensors_mark)
+_last_tensors_hash = keeps_last(_tensors_hash)
 
 
 def _hash(values: Any) -> int:

@@ -61,13 +61,13 @@ def opened_base(
     """
     folder = folder_beside(url, base)
     with open_store(base, options) as store:
-        mark = None
+        digest = None
         try:
             found = Lender(store, folder)
-            mark = found.mark
+            digest = found.manifest_digest
             yield found
         except CorruptError as error:
-            if mark is None or is_as_it_was(os.fspath(base), mark, options):
+            if digest is None or is_as_it_was(os.fspath(base), digest, options):
                 raise
             raise StoreError(
                 f"{store.url}: the base was deleted or replaced while it was being borrowed from; "
@@ -93,19 +93,19 @@ def bases_used(
     if not used:
         return ()
     with opened_base(url, base, options) as found:
-        if set(used) != {found.mark}:
+        if set(used) != {found.manifest_digest}:
             raise StoreError(
                 f"{os.fspath(base)}: the base was replaced while it was being borrowed from; "
                 "nothing was committed: save again"
             )
-        return kept(found.bases, used[found.mark])
+        return kept(found.bases, used[found.manifest_digest])
 
 
-def is_as_it_was(base: str, mark: str, options: Options = None) -> bool:
-    """Whether the manifest of a base is still the one with this mark."""
+def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
+    """Whether the manifest of a base still has this digest."""
     with open_store(base, options) as store:
         try:
-            return store.read_whole(MANIFEST, current().manifest_bytes)[11:43] == mark.encode()
+            return store.read_whole(MANIFEST, current().manifest_bytes)[11:43] == digest.encode()
         except FileNotFoundError:
             return False
 

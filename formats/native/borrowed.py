@@ -169,7 +169,7 @@ class Lent:
     chunk_bytes: int
     codec: str
     tensors: Mapping[str, LentChunks]
-    mark: str
+    manifest_digest: str
     """The digest of the base's manifest."""
     fetch: Callable[[Root, int, memoryview], None]
     """Fills memory with the raw bytes of a root; the second argument is the shuffle's width."""

@@ -80,7 +80,7 @@ def write_as_it_comes(
     if lent is None or not body.used:
         return summary
     nbytes = body.borrowed_bytes
-    return replace(summary, used=body.used, borrowed_bytes=nbytes, base_mark=lent.mark)
+    return replace(summary, used=body.used, borrowed_bytes=nbytes, base_digest=lent.manifest_digest)
 
 
 def _packed(

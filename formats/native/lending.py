@@ -35,7 +35,7 @@ class Lender:
         self._reader = reader
         self._manifest = load(data, f"{reader.url}/{MANIFEST}")
         self._shards = Shards(reader, self._manifest)
-        self.mark = digest_in(data)
+        self.manifest_digest = digest_in(data)
         """The digest of its manifest: 32 hex digits."""
         self.bases = bases_of(folder, self._manifest)
         """The bases of a checkpoint that borrows from this one, by their indices."""
@@ -62,7 +62,7 @@ class Lender:
             for name, stored in same
         }
         index = shard.index
-        return Lent(index.chunk_bytes, index.codec, lent, self.mark, self._fetch)
+        return Lent(index.chunk_bytes, index.codec, lent, self.manifest_digest, self._fetch)
 
     def _fetch(self, root: Root, width: int, target: memoryview) -> None:
         file = self._names[root.place.base, root.place.rank]

@@ -63,7 +63,7 @@ class ShardSummary:
     used: int = 0
     """A mask with a bit for the index of each base from which the file borrows."""
     borrowed_bytes: int = 0
-    base_mark: str = ""
+    base_digest: str = ""
     """The digest of the base's manifest at that time; empty if the file borrows nothing."""
 
     def named(self, name: str, rank: int) -> ShardFile:
