@@ -32,6 +32,7 @@ from tests.conftest import Program
 
 def state(numel: int = 500_000) -> dict[str, Any]:
     """A model whose parameters are put off, divided among the ranks when it is saved."""
+    torch.manual_seed(1)  # equal on all ranks: what differs is written by rank 0 alone
     model = nn.Linear(numel, 1)
     return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
 
