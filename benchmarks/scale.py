@@ -153,6 +153,10 @@ class Memory:
         """The manifest and a file for each rank."""
         return [MANIFEST, *self._sizes]
 
+    def entries(self, folder: str = "") -> list[str]:
+        """The same: there are no folders."""
+        return [] if folder else self.names()
+
     def size(self, name: str) -> int:
         """Bytes in a file."""
         return len(self._manifest) if name == MANIFEST else self._sizes[name]

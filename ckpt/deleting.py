@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from ckpt.errors import ArgumentError, NotACheckpointError
-from ckpt.sources import is_of_another_format
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store
 from ckpt.transfer.commit import withdraw
+from formats.folders import sign_of_another_format
 from formats.native.manifest import MANIFEST, read_manifest
 from formats.native.manifest_loader import load
 
@@ -68,7 +68,7 @@ def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options)
 
 def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> bool:
     """Whether a place without a manifest is neither a file nor a checkpoint of another format."""
-    return not is_file(url, options) and not any(map(is_of_another_format, store.names()))
+    return not is_file(url, options) and sign_of_another_format(store.entries()) is None
 
 
 def _check_no_link(url: str | os.PathLike[str]) -> None:

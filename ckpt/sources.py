@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,13 +12,11 @@ from ckpt.errors import NotACheckpointError
 from ckpt.stores.replacement_guard import guarded
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
+from formats.folders import DCP_METADATA, folder_format, is_shard
 from formats.limits import check, current
 from formats.native.manifest import MANIFEST
 
 ZIP_MAGIC = b"PK\x03\x04"
-DCP_METADATA = ".metadata"
-WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""Endings of file names by which a folder is in Hugging Face's format."""
 SHOWN_NAMES = 8
 
 
@@ -124,42 +122,27 @@ def _read_folder(store: Store) -> Catalog:
 
 
 def _catalog_of(store: Store) -> Catalog:
-    names = store.names()
-    if MANIFEST in names:
+    entries = store.entries()
+    if MANIFEST in entries:
         from formats.native import reader
 
         return reader.read(store)
-    if DCP_METADATA in names:
-        from formats import dcp
-
-        return dcp.read(store)
-    if any(name.endswith(WEIGHTS) for name in names):
-        if any(name.endswith(".safetensors") and is_shard(name) for name in names):
-            raise NotACheckpointError(
-                f"{store.url}: shards without a {MANIFEST}, of an unfinished save; there is no "
-                "checkpoint here"
-            )
-        from formats import huggingface
-
-        return huggingface.read(store)
-    raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(store, names)})")
+    found = folder_format(entries)
+    if DCP_METADATA not in entries and any(
+        name.endswith(".safetensors") and is_shard(name) for name in entries
+    ):
+        raise NotACheckpointError(
+            f"{store.url}: shards without a {MANIFEST}, of an unfinished save; there is no "
+            "checkpoint here"
+        )
+    if found is None:
+        raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(entries)})")
+    return found.read(store)
 
 
-def is_of_another_format(name: str) -> bool:
-    """Whether a file of this name makes a folder without a manifest one of another format."""
-    return name == DCP_METADATA or (name.endswith(WEIGHTS) and not is_shard(name))
-
-
-def is_shard(name: str) -> bool:
-    """Whether a name is that of a native shard file: 16 hex digits and the rank."""
-    attempt, _, rank = name.removesuffix(".safetensors").partition("-")
-    return len(attempt) == 16 and rank.isdecimal() and not set(attempt) - set("0123456789abcdef")
-
-
-def _shown(store: Store, names: list[str]) -> str:
-    folders = store.folders()
-    if not names and not folders:
+def _shown(entries: Sequence[str]) -> str:
+    if not entries:
         return "nothing is there"
-    found = names + [f"{folder}/" for folder in folders]
+    found = sorted(entries, key=lambda name: name.endswith("/"))
     more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
     return "there are " + ", ".join(found[:SHOWN_NAMES]) + more

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt.errors import ExistsError
-from ckpt.sources import DCP_METADATA, Source, is_shard
+from ckpt.sources import Source
 from ckpt.stores.store import (
     Options,
     is_file,
@@ -32,6 +32,7 @@ from ckpt.stores.store import (
 from ckpt.transfer.bases import base_files_beside, check_unused
 from ckpt.transfer.commit import check_no_other
 from formats.errors import FormatError
+from formats.folders import DCP_METADATA, is_shard
 from formats.limits import current
 from formats.native.manifest import MANIFEST, read_manifest
 from formats.native.manifest_loader import load
@@ -86,7 +87,7 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
     with open_store(target, options) as store:
         if not store.exists(MANIFEST):
             if not overwrite:
-                check_no_other(store.url, store.names())
+                check_no_other(store.url, store.entries())
             return
         if not overwrite:
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")

@@ -15,12 +15,13 @@ import os
 from collections.abc import Callable
 
 from ckpt.report import Findings, Problem, Report
-from ckpt.sources import DCP_METADATA, Source, open_source
+from ckpt.sources import Source, open_source
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from ckpt.verify_native import check_native
 from ckpt.verify_zip import check_dcp, check_torch
 from formats.errors import FormatError, UnsupportedError
+from formats.folders import DCP_METADATA
 from formats.native.manifest import MANIFEST
 from formats.safetensors_header import read_header
 

@@ -255,6 +255,9 @@ class Catalog:
     """The metadata of the writer and the user."""
     bases: tuple[str, ...] = ()
     """The folders beside this checkpoint that hold chunks of it."""
+    parts: tuple[tuple[str, Catalog], ...] = ()
+    """Of a folder with several checkpoints: the sub-folder of each ("" for a file of the folder),
+    and its catalog with names relative to that sub-folder (`formats.joined`)."""
 
     @property
     def nbytes(self) -> int:

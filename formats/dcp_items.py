@@ -170,6 +170,10 @@ class ReadAhead:
         """Returns the files of the folder."""
         return self._reader.names()
 
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files and folders of a folder."""
+        return self._reader.entries(folder)
+
     def size(self, name: str) -> int:
         """Returns the size of a file."""
         return self._reader.size(name)

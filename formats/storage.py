@@ -38,6 +38,13 @@ class Reader(Protocol):
         """Returns the files directly in the folder, sorted."""
         ...
 
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files and, with a slash at the end, the folders directly in the folder.
+
+        `folder` is a sub-folder, by its relative path. Sorted; one listing; none if it is missing.
+        """
+        ...
+
     def size(self, name: str) -> int:
         """Returns the size of a file. Raises FileNotFoundError with its name."""
         ...

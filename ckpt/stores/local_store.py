@@ -64,6 +64,20 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
+        found = []
+        try:
+            with os.scandir(self._folder / folder) as entries:
+                for entry in entries:
+                    if _says(entry.is_file):
+                        found.append(entry.name)
+                    elif _says(entry.is_dir) and entry.name != DISK_S_OWN:
+                        found.append(f"{entry.name}/")
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(found)
+
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, by name, in one listing."""
         found = {}

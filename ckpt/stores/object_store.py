@@ -90,6 +90,11 @@ class ObjectStore:
         """Returns the files directly in the folder, sorted; none if the folder does not exist."""
         return [found.name for found in self._listing() if found.is_file]
 
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
+        found = self._listing(folder)
+        return sorted(one.name if one.is_file else f"{one.name}/" for one in found)
+
     def sizes(self) -> dict[str, int]:
         """Returns the sizes of the files directly in the folder, in one listing if it has them."""
         sizes = {}
@@ -240,9 +245,10 @@ class ObjectStore:
         path = self._path(name)
         return self._try("reading", name, lambda: self._driver.get_range(path, offset, views))
 
-    def _listing(self) -> list[ObjectInfo]:
+    def _listing(self, folder: str = "") -> list[ObjectInfo]:
+        root = self._path(folder) if folder else self._root
         try:
-            found = self._try("listing", "", lambda: self._driver.list_folder(self._root))
+            found = self._try("listing", folder, lambda: self._driver.list_folder(root))
         except FileNotFoundError:
             return []
         return sorted(found, key=lambda one: one.name)

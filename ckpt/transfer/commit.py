@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckpt.errors import ExistsError, InUseError, StoreError
-from ckpt.sources import is_of_another_format
 from ckpt.stores.store import Store
 from ckpt.transfer.bases import base_files_beside, check_unused, is_as_it_was
 from formats.errors import FormatError
+from formats.folders import sign_of_another_format
 from formats.limits import current
 from formats.native.manifest import MANIFEST, Manifest, ShardFile, dump
 from formats.native.manifest_loader import load
@@ -92,13 +92,13 @@ def commit(
 
 def check_no_other(url: str, names: Iterable[str]) -> None:
     """Raises ExistsError if the files of a folder are a checkpoint of another format."""
-    for name in names:
-        if is_of_another_format(name):
-            raise ExistsError(
-                f"{url} is a checkpoint of another format ({name}), and a checkpoint of ckpt's own "
-                "format in the same folder would hide it; choose another place, or pass "
-                "overwrite=True to hide it"
-            )
+    name = sign_of_another_format(names)
+    if name is not None:
+        raise ExistsError(
+            f"{url} is a checkpoint of another format ({name}), and a checkpoint of ckpt's own "
+            "format in the same folder would hide it; choose another place, or pass "
+            "overwrite=True to hide it"
+        )
 
 
 def withdraw(store: Store, data: bytes) -> None:

@@ -58,6 +58,9 @@ class CountingReader:
     def names(self) -> list[str]:
         return self._inner.names()
 
+    def entries(self, folder: str = "") -> list[str]:
+        return self._inner.entries(folder)
+
     def size(self, name: str) -> int:
         return self._inner.size(name)
 

@@ -180,6 +180,12 @@ class FaultyStore:
     def names(self) -> list[str]:
         return list(self._faults.do("names", "", self._inner.names, stale=_without_last))
 
+    def entries(self, folder: str = "") -> list[str]:
+        def listed() -> list[str]:
+            return self._inner.entries(folder)
+
+        return list(self._faults.do("names", folder, listed, stale=_without_last))
+
     def sizes(self) -> dict[str, int]:
         def stale(found: dict[str, int]) -> dict[str, int]:
             return {name: found[name] for name in _without_last(list(found))}

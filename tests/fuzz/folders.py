@@ -44,6 +44,11 @@ class Folder:
     def folders(self) -> list[str]:
         return []
 
+    def entries(self, folder: str = "") -> list[str]:
+        start = f"{folder}/" if folder else ""
+        below = [name[len(start) :] for name in self.files if name.startswith(start)]
+        return sorted({name.partition("/")[0] + "/" * ("/" in name) for name in below})
+
     def size(self, name: str) -> int:
         return len(self._data(name))
 

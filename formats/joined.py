@@ -1,0 +1,226 @@
+"""One catalog out of several: the parts of a folder, each with its place in the tree.
+
+    joined("trainer", [Part(("model",), weights), Part(("optimizer",), optimizer)])
+
+A part is a file of the folder, or a sub-folder that `below` reads. Rules:
+
+1. The name of a tensor is that of its place and its name in the part, joined by a dot.
+2. The names of files stay relative to the outer folder.
+3. Parts with one place, or one inside another, are merged. Two values at one key are an error.
+4. `Catalog.parts` keeps each part as its reader returned it, for `ckpt verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from formats.catalog import (
+    Catalog,
+    FileRecord,
+    Pieces,
+    StoredPiece,
+    TensorRecord,
+    TensorRef,
+    Tree,
+    join,
+    map_tree,
+)
+from formats.errors import FormatError
+from formats.storage import Reader
+from sharding.layout import Box
+
+
+class Part(NamedTuple):
+    """A catalog and the keys of its place in the tree; no keys put it at the top."""
+
+    place: tuple[str, ...]
+    catalog: Catalog
+
+
+def joined(
+    format_name: str,
+    parts: Iterable[Part],
+    files: Iterable[FileRecord] = (),
+    metadata: Mapping[str, str] | None = None,
+) -> Catalog:
+    """Returns the catalog of all parts. `files` are further files of the folder.
+
+    Raises FormatError if two parts have a value at one place.
+    """
+    tensors: dict[str, TensorRecord] = {}
+    aliases: dict[str, str] = {}
+    tree: dict[object, object] = {}
+    read: dict[str, FileRecord] = {file.name: file for file in files}
+    origins: list[tuple[str, Catalog]] = []
+    told: dict[str, str] = {}
+    for place, catalog in parts:
+        part = _placed(catalog, place)
+        # Equal names of different nests ("a.b" and "a", "b") are refused like equal places.
+        if twice := [name for name in (*part.tensors, *part.aliases) if name in tensors]:
+            raise _at_one_place(catalog, twice[0])
+        _merge(tree, part.tree, catalog, "")
+        tensors.update(part.tensors)
+        aliases.update(part.aliases)
+        read.update((file.name, file) for file in catalog.files)
+        origins += catalog.parts or [("", catalog)]
+        told.update(catalog.metadata)
+    return Catalog(
+        format=format_name,
+        tensors=tensors,
+        tree=tree,  # type: ignore[arg-type]  # of trees
+        files=tuple(read.values()),
+        aliases=aliases,
+        metadata=told if metadata is None else metadata,
+        parts=tuple(origins),
+    )
+
+
+def below(reader: Reader, folder: str, read: Callable[[Reader], Catalog]) -> Catalog:
+    """Returns the catalog that `read` makes of a sub-folder, with names of the outer folder.
+
+    The result reads through a reader of the outer folder. Messages name the sub-folder.
+    """
+    with within(reader, folder):
+        inner = read(Subfolder(reader, folder))
+    origins = inner.parts or (("", inner),)
+    return replace(
+        inner,
+        tensors={
+            name: replace(record, pieces=_PiecesBelow(reader, folder, record.pieces))
+            for name, record in inner.tensors.items()
+        },
+        files=tuple(replace(file, name=f"{folder}/{file.name}") for file in inner.files),
+        parts=tuple((join_folder(folder, deeper), catalog) for deeper, catalog in origins),
+    )
+
+
+def join_folder(folder: str, deeper: str) -> str:
+    """Returns the path of a folder in a folder; either may be ""."""
+    return "/".join(filter(None, (folder, deeper)))
+
+
+@contextmanager
+def within(reader: Reader, folder: str) -> Iterator[None]:
+    """Puts a sub-folder in front of messages that begin with the name of one of its files."""
+    try:
+        yield
+    except FormatError as error:
+        text = str(error)
+        if not text.startswith((f"{reader.url}/", f"{folder}/")):
+            error.args = (f"{folder}/{text}",)
+        raise
+
+
+class Subfolder:
+    """A reader of a sub-folder, through the reader of the folder."""
+
+    def __init__(self, reader: Reader, folder: str) -> None:
+        self.url = f"{reader.url}/{folder}"
+        self.read_bytes = reader.read_bytes
+        self._reader = reader
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        """Returns the files directly in the sub-folder, sorted."""
+        return [name for name in self.entries() if not name.endswith("/")]
+
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files and, with a slash, the folders in the sub-folder or one below it."""
+        return self._reader.entries(join_folder(self._folder, folder))
+
+    def size(self, name: str) -> int:
+        """Returns the size of a file."""
+        return self._reader.size(f"{self._folder}/{name}")
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """Reads all bytes of a small file."""
+        return self._reader.read_whole(f"{self._folder}/{name}", limit)
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """Reads the last bytes of a file of `size` bytes."""
+        return self._reader.read_end(f"{self._folder}/{name}", size, length)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Reads exactly these bytes of a file."""
+        return self._reader.read(f"{self._folder}/{name}", offset, length)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fills buffers end to end with the bytes from `offset` on."""
+        self._reader.read_into(f"{self._folder}/{name}", offset, *targets)
+
+
+class _PiecesBelow:
+    """The pieces of a tensor in a sub-folder, with names of files of the outer folder."""
+
+    def __init__(self, reader: Reader, folder: str, pieces: Pieces) -> None:
+        self._reader, self._folder, self._pieces = reader, folder, pieces
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        with within(self._reader, self._folder):
+            yield from map(self._moved, self._pieces.locate(box))
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        with within(self._reader, self._folder):
+            yield from map(self._moved, self._pieces)
+
+    def _moved(self, stored: StoredPiece) -> StoredPiece:
+        extent = stored.extent
+        return stored._replace(extent=extent._replace(file=f"{self._folder}/{extent.file}"))
+
+
+def _placed(catalog: Catalog, place: tuple[str, ...]) -> Catalog:
+    """Returns a catalog with its tree at a place, and the names that follow from it."""
+    if not place:
+        return catalog
+    above = ".".join(place)
+    is_bare = isinstance(catalog.tree, TensorRef)
+
+    def named(name: str) -> str:
+        return above if is_bare else join(above, name)
+
+    def moved(leaf: Tree) -> Tree:
+        return TensorRef(named(leaf.name)) if isinstance(leaf, TensorRef) else leaf
+
+    tree: Tree = map_tree(catalog.tree, moved)
+    for key in reversed(place):
+        tree = {key: tree}
+    return replace(
+        catalog,
+        tensors={
+            named(name): replace(record, name=named(name))
+            for name, record in catalog.tensors.items()
+        },
+        tree=tree,
+        aliases={named(alias): named(name) for alias, name in catalog.aliases.items()},
+    )
+
+
+def _merge(into: dict[object, object], tree: object, catalog: Catalog, path: str) -> None:
+    """Adds a tree to a dict. Raises FormatError for a key that both have, unless both are dicts."""
+    if not isinstance(tree, dict):
+        raise _at_one_place(catalog, path)
+    for key, item in tree.items():
+        there = into.get(key)
+        if key not in into:
+            # A dict of the result is never one of a part, because later parts are merged into it.
+            into[key] = _copied(item)
+        elif isinstance(there, dict):
+            _merge(there, item, catalog, join(path, key))
+        else:
+            raise _at_one_place(catalog, join(path, key))
+
+
+def _copied(tree: object) -> object:
+    return {key: _copied(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _at_one_place(catalog: Catalog, name: str) -> FormatError:
+    file = catalog.files[0].name if catalog.files else catalog.format
+    shown = name or "the top of the checkpoint"
+    return FormatError(
+        f"{file}: {shown} is in another file of the folder too; open one of the files by its name"
+    )
