@@ -29,7 +29,8 @@ from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
 from ckpt.plan.read_plan import BoxCopies
 from ckpt.sources import Source, open_source
 from ckpt.state.memory import will_change
-from ckpt.state.saved import Rename, Saved
+from ckpt.state.patterns import Rename
+from ckpt.state.saved import Saved
 from ckpt.stores.store import Options
 from ckpt.transfer.read import ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify

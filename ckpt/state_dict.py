@@ -32,7 +32,8 @@ from ckpt.match.selection import Selection
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.local_states import with_names
 from ckpt.state.merged_state import MergedState, agree_on_state, conflict_message, spec_of
-from ckpt.state.saved import Rename, Saved
+from ckpt.state.patterns import Rename
+from ckpt.state.saved import Saved
 from ckpt.state.state_spec import check_members
 from ckpt.state.typed_values import opened
 from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, held_locally

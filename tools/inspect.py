@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.display import count, printable, size
-from ckpt.match.selection import check_names_some, matches
+from ckpt.match.selection import check_names_some
+from ckpt.state.patterns import matches
 from ckpt.state.saved import by_name
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, join, str_of
 from tools.exit_codes import ExitCode

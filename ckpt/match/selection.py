@@ -1,9 +1,8 @@
-"""Selects names of a checkpoint or target by patterns with `*` and `?`.
+"""Selects names of a checkpoint or target by patterns.
 
 Rules:
 
-1. `*` matches any text, also dots, and `?` matches one character. Every other character matches
-   itself. Names of tensors contain brackets, which the patterns of a shell would read as sets.
+1. `ckpt.state.patterns` defines the patterns: `*` and `?`, or a regular expression between slashes.
 2. Each pattern must match a name, and the whole selection must choose one. A mistyped pattern would
    otherwise load, write or compare nothing without notice.
 3. Each verb defines the names for rule 2. A load takes those of the checkpoint and of all ranks'
@@ -15,24 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
+from ckpt.state.patterns import expression, matches
 from formats.catalog import Tree, join
 from sharding.errors import ArgumentError
 
 _SHOWN = 3
 _COMPARED = 10_000
 """A mistyped name is compared with at most so many names: 100,000 would take a second."""
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a name.
-
-    >>> matches("blk[0].*", "blk[0].w"), matches("blk[0].*", "blk0.w"), matches("blk?.w", "blk0.w")
-    (True, False, True)
-    """
-    return fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,7 @@ class Selection:
         """Makes a selection of one pattern, several, or None: all names, or none to exclude.
 
         Raises:
-            ArgumentError: `include` is an empty list.
+            ArgumentError: `include` is an empty list, or a regular expression is none.
         """
 
         def patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -57,6 +47,8 @@ class Selection:
 
         if include is not None and not patterns(include):
             raise ArgumentError("include is an empty list, which selects nothing; omit it for all")
+        for pattern in (*patterns(include), *patterns(exclude)):
+            expression(pattern)  # raises for a regular expression that is none
         return cls(("*",) if include is None else patterns(include), patterns(exclude))
 
     def __contains__(self, name: str) -> bool:

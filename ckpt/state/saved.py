@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt.errors import StateError
+from ckpt.state.patterns import Rename, is_plain, matches, renamer
 from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.native.tree import ROOT
-
-Rename = Mapping[str, str] | Callable[[str], str]
-"""Maps names of the checkpoint to names of the target: a function, or a dict of (prefix) names."""
 
 _T = TypeVar("_T")
 
@@ -68,33 +66,6 @@ def kind_of(tree: Tree) -> str:
     return repr(tree)[:80]
 
 
-def renamer(rename: Rename | None) -> Callable[[str], str]:
-    """Returns a function from names of the checkpoint to names of the target.
-
-    In a mapping, the longest key counts that is the name or a dotted prefix of it. The empty key
-    puts a prefix before all other names.
-
-    >>> renamer({"old": "new", "": "model"})("old.w"), renamer({"": "model"})("w")
-    ('new.w', 'model.w')
-    """
-    if rename is None:
-        return str
-    if not isinstance(rename, Mapping):
-        return rename
-    table = {key.rstrip("."): value.rstrip(".") for key, value in rename.items()}
-
-    def apply(name: str) -> str:
-        prefix = name
-        while prefix not in table:
-            if not prefix:
-                return name
-            prefix = prefix.rpartition(".")[0]
-        rest = name[len(prefix) :].lstrip(".")
-        return ".".join(part for part in (table[prefix], rest) if part)
-
-    return apply
-
-
 def _parameters(tree: Tree, path: str = "") -> Iterator[str]:
     """Yields the names of the state of all parameters of optimizers, even without any state."""
     if not isinstance(tree, dict):
@@ -114,7 +85,7 @@ class Saved:
     def __init__(self, catalog: Catalog, rename: Rename | None = None) -> None:
         self.catalog = catalog
         self.rename = renamer(rename)
-        self._keys = [key.rstrip(".") for key in rename] if isinstance(rename, Mapping) else []
+        self._keys = list(rename) if isinstance(rename, Mapping) else []
         self._nodes: dict[str, Tree] = {}
         self._names: list[str] | None = None
         self._lists: set[str] = set()
@@ -173,17 +144,20 @@ class Saved:
 
     def idle_keys(self) -> dict[str, list[str]]:
         """Returns the keys of `rename=` that match no name or prefix, with all names they could."""
-        keys = [key for key in self._keys if key]
-        if not keys:
+        keys = [key.rstrip(".") if is_plain(key) else key for key in self._keys]
+        if not any(keys):
             return {}
         own = (name for name, _ in leaves(self.catalog.tree))
         names = sorted({*own, *_parameters(self.catalog.tree)})
 
-        def names_some(prefix: str) -> bool:
-            at = bisect_left(names, prefix)
-            return at < len(names) and names[at].startswith(prefix)
+        def names_some(key: str) -> bool:
+            if not is_plain(key):
+                return any(matches(key, name) for name in names)
+            at = bisect_left(names, f"{key}.")
+            below = at < len(names) and names[at].startswith(f"{key}.")
+            return not key or below or key in names
 
-        return {key: names for key in keys if key not in names and not names_some(f"{key}.")}
+        return {key: names for key in keys if not names_some(key)}
 
     def node(self, path: str) -> Tree | Missing:
         """Returns the saved nest at a name; a flat dict if its leaves were renamed apart."""

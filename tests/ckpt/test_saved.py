@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.errors import StateError
-from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, leaves, renamer
+from ckpt.errors import ArgumentError, StateError
+from ckpt.state.patterns import renamer
+from ckpt.state.saved import MISSING, Missing, Saved, holds_tensor, leaves
 from formats.catalog import Catalog, TensorRef, Tree, join
 from formats.native.tree import ROOT
 
@@ -180,3 +181,42 @@ def test_under_finds_what_a_search_through_all_names_finds(names: list[str], pat
     saved = Saved(catalog(dict.fromkeys(names, W)))
     expected = [name for name in names if name == path or name.startswith(path + ".")]
     assert saved.under(path) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("rename", "name", "expected"),
+    [
+        ({"layers.*.w": "blocks.*.weight"}, "layers.3.w", "blocks.3.weight"),
+        ({r"/layers\.(\d+)\.(?P<rest>.*)/": r"h.\1.\g<rest>"}, "layers.3.a.b", "h.3.a.b"),
+        ({r"/layers\.(\d+)/": r"h.\1"}, "layers.3.a", "layers.3.a"),  # the whole name
+        ({"layers": "h", "layers.*": "x.*"}, "layers.3", "x.3"),  # patterns before prefixes
+        ({"*": "a.*", "b": "c"}, "b", "a.b"),
+    ],
+)
+def test_a_pattern_renames_the_whole_name_once(
+    rename: dict[str, str], name: str, expected: str
+) -> None:
+    assert renamer(rename)(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        ({"a.*": "b"}, "'a.*' cannot become 'b'"),
+        ({"*.w?": "?.*"}, "'*.w?' cannot become '?.*'"),
+        ({"/a(/": "b"}, "'/a(/' is no regular expression"),
+        ({"/a/": r"\1"}, r"is no new name for '/a/': invalid group reference 1"),
+        ({"/a/": r"\g<x>"}, r"is no new name for '/a/': unknown group name 'x'"),
+    ],
+)
+def test_a_rename_without_a_meaning_is_an_error(rename: dict[str, str], said: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        renamer(rename)
+    assert said in str(raised.value)
+
+
+def test_an_expression_that_matches_no_name_is_idle() -> None:
+    saved = Saved(
+        catalog({"a": {"b": 1}, "c": 2}), {r"/a\.(.)/": r"\1", "/x/": "y", "a.?": "z.?", "q*": "r*"}
+    )
+    assert set(saved.idle_keys()) == {"/x/", "q*"}
