@@ -1,0 +1,273 @@
+"""The tensors of one rule: which names belong together, and the views that they become.
+
+The tensors of a rule are one array over all of its axes. Each source holds a part of it: one index
+of each axis in braces, a range of `*`, and all of the other axes. Each target is a part of the same
+array. Sources and targets are therefore treated alike, and the inverse of a rule needs no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
+from math import prod
+
+from ckpt.mapping.rearrange import PARTS, Dims, axes_of, expanded, sizes_of, with_rank
+from ckpt.mapping.rules import Rule, name_axes, name_with, names_matching, value_of
+from ckpt.mapping.views import (
+    Dropped,
+    Flattened,
+    Inserted,
+    Joined,
+    Narrowed,
+    Permuted,
+    Stored,
+    Unflattened,
+    View,
+    ViewPieces,
+)
+from formats.catalog import TensorRecord
+from formats.dtypes import DType
+from sharding.errors import ArgumentError
+
+Texts = tuple[str, ...]
+"""The texts in the place of the `*` and `?` of a rule's names."""
+Indices = tuple[int, ...]
+"""The indices of the axes in braces of a name, in their order in the name."""
+
+SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A name of a rule's source: which of its names it is, and the texts and indices in it."""
+
+    part: int
+    texts: Texts
+    indices: Indices
+
+
+def member_of(rule: Rule, name: str) -> Member | None:
+    """Returns the place of a name among the sources of a rule with a rearrangement; None if none.
+
+    >>> from ckpt.mapping.rearrange import Rearrange
+    >>> rule = Rule(("w.*", "v.*"), ("x.*",), Rearrange.parse("* i -> * i", "rule"))
+    >>> member_of(rule, "v.3")
+    Member(part=1, texts=('3',), indices=())
+    """
+    for part, source in enumerate(rule.sources):
+        found = names_matching(source).fullmatch(name)
+        if found is not None:
+            named = found.groupdict()
+            spans = {found.span(axis) for axis in named}
+            texts = [
+                text
+                for index, text in enumerate(found.groups(), 1)
+                if found.span(index) not in spans
+            ]
+            axes = name_axes(rule.sources[0])
+            return Member(part, tuple(texts), tuple(int(named[axis]) for axis in axes))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tensors of a rule with the same texts in their names."""
+
+    rule: Rule
+    texts: Texts
+    records: Mapping[tuple[int, Indices], TensorRecord]
+    """By the number of the source, and the indices."""
+    parameters: Mapping[str, int]
+
+    def targets(self) -> dict[str, TensorRecord]:
+        """Returns the tensors by their new names.
+
+        Raises:
+            ArgumentError: members are missing, or shapes, dtypes and sizes do not fit.
+        """
+        rearrange = self.rule.rearrange
+        assert rearrange is not None
+        axes = name_axes(self.rule.sources[0])
+        counts = self._counts(axes)
+        self._check_complete(axes, counts)
+        dtype = self._dtype()
+        first = self.records[0, (0,) * len(axes)]
+        left = with_rank(rearrange.left, len(first.shape), first.name)
+        extra = len(left) - len([dim for dim in rearrange.left if dim != ("...",)])
+        right = expanded(rearrange.right, extra)
+        array = self._array(left, axes, counts)
+        return self._parts_of(array, right, dtype)
+
+    def _counts(self, axes: Sequence[str]) -> Indices:
+        """Returns the size of each axis in braces: one more than its largest index."""
+        every = [indices for _, indices in self.records]
+        return tuple(1 + max(indices[number] for indices in every) for number in range(len(axes)))
+
+    def _check_complete(self, axes: Sequence[str], counts: Indices) -> None:
+        whole = len(self.rule.sources) * prod(counts)
+        if whole == len(self.records):
+            return
+        missing: list[str] = []
+        for part, source in enumerate(self.rule.sources):
+            for indices in product(*map(range, counts)):
+                if (part, indices) not in self.records and len(missing) < SHOWN_NAMES:
+                    named = dict(zip(axes, indices, strict=True))
+                    missing.append(name_with(source, self.texts, named))
+        count = whole - len(self.records)
+        more = f" and {count - len(missing)} more" if count > len(missing) else ""
+        present = next(iter(self.records.values())).name
+        raise ArgumentError(
+            f"{self.rule.where}: {present} is there, but {', '.join(missing)}{more} of the same "
+            "rule is missing"
+        )
+
+    def _dtype(self) -> DType:
+        first, *others = self.records.values()
+        other = next((one for one in others if one.dtype != first.dtype), None)
+        if other is not None:
+            raise ArgumentError(
+                f"{self.rule.where}: {first.name} is {first.dtype} and {other.name} is "
+                f"{other.dtype}; tensors of one rule have one dtype"
+            )
+        return first.dtype
+
+    def _array(self, left: Dims, axes: Sequence[str], counts: Indices) -> _Array:
+        """Returns the array over all axes of the rule."""
+        known = self._known((*axes_of(left), *axes_of(self._right)))
+        flat = axes_of(left)
+        parts = []
+        sizes: dict[str, int] = {}
+        for part in range(len(self.rule.sources)):
+            stacked, own = self._stacked(part, left, known, counts)
+            for axis, size in own.items():
+                if axis != PARTS and sizes.setdefault(axis, size) != size:
+                    raise ArgumentError(
+                        f"{self.rule.where}: the axis {axis} is {sizes[axis]} in "
+                        f"{self._name(0)} and {size} in {self._name(part)}"
+                    )
+            parts.append(stacked)
+        order = (*axes, *flat)
+        if len(parts) == 1:
+            return _Array(parts[0], order)
+        return _Array(Joined(tuple(parts), order.index(PARTS)), order)
+
+    def _stacked(
+        self, part: int, left: Dims, known: Mapping[str, int], counts: Indices
+    ) -> tuple[View, dict[str, int]]:
+        """Returns the tensors of one source over its axes, with the sizes of these."""
+        sizes: dict[str, int] = {}
+        views: list[View] = []
+        for indices in product(*map(range, counts)):
+            record = self.records[part, indices]
+            own = sizes_of(left, record.shape, known, f"{self.rule.where}: {record.name}")
+            other = next((axis for axis in own if sizes.get(axis, own[axis]) != own[axis]), None)
+            if other is not None:
+                raise ArgumentError(
+                    f"{self.rule.where}: {record.name} has shape {list(record.shape)}, "
+                    f"{self._name(part)} has another: they cannot be stacked"
+                )
+            sizes = own
+            views.append(_unflattened(Stored(record.shape, record.pieces), left, own))
+        for depth in range(len(counts) - 1, -1, -1):
+            size = counts[depth]
+            rows = [Inserted(view, 0) for view in views]
+            views = [
+                Joined(tuple(rows[at : at + size]), 0) if size > 1 else rows[at]
+                for at in range(0, len(rows), size)
+            ]
+        return views[0], sizes
+
+    def _parts_of(self, array: _Array, right: Dims, dtype: DType) -> dict[str, TensorRecord]:
+        """Returns the targets: parts of the array, in the order of their axes."""
+        found: dict[str, TensorRecord] = {}
+        axes = name_axes(self.rule.targets[0])
+        counts = [array.size(axis) for axis in axes]
+        for number, (lo, hi) in enumerate(self._ranges(array)):
+            for indices in product(*map(range, counts)):
+                named = dict(zip(axes, indices, strict=True))
+                part = array.part(named, lo, hi)
+                view = _flattened(part.ordered(axes_of(right)), right)
+                name = name_with(self.rule.targets[number], self.texts, named)
+                if name in found:
+                    raise ArgumentError(f"{self.rule.where}: two tensors get the name {name}")
+                found[name] = TensorRecord(name, view.shape, dtype, ViewPieces(view))
+        return found
+
+    def _ranges(self, array: _Array) -> list[tuple[int, int]]:
+        """Returns the range of `*` of each target; of all indices if it has no list of names."""
+        if PARTS not in array.axes:
+            return [(0, 0)]
+        total, count = array.size(PARTS), len(self.rule.targets)
+        if count == 1:
+            return [(0, total)]
+        parts = self.rule.parts or (1,) * count
+        ratio = [value_of(part, self.parameters, self.rule.where) for part in parts]
+        if total % sum(ratio):
+            raise ArgumentError(
+                f"{self.rule.where}: {total} along `*` of {self._name(0)} is not divided into "
+                f"{' + '.join(map(str, ratio))} equal parts"
+            )
+        ends = list(accumulate([each * (total // sum(ratio)) for each in ratio], initial=0))
+        return list(pairwise(ends))
+
+    @property
+    def _right(self) -> Dims:
+        assert self.rule.rearrange is not None
+        return self.rule.rearrange.right
+
+    def _known(self, axes: Sequence[str]) -> dict[str, int]:
+        """Returns the sizes that the rule or a parameter gives."""
+        sizes = {axis: axis for axis in axes if axis in self.parameters} | dict(self.rule.sizes)
+        return {
+            axis: value_of(size, self.parameters, self.rule.where) for axis, size in sizes.items()
+        }
+
+    def _name(self, part: int) -> str:
+        return next(record.name for (own, _), record in self.records.items() if own == part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """A view whose dimensions are axes."""
+
+    view: View
+    axes: tuple[str, ...]
+
+    def size(self, axis: str) -> int:
+        """Returns the size of an axis."""
+        return self.view.shape[self.axes.index(axis)]
+
+    def part(self, indices: Mapping[str, int], lo: int, hi: int) -> _Array:
+        """Returns one index of each of these axes, and the range `[lo, hi)` of `*`, if any."""
+        view, axes = self.view, self.axes
+        for axis, index in indices.items():
+            dim = axes.index(axis)
+            view = Dropped(Narrowed(view, dim, index, index + 1), dim)
+            axes = (*axes[:dim], *axes[dim + 1 :])
+        if PARTS in axes and hi - lo != view.shape[axes.index(PARTS)]:
+            view = Narrowed(view, axes.index(PARTS), lo, hi)
+        return _Array(view, axes)
+
+    def ordered(self, axes: Sequence[str]) -> View:
+        """Returns the view with its axes in this order."""
+        order = tuple(self.axes.index(axis) for axis in axes)
+        return self.view if order == tuple(range(len(order))) else Permuted(self.view, order)
+
+
+def _unflattened(view: View, dims: Dims, sizes: Mapping[str, int]) -> View:
+    """Returns the view with a dimension for each axis."""
+    at = 0
+    for dim in dims:
+        if len(dim) > 1:
+            view = Unflattened(view, at, tuple(sizes[axis] for axis in dim))
+        at += len(dim)
+    return view
+
+
+def _flattened(view: View, dims: Dims) -> View:
+    """Returns the view, with a dimension for each axis, in these dimensions."""
+    for at, dim in enumerate(dims):
+        if len(dim) > 1:
+            view = Flattened(view, at, len(dim))
+    return view

@@ -1,0 +1,300 @@
+"""Views of stored tensors: transposed, cut, joined and reshaped pieces over the same bytes.
+
+A view is what `formats.catalog.Pieces` asks for: it locates the pieces of a box. It makes them from
+the pieces of the tensors below, and changes boxes and strides only.
+
+Rules:
+
+1. A view computes the pieces of one box at a time. Dimensions that are merged out of order, such as
+   the halves of rotary heads, have a piece for each run of rows; a whole model has millions.
+2. Each element of the box comes in one piece. A piece may be cut to the box.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Protocol
+
+from formats.catalog import Pieces, StoredPiece
+from sharding.layout import Box, Piece, Shape, span_boxes
+
+
+class View(Protocol):
+    """The pieces of a tensor, with its shape."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        ...
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces of the elements of a box, and perhaps of more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it is stored."""
+
+    shape: Shape
+    pieces: Pieces
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the stored pieces that overlap `box`."""
+        return self.pieces.locate(box)
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """A tensor with its dimensions in another order: dimension `d` was `order[d]`."""
+
+    below: View
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return _picked(self.below.shape, self.order)
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        order = self.order
+        for piece, extent in self.below.locate(Box(_picked(box.lo, back), _picked(box.hi, back))):
+            mine = Box(_picked(piece.box.lo, order), _picked(piece.box.hi, order))
+            yield StoredPiece(Piece(mine, piece.at, _picked(piece.strides, order)), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """The indices `[lo, hi)` of one dimension."""
+
+    below: View
+    dim: int
+    lo: int
+    hi: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return _replaced(self.below.shape, self.dim, 1, (self.hi - self.lo,))
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces of `box`."""
+        wanted = _shifted(box, self.dim, self.lo)
+        for piece, extent in self.below.locate(wanted):
+            own = piece.box & wanted
+            if own:
+                part = piece.part(own)
+                mine = _shifted(own, self.dim, -self.lo)
+                yield StoredPiece(Piece(mine, part.at, part.strides), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """A tensor with one more dimension, of size 1, before dimension `dim`."""
+
+    below: View
+    dim: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return _replaced(self.below.shape, self.dim, 0, (1,))
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        dim = self.dim
+        below = Box(_replaced(box.lo, dim, 1, ()), _replaced(box.hi, dim, 1, ()))
+        for piece, extent in self.below.locate(below):
+            lo, hi = _replaced(piece.box.lo, dim, 0, (0,)), _replaced(piece.box.hi, dim, 0, (1,))
+            strides = _replaced(piece.strides, dim, 0, (1,))
+            yield StoredPiece(Piece(Box(lo, hi), piece.at, strides), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A tensor without dimension `dim`, which has size 1."""
+
+    below: View
+    dim: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return _replaced(self.below.shape, self.dim, 1, ())
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        dim = self.dim
+        below = Box(_replaced(box.lo, dim, 0, (0,)), _replaced(box.hi, dim, 0, (1,)))
+        for piece, extent in self.below.locate(below):
+            lo, hi = _replaced(piece.box.lo, dim, 1, ()), _replaced(piece.box.hi, dim, 1, ())
+            strides = _replaced(piece.strides, dim, 1, ())
+            yield StoredPiece(Piece(Box(lo, hi), piece.at, strides), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tensors behind one another along dimension `dim`, as `torch.cat` joins them."""
+
+    parts: tuple[View, ...]
+    dim: int
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sizes = [part.shape[self.dim] for part in self.parts]
+        object.__setattr__(self, "_starts", tuple(accumulate(sizes, initial=0)))
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return _replaced(self.parts[0].shape, self.dim, 1, (self._starts[-1],))
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        lo, hi = box.lo[self.dim], box.hi[self.dim]
+        index = max(0, bisect_right(self._starts, lo) - 1)
+        while index < len(self.parts) and self._starts[index] < hi:
+            start, part = self._starts[index], self.parts[index]
+            wanted = _shifted(box, self.dim, -start) & Box.whole(part.shape)
+            for piece, extent in part.locate(wanted) if wanted else ():
+                mine = _shifted(piece.box, self.dim, start)
+                yield StoredPiece(Piece(mine, piece.at, piece.strides), extent)
+            index += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unflattened:
+    """A tensor with dimension `dim` divided into dimensions of these sizes, the last fastest."""
+
+    below: View
+    dim: int
+    sizes: Shape
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        return _replaced(self.below.shape, self.dim, 1, self.sizes)
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`, up to `2 * len(sizes) - 1` for each one below."""
+        if not box:
+            return
+        dim, end = self.dim, self.dim + len(self.sizes)
+        inner = Piece.packed(Box.whole(self.sizes))
+        own = Box(box.lo[dim:end], box.hi[dim:end])
+        part = inner.part(own)
+        below = Box(
+            (*box.lo[:dim], part.at, *box.lo[end:]),
+            (*box.hi[:dim], part.at + part.hull_elements, *box.hi[end:]),
+        )
+        for piece, extent in self.below.locate(below):
+            first, step = piece.box.lo[dim], piece.strides[dim]
+            strides = _replaced(piece.strides, dim, 1, [each * step for each in inner.strides])
+            for run in span_boxes(self.sizes, first, piece.box.hi[dim]):
+                if run & own:
+                    lo = _replaced(piece.box.lo, dim, 1, run.lo)
+                    hi = _replaced(piece.box.hi, dim, 1, run.hi)
+                    at = piece.at + (inner.part(run).at - first) * step
+                    yield StoredPiece(Piece(Box(lo, hi), at, strides), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A tensor with `count` dimensions from `dim` on merged into one, the last the fastest."""
+
+    below: View
+    dim: int
+    count: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+        shape = self.below.shape
+        return _replaced(
+            shape, self.dim, self.count, (prod(shape[self.dim : self.dim + self.count]),)
+        )
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces of `box`: one for each run of indices with an even stride."""
+        dim, end = self.dim, self.dim + self.count
+        sizes = self.below.shape[dim:end]
+        for run in span_boxes(sizes, box.lo[dim], box.hi[dim]):
+            wanted = Box(
+                (*box.lo[:dim], *run.lo, *box.lo[dim + 1 :]),
+                (*box.hi[:dim], *run.hi, *box.hi[dim + 1 :]),
+            )
+            for stored, extent in self.below.locate(wanted):
+                own = stored.box & wanted
+                if not own:
+                    continue
+                piece = stored.part(own)
+                merged = Box(own.lo[dim:end], own.hi[dim:end])
+                for lo, hi, at, step in _runs(sizes, merged, piece.strides[dim:end]):
+                    mine = Box(
+                        _replaced(own.lo, dim, self.count, (lo,)),
+                        _replaced(own.hi, dim, self.count, (hi,)),
+                    )
+                    strides = _replaced(piece.strides, dim, self.count, (step,))
+                    yield StoredPiece(Piece(mine, piece.at + at, strides), extent)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewPieces:
+    """A view as the pieces of a tensor in a catalog."""
+
+    view: View
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces of the elements of a box, and perhaps of more."""
+        return self.view.locate(box)
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        """Yields all pieces."""
+        return self.view.locate(Box.whole(self.view.shape))
+
+
+def _runs(sizes: Shape, box: Box, strides: Shape) -> list[tuple[int, int, int, int]]:
+    """Returns the runs of a box in the merged dimension, as (lo, hi, first place, stride).
+
+    >>> _runs((2, 3), Box((0, 0), (2, 3)), (3, 1))
+    [(0, 6, 0, 1)]
+    >>> _runs((2, 3), Box((0, 0), (2, 3)), (1, 2))
+    [(0, 3, 0, 2), (3, 6, 1, 2)]
+    """
+    first, last = box.lo[0], box.hi[0]
+    if len(sizes) == 1:
+        return [(first, last, 0, strides[0])]
+    size = prod(sizes[1:])
+    inner = _runs(sizes[1:], Box(box.lo[1:], box.hi[1:]), strides[1:])
+    lo, hi, _, step = inner[0]
+    if size == 1:
+        return [(first, last, 0, strides[0])]
+    if hi - lo == size and (last - first == 1 or strides[0] == size * step):
+        return [(first * size, last * size, 0, step)]
+    return [
+        (row * size + lo, row * size + hi, at + (row - first) * strides[0], step)
+        for row in range(first, last)
+        for lo, hi, at, step in inner
+    ]
+
+
+def _picked(values: Shape, order: Sequence[int]) -> Shape:
+    return tuple([values[dim] for dim in order])
+
+
+def _replaced(values: Shape, dim: int, count: int, new: Sequence[int]) -> Shape:
+    """Returns the values with `count` of them from `dim` on replaced."""
+    return (*values[:dim], *new, *values[dim + count :])
+
+
+def _shifted(box: Box, dim: int, by: int) -> Box:
+    return Box(
+        _replaced(box.lo, dim, 1, (box.lo[dim] + by,)),
+        _replaced(box.hi, dim, 1, (box.hi[dim] + by,)),
+    )

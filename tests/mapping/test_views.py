@@ -1,0 +1,108 @@
+"""Chains of views have the elements that numpy's functions give, each once, in every box."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.mapping.views import (
+    Dropped,
+    Flattened,
+    Inserted,
+    Joined,
+    Narrowed,
+    Permuted,
+    Stored,
+    Unflattened,
+    View,
+    ViewPieces,
+)
+from formats.catalog import TensorRecord
+from tests.mapping.catalogs import I64, Elements, boxes, numbered, read, stored
+from tests.selection import examples
+
+
+@st.composite
+def leaves(draw: st.DrawFn, elements: Elements, shape: tuple[int, ...]) -> tuple[View, np.ndarray]:
+    """A stored tensor of one shape, in up to three pieces."""
+    array = numbered(*shape, start=1000 * len(elements))
+    record = stored(f"t{len(elements)}", array, elements, draw(st.integers(1, 3)))
+    return Stored(record.shape, record.pieces), array
+
+
+@st.composite
+def steps(
+    draw: st.DrawFn, elements: Elements, view: View, array: np.ndarray
+) -> tuple[View, np.ndarray]:
+    """One more view of a view, and numpy's of its array."""
+    rank = array.ndim
+    kinds = ["insert", *(["permute", "narrow", "unflatten", "join"] if rank else [])]
+    kinds += ["flatten"] if rank > 1 else []
+    kinds += ["drop"] if 1 in array.shape else []
+    kind = draw(st.sampled_from(kinds))
+    dim = draw(st.integers(0, max(0, rank - 1)))
+    if kind == "insert":
+        return Inserted(view, dim), np.expand_dims(array, dim)
+    if kind == "permute":
+        order = tuple(draw(st.permutations(range(rank))))
+        return Permuted(view, order), array.transpose(order)
+    if kind == "narrow":
+        lo = draw(st.integers(0, array.shape[dim]))
+        hi = draw(st.integers(lo, array.shape[dim]))
+        return Narrowed(view, dim, lo, hi), np.take(array, range(lo, hi), dim)
+    if kind == "join":
+        shape = (*array.shape[:dim], draw(st.integers(0, 3)), *array.shape[dim + 1 :])
+        other, more = draw(leaves(elements, shape))
+        return Joined((view, other, view), dim), np.concatenate([array, more, array], dim)
+    if kind == "drop":
+        dim = array.shape.index(1)
+        return Dropped(view, dim), array.squeeze(dim)
+    if kind == "flatten":
+        dim = draw(st.integers(0, rank - 2))
+        count = draw(st.integers(2, rank - dim))
+        merged = prod(array.shape[dim : dim + count])
+        shape = (*array.shape[:dim], merged, *array.shape[dim + count :])
+        return Flattened(view, dim, count), array.reshape(shape)
+    size = array.shape[dim]
+    inner = draw(st.sampled_from([n for n in range(1, max(1, size) + 1) if size % n == 0]))
+    sizes = (size // inner, inner)
+    return Unflattened(view, dim, sizes), array.reshape(
+        *array.shape[:dim], *sizes, *array.shape[dim + 1 :]
+    )
+
+
+@settings(max_examples=examples(150))
+@given(st.data())
+def test_a_chain_of_views_has_numpy_s_elements(data: st.DataObject) -> None:
+    elements: Elements = {}
+    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6]), max_size=3)))
+    view, array = data.draw(leaves(elements, shape))
+    for _ in range(data.draw(st.integers(1, 5))):
+        if array.size > 2000 or array.ndim > 6:
+            break
+        view, array = data.draw(steps(elements, view, array))
+    assert view.shape == array.shape
+    record = TensorRecord("v", view.shape, I64, ViewPieces(view))
+    assert np.array_equal(read(record, elements), array)
+    box = data.draw(boxes(array.shape))
+    inside = tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))
+    assert np.array_equal(read(record, elements, box)[inside], array[inside])
+
+
+def test_a_merge_in_order_is_one_piece() -> None:
+    elements: Elements = {}
+    record = stored("t", numbered(6, 4), elements)
+    view = Flattened(Unflattened(Stored(record.shape, record.pieces), 0, (2, 3)), 0, 2)
+    [[piece, _]] = list(ViewPieces(view))
+    assert piece == record.pieces.__iter__().__next__().piece
+
+
+def test_rotary_halves_are_a_piece_for_each_pair_of_rows() -> None:
+    elements: Elements = {}
+    record = stored("t", numbered(16, 3), elements)
+    halves = Unflattened(Stored(record.shape, record.pieces), 0, (2, 2, 4))
+    view = Flattened(Permuted(halves, (0, 2, 1, 3)), 0, 3)
+    assert [piece.box.shape for piece, _ in ViewPieces(view)] == [(2, 3)] * 8
