@@ -1,1 +1,1 @@
-"""What the processes of a job tell one another, and how all come to one answer in time."""
+"""Exchanges of the processes of a job: one answer or one error on all ranks, in time."""

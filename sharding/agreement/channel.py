@@ -1,24 +1,27 @@
-"""How the ranks of a group come to one answer, or all to one error, each within its time.
+"""Channels: the ranks of a group reach one answer, or one error, each within its time-out.
 
-A *call* is what a user calls on all ranks: a save, a load. It consists of *operations*: every rank
-brings something, rank 0 joins it all to one answer, and all get it. Calls are counted on each rank.
+A *call* is a function that a user calls on all ranks: a save, a load. A call consists of
+*operations*: every rank brings a record, rank 0 joins the records into one answer, and all ranks
+get the answer. Each rank counts its calls.
 
 Rules:
 
-1. Nobody waits longer for another than its call allows. Rank 0 waits as long as the least patient
-   of those that have come, and then names who has not; the others wait ANSWER_SECONDS longer for
-   rank 0, so that they hear whom it was waiting for.
-2. One failure ends the call for all. Who fails outside an operation says so as it leaves. Rank 0
-   gives the others ERROR_SECONDS to come, so that of several failures the lowest rank's is told; of
-   a rank that only missed what another was to send, the other's.
-3. A failure is told to all ranks, present or not, together with the number of the call. A rank that
-   comes late finds it, raises it too, and counts on from there: the next call is the same for all.
-4. A rank whose process has ended fails every call from then on, at once.
-5. Ranks that do different things are out of step: an error that names both.
+1. No rank waits longer for another than its call allows. Rank 0 waits until the shortest time-out
+   of the ranks that have come is over, and then names the missing ranks. The others wait
+   ANSWER_SECONDS longer for rank 0, so that they hear these names.
+2. One failure ends the call for all ranks. A rank that fails outside an operation sends its
+   failure as it leaves the call. Rank 0 then gives the others ERROR_SECONDS to come, and of
+   several failures tells the lowest rank's. The failure of a rank whose sender failed
+   (TransferError) counts only if there is no other.
+3. A failure reaches all ranks, present or not, with the number of its call. A rank that comes late
+   finds the failure, raises it too, and counts on from there, so that the next call has the same
+   number on all ranks.
+4. A rank whose process has ended fails every later call at once.
+5. Ranks in different calls or operations are out of step: the error names both.
 6. Calls inside a call are part of it. Two threads do not mix: one waits for the other's call.
 7. Background work of a call, its *continuation*, uses a channel of its own and reuses the number of
    the call, so that counters agree even on ranks that never started it. A rank that leaves a call
-   while the others may have gone on tells them in both channels.
+   while the others may have begun the continuation tells them in both channels.
 """
 
 from __future__ import annotations
@@ -34,77 +37,77 @@ from typing import ClassVar
 from sharding.agreement.links import Failure, Kind, Message
 
 TIMEOUT_SECONDS = 1800.0
-"""How long a rank waits for another where nobody says otherwise."""
+"""The default time that a rank waits for another."""
 ANSWER_SECONDS = 5.0
-"""How much longer the others wait than rank 0."""
+"""The time that the other ranks wait longer than rank 0."""
 ERROR_SECONDS = 5.0
-"""How long rank 0 waits for the rest once one has failed."""
+"""The time that rank 0 waits for the rest once a rank has failed."""
 
 Join = Callable[[Sequence[bytes]], bytes]
-"""What all ranks brought, by rank -> the answer."""
+"""All ranks' records, by rank -> the answer."""
 
 _seconds: ContextVar[float] = ContextVar("seconds", default=TIMEOUT_SECONDS)
 
 
 def waiting_seconds() -> float:
-    """How long a rank waits for another in the call that this thread is in."""
+    """The time that a rank waits for another in the call of this thread."""
     return _seconds.get()
 
 
 @dataclass(slots=True)
 class Call:
-    """What a rank is in."""
+    """A call that a rank has entered."""
 
     number: int
     name: str
     seconds: float
     stage: str
-    """What it is doing."""
+    """The rank's current step, for errors."""
     ops: int = 0
     failure: Failure | None = None
-    """By which it is over, for this rank."""
+    """The failure that has ended the call for this rank."""
     is_continuation: bool = False
 
     @property
     def is_beginning(self) -> bool:
-        """Whether this rank is not beyond the first operation, to which all come as they call."""
+        """Whether this rank is still in the first operation, which all ranks enter as they call."""
         return self.ops <= 1 and not self.is_continuation
 
 
 class Continuation:
-    """What goes on after a call in another thread: either that begins it, or the call leaves it."""
+    """The work of a call in another thread, which begins it unless the call has failed before."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.call: Call | None = None
-        """That it is the continuation of."""
+        """The call that this work continues."""
         self._taken = Lock()
 
     def take(self) -> bool:
-        """Whether nobody has begun or left it. Now somebody has."""
+        """Take the continuation, to begin or to end it; False if it is taken already."""
         return self._taken.acquire(blocking=False)
 
 
 class Channel(ABC):
-    """The ranks of one group, as one of them reaches them."""
+    """One rank's way to the other ranks of its group."""
 
     from_any_thread: ClassVar[bool] = True
-    """Whether it may be used by a thread of its own, beside everything else that ranks do."""
+    """Whether a thread of its own may use the channel, beside all other work of the ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._lock = RLock()
         self._call: Call | None = None
         self._number = 0
-        """The last call that began here, or that others have left."""
+        """The number of the last call that began here, or that others have left."""
 
     @contextmanager
     def call(
         self, name: str, seconds: float, number: int | None = None, then: Continuation | None = None
     ) -> Iterator[Call]:
-        """Be in a call, the same on all ranks; or, inside of one, in that.
+        """Enter a call, the same on all ranks; inside a call, yields that call.
 
-        A continuation has the number of the call that it goes on from, which gave it as `then`.
+        A continuation has the number of the call that it continues, which gave it as `then`.
         """
         with self._lock:
             if self._call is not None:
@@ -136,7 +139,7 @@ class Channel(ABC):
     def meet(
         self, call: Call, stage: str, record: bytes, failure: Failure | None, join: Join
     ) -> bytes | Failure:
-        """The answer to what all ranks bring, or the failure of one, on all of them."""
+        """Returns, on all ranks, the answer to their records, or the failure of one rank."""
         call.stage = stage
         if call.failure is None:
             call.ops += 1
@@ -161,11 +164,11 @@ class Channel(ABC):
                     call.failure = failure
 
     def connect(self, call: Call) -> Failure | None:
-        """For a continuation: listen on rank 0; on others connect to it, or say why not."""
-        return self._open(call)  # not under the lock, which an earlier continuation may have
+        """For a continuation: rank 0 listens, the others connect; returns the failure, if any."""
+        return self._open(call)  # without the lock, which an earlier continuation may hold
 
     def _leave_continuation(self, call: Call, failure: Failure) -> None:
-        """Tell the others, who may have gone on to it."""
+        """Tell the ranks that may have begun the continuation."""
         with self._lock:
             self._number = max(self._number, call.number)
             if self._open(replace(call, seconds=0.0)) is None:
@@ -173,18 +176,18 @@ class Channel(ABC):
 
     @abstractmethod
     def _open(self, call: Call) -> Failure | None:
-        """Be ready for a call, or say why it fails."""
+        """Get ready for a call; returns the failure, if any."""
 
     @abstractmethod
     def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure: ...
 
     @abstractmethod
     def _leave(self, call: Call, failure: Failure) -> None:
-        """Tell the others."""
+        """Tell the other ranks."""
 
 
 class FakeChannel(Channel):
-    """Ranks that are not there, as in a process group of torch's backend "fake": they all agree."""
+    """Ranks of torch's backend "fake", which do not exist: each brings this rank's record."""
 
     def _open(self, call: Call) -> Failure | None:
         return None

@@ -1,8 +1,7 @@
-"""Agreement by collectives, for process groups that have no store: those of MPI.
+"""Agreement by collectives, for process groups without a store: those of MPI.
 
-A rank that does not come holds the others up for as long as the group's own time-out, and one that
-leaves a call does so unheard: what `sharding.agreement.channel` promises cannot be had without a
-store.
+Without a store, the rules of `sharding.agreement.channel` do not hold: the others wait for a
+missing rank until the time-out of the process group, and a rank that leaves a call tells nobody.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveChannel(Channel):
-    """All ranks get what each brings, and join it alike."""
+    """A channel in which all ranks get all records, and each makes the same answer from them."""
 
     from_any_thread = False
 

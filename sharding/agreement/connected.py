@@ -1,4 +1,4 @@
-"""Channels with connections: what both ends have in common."""
+"""The common part of both ends of a channel with connections."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sharding.agreement.links import Failure
 from sharding.agreement.rendezvous import Rendezvous
 
 ENDED, LATE = "ProcessEnded", "TimeoutError"
-"""Errors of ranks that could not say them themselves."""
+"""The names of the errors of ranks that cannot send their own."""
 
 
 class ConnectedChannel(Channel):
-    """A channel with connections, which end with it and are not a forked child's."""
+    """A channel with connections, which end with the channel and which no forked child uses."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -26,7 +26,7 @@ class ConnectedChannel(Channel):
         _open_channels.add(self)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # an interrupt came while it was made
+        with suppress(AttributeError):  # an interrupt came during the constructor
             self.close()
 
     def _open(self, call: Call) -> Failure | None:
@@ -40,24 +40,24 @@ class ConnectedChannel(Channel):
 
     @abstractmethod
     def _connected(self, call: Call) -> Failure | None:
-        """Have what it takes to reach the others, or say why not."""
+        """Connect, or get ready for connections; returns the failure, if any."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nobody is reached any more."""
+        """Close the connections."""
 
     def forget(self) -> None:
-        """In a forked child: the connections are the parent's."""
+        """Close the connections in a forked child: they belong to the parent."""
         self.close()
 
 
 def ended(stage: str, rank: int) -> Failure:
-    """What a rank failed with that is not there any more."""
+    """The failure of a rank whose process has ended."""
     return Failure(stage, rank, ENDED, "its process has ended, or has left the process group")
 
 
 def late(stage: str, missing: Sequence[int], seconds: float) -> Failure:
-    """What ranks failed with that were waited for in vain; the first of them is named for it."""
+    """The failure of ranks that have not come in time, told as that of the first of them."""
     others = f", nor have ranks {list(missing[1:9])}" if missing[1:] else ""
     said = f"it has not come within {seconds:g} s{others}"
     return Failure(stage, missing[0], LATE, said)
@@ -67,7 +67,7 @@ _open_channels: WeakSet[ConnectedChannel] = WeakSet()
 
 
 def _forget_in_child() -> None:
-    # A child that held a connection open would hide its parent's end from the others.
+    # If a child kept a connection open, the other ranks would not notice the end of its parent.
     for channel in tuple(_open_channels):
         channel.forget()
 

@@ -1,4 +1,4 @@
-"""Rank 0's end: it hears what each rank brings, and tells all what came of it."""
+"""The end of rank 0: it receives each rank's record, and sends all ranks the answer."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from sharding.agreement.wait_warning import WaitWarning
 from sharding.errors import TransferError
 
 FULL = (errno.EMFILE, errno.ENFILE)
-"""Of a process that may open no more files, or a machine."""
+"""The error numbers for too many open files, of the process or of the machine."""
 
 
 class Coordinator(ConnectedChannel):
-    """Rank 0's end."""
+    """The end of rank 0."""
 
     def __init__(self, rendezvous: Rendezvous, world_size: int) -> None:
         super().__init__(rendezvous, 0, world_size)
         self._links: dict[int, Link] = {}
         self._strangers: set[Link] = set()
-        """That have connected and not said who they are."""
+        """Connections whose first message has not arrived."""
         self._listener: socket.socket | None = None
         self._is_full = False
-        """More have connected, and no more files may be opened."""
+        """Whether a connection waits and no more files may be opened."""
         self._spare: IO[bytes] | None = None
-        """A file to close then, so as to tell them."""
+        """A file to close in that case, so that a waiting rank can be told."""
         self._selector = selectors.DefaultSelector()
-        """Of all these; its data are ranks, 0 for who has not said one."""
+        """Selects from links, strangers and the listener. Its data are ranks, 0 if unknown."""
 
     def close(self) -> None:
-        """Nobody is reached any more, and nobody finds the address."""
+        """Close the connections, and remove the address from the store."""
         is_found = self._listener is not None and not self._is_complete and not self._is_closed
         if is_found and not sys.is_finalizing():
             self._rendezvous.withdraw()
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: the connections are the parent's."""
+        """Close the connections in a forked child: they belong to the parent."""
         for link in (*self._links.values(), *self._strangers):
             link.close()
         for each in (self._listener, self._spare):
@@ -59,13 +59,13 @@ class Coordinator(ConnectedChannel):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether all have connected."""
+        """Whether all ranks have connected."""
         return len(self._links) == self.world_size - 1
 
     def _connected(self, call: Call) -> Failure | None:
         if self._is_complete:
             return None
-        # An earlier call may have been interrupted between any two of these.
+        # An interrupt may have ended an earlier call between any two of these steps.
         try:
             if self._listener is None:
                 self._listener = self._rendezvous.listen(self.world_size)
@@ -111,7 +111,7 @@ class Coordinator(ConnectedChannel):
                 failures[0] = _full(mine.stage, self.world_size)
                 break
         self._news(0)
-        for rank in records.keys() - {0}:  # whoever has come waits for the answer, or is gone
+        for rank in records.keys() - {0}:  # each waits for the answer, or has ended
             found = self._brought(rank, mine)
             if isinstance(found, Failure):
                 failures[rank] = found
@@ -130,18 +130,19 @@ class Coordinator(ConnectedChannel):
         return answer
 
     def _leave(self, call: Call, failure: Failure) -> None:
-        self._connected(call)  # an interrupt may have come before it was: they look for this rank
+        self._connected(call)  # an interrupt may have come first; others look for this rank
         self._news(0)
         self._tell(call, failure)
 
     def _tell(self, call: Call, failure: Failure) -> Failure:
-        """End the call for all: and those that others have left while this rank was away."""
+        """End the call for all, and the calls that others have left while this rank was away."""
         for link in self._links.values():
             left = [message.call for message in link.messages if message.kind is Kind.LEFT]
             self._number = max([self._number, *left])
         if not self._is_complete and not self._is_closed:
-            # Who connects from here on finds the word; who has is let in, to be told with the rest.
-            with self._one_more_file():  # a store may need it
+            # A rank that connects later finds the failure in the store. A rank that has connected
+            # is let in, and told with the rest.
+            with self._one_more_file():  # a store may need a file
                 self._rendezvous.leave_word(self._number, failure)
             while self._let_in():
                 pass
@@ -152,10 +153,10 @@ class Coordinator(ConnectedChannel):
         return failure
 
     def _turn_away(self, message: Message) -> None:
-        """Tell those that cannot be let in, one after the other."""
+        """Tell the ranks that cannot be let in, one after the other."""
         assert self._listener is not None
         packed, self._is_full = message.packed(), False
-        with suppress(OSError):  # nobody is left; or the file that was closed is used elsewhere
+        with suppress(OSError):  # no rank is left, or another thread has taken the free file
             while True:
                 with self._one_more_file():
                     link = Link(self._listener.accept()[0])
@@ -165,7 +166,7 @@ class Coordinator(ConnectedChannel):
 
     @contextmanager
     def _one_more_file(self) -> Iterator[None]:
-        """Inside, one more may be opened than else."""
+        """Allow one more open file inside the block."""
         if self._spare is not None:
             self._spare.close()
         try:
@@ -175,7 +176,7 @@ class Coordinator(ConnectedChannel):
                 self._spare = open(os.devnull, "rb")  # noqa: SIM115
 
     def _let_in(self) -> bool:
-        """Whether somebody has connected, or said who it is, since the last look."""
+        """Whether a process has connected, or has named its rank, since the last look."""
         before = len(self._links), len(self._strangers)
         self._news(0)
         return before != (len(self._links), len(self._strangers))
@@ -189,7 +190,7 @@ class Coordinator(ConnectedChannel):
             flush(links, seconds)
 
     def _brought(self, rank: int, mine: Message) -> Message | Failure | None:
-        """What a rank has brought to an operation, if it has come."""
+        """Returns a rank's message to an operation, or its failure; None before it has come."""
         link = self._links.get(rank)
         if link is None:
             return None
@@ -199,7 +200,7 @@ class Coordinator(ConnectedChannel):
                 return _out_of_step(rank, found, mine)
             link.messages.popleft()
             if found.call < mine.call:
-                continue  # it has been told that this is over
+                continue  # the rank has been told that this call is over
             if found.failure is not None:
                 return found.failure
             if (found.op, found.name, found.stage) != (mine.op, mine.name, mine.stage):
@@ -208,11 +209,11 @@ class Coordinator(ConnectedChannel):
         return ended(mine.stage, rank) if link.is_lost else None
 
     def _news(self, seconds: float) -> list[int]:
-        """The ranks that something has come from, if within so many seconds."""
+        """Returns the ranks from which bytes arrive within so many seconds."""
         ranks: list[int] = []
         if self._is_closed:
             return ranks
-        for stranger in self._strangers:  # which an interrupt may have left half read
+        for stranger in self._strangers:  # an interrupt may have left one half read
             stranger.receive()
         if any(stranger.messages for stranger in self._strangers):
             seconds = 0.0
@@ -254,13 +255,13 @@ class Coordinator(ConnectedChannel):
             self._is_full = True
 
     def _introduced(self, link: Link) -> list[int]:
-        """The rank of one that says who it is; none if it does not, or is here already."""
+        """Returns the rank that a stranger names; none without the word, or for a known rank."""
         said = link.messages[0]
         is_known = (said.kind, said.name) == (Kind.HELLO, self._rendezvous.word)
         if not is_known or self._links.get(said.op, link) is not link:
-            link.is_lost = True  # and not listened to
+            link.is_lost = True  # no more of its messages are read
             return []
-        # Forgotten last, for an interrupt may come between any two of these.
+        # The message is removed last: an interrupt may come between any two of these steps.
         self._links[said.op] = link
         self._selector.modify(link, selectors.EVENT_READ, said.op)
         self._strangers.discard(link)

@@ -1,10 +1,11 @@
-"""Connections between ranks: messages in order, and an end that is noticed.
+"""Connections between ranks: messages arrive in order, and the end of a process is noticed.
 
 Rules:
 
-1. Nothing here waits, but `wait`. What cannot be sent at once is kept, and sent when there is room.
-2. A process that ends, however it does, ends its connections: `is_lost` says so at once, after all
-   that it had sent before was read.
+1. Only `wait` waits. A link keeps bytes that the socket does not take at once, and sends them
+   when there is room.
+2. A process that ends in any way ends its connections. `is_lost` is set at once, after all
+   messages that the process had sent are read.
 3. An exception that a signal raises (KeyboardInterrupt) tears no message apart: bytes are received
    and sent in single steps of the interpreter.
 """
@@ -24,33 +25,33 @@ from time import monotonic
 from sharding.errors import said
 
 READ_BYTES = 1 << 16
-"""How much is read at once."""
+"""The most bytes of one `recv`."""
 MOST_SECONDS = 1e6
-"""That the system waits for at once, whatever it is told."""
+"""The longest time of one `poll`."""
 _LENGTHS = Struct("!II")
-"""Of a message's JSON, and of the bytes behind it."""
+"""The lengths of a message's JSON and of the bytes behind it."""
 
 
 class Kind(Enum):
-    """What a message says."""
+    """The kind of a message."""
 
     HELLO = "hello"
-    """To rank 0, first of all: `op` is who connects, `name` the word that only ranks know."""
+    """To rank 0, first: `op` is the sender's rank, `name` the word that only ranks know."""
     HERE = "here"
-    """To rank 0: what a rank brings to an operation, or its failure."""
+    """To rank 0: the record that a rank brings to an operation, or its failure."""
     ANSWER = "answer"
-    """From rank 0: what came of the operation."""
+    """From rank 0: the answer of the operation."""
     WAITING = "waiting"
-    """From rank 0: it waits for others, and has said so."""
+    """From rank 0: it waits for others, and has warned of them."""
     LEFT = "left"
-    """Both ways: this call and all before are over, by this failure."""
+    """Both ways: this failure has ended the call and all before it."""
     REFUSED = "refused"
-    """From rank 0: the same, and this connection is not kept; connect again for the next call."""
+    """From rank 0: as LEFT, and rank 0 closes this connection; connect again for the next call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What all ranks are told of a call that failed."""
+    """The failure of a call, as all ranks hear of it."""
 
     stage: str
     rank: int
@@ -60,7 +61,7 @@ class Failure:
 
     @classmethod
     def of(cls, stage: str, rank: int, error: BaseException) -> Failure:
-        """An exception of this rank, as the others see it."""
+        """Returns an exception of this rank as the others see it."""
         return cls(stage, rank, type(error).__name__, said(error))
 
 
@@ -70,20 +71,20 @@ class Message:
 
     kind: Kind
     call: int
-    """The call that it belongs to; calls are counted from 1, alike on all ranks."""
+    """The number of the message's call; calls are counted from 1, alike on all ranks."""
     op: int = 0
-    """The operation of the call, counted from 1."""
+    """The number of the operation in its call, counted from 1."""
     name: str = ""
-    """The call's."""
+    """The name of the call."""
     stage: str = ""
-    """The operation's."""
+    """The stage of the operation."""
     seconds: float = 0.0
-    """How long the sender will wait."""
+    """The time that the sender will wait."""
     failure: Failure | None = None
     data: bytes = b""
 
     def packed(self) -> bytes:
-        """As it travels."""
+        """Returns the message as bytes."""
         failure = None if self.failure is None else astuple(self.failure)
         head = json.dumps(
             [self.kind.value, self.call, self.op, self.name, self.stage, self.seconds, failure]
@@ -92,7 +93,7 @@ class Message:
 
     @classmethod
     def unpacked(cls, head: bytes, data: bytes) -> Message:
-        """What a rank has sent."""
+        """Returns the message from its JSON and the bytes behind it."""
         kind, call, op, name, stage, seconds, failure = json.loads(head)
         failed = None if failure is None else Failure(*failure)
         return cls(Kind(kind), call, op, name, stage, seconds, failed, data)
@@ -105,42 +106,42 @@ class Link:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.messages: deque[Message] = deque()
-        """What has come and was not looked at."""
+        """The messages that have arrived, and that no operation has taken."""
         self.is_lost = False
-        """The other process has ended, or closed its side."""
+        """Whether the other process has ended, or has closed its side."""
         self.has_heard = False
-        """Something has come."""
+        """Whether any message has arrived."""
         self._socket = connected
         self._received: list[bytes] = []
         self._outgoing = b""
         self._sent: list[int] = []
-        """Bytes of `_outgoing`, as they went."""
+        """The bytes of `_outgoing` that each send has taken."""
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Returns the socket's file descriptor."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Nothing comes or goes any more."""
+        """Close the connection."""
         self.is_lost = True
         self._socket.close()
 
     @property
     def is_sending(self) -> bool:
-        """Whether something is still to be sent."""
+        """Whether bytes are left to send."""
         return not self.is_lost and sum(self._sent) < len(self._outgoing)
 
     def send(self, message: bytes) -> None:
-        """Send it now, or what there is no room for later, by `flush`."""
+        """Send a message as far as there is room; `flush` sends the rest."""
         self.add(message)
         self.flush()
 
     def add(self, message: bytes) -> None:
-        """Send it with what is sent next."""
+        """Add a message to the bytes that the next `flush` sends."""
         self._outgoing, self._sent = self._outgoing[sum(self._sent) :] + message, []
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as many bytes as there is room for."""
         while self.is_sending:
             rest = memoryview(self._outgoing)[sum(self._sent) :]
             try:
@@ -148,7 +149,7 @@ class Link:
             except BlockingIOError:
                 return
             except OSError:
-                # What it sent before it ended may still be there to be read.
+                # The messages that the other process sent before it ended can still be read.
                 self._outgoing, self._sent = b"", []
 
     def receive(self) -> None:
@@ -174,14 +175,14 @@ class Link:
             at = begin + head + body
             try:
                 found.append(Message.unpacked(data[begin : begin + head], data[begin + head : at]))
-            except (ValueError, TypeError):  # it is no rank
+            except (ValueError, TypeError):  # the sender is not a rank
                 self.is_lost = True
                 break
         self.has_heard |= bool(found)
         self.messages, self._received = deque((*self.messages, *found)), [data[at:]]
 
     def wait(self, seconds: float) -> None:
-        """Return when something has come or gone, or after so many seconds."""
+        """Return when bytes have arrived or have been sent, or after so many seconds."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self.is_sending else 0))
         for _, events in poll.poll(milliseconds(seconds)):
@@ -192,7 +193,7 @@ class Link:
 
 
 def flush(links: Sequence[Link], seconds: float) -> None:
-    """Send what is left for these, as far as they take it within so many seconds."""
+    """Send the links' remaining bytes, as far as the other ends take them in so many seconds."""
     until = monotonic() + seconds
     while sending := [link for link in links if link.is_sending]:
         left = until - monotonic()
@@ -207,5 +208,5 @@ def flush(links: Sequence[Link], seconds: float) -> None:
 
 
 def milliseconds(seconds: float) -> int:
-    """As `poll` takes them: at least one, and not more than it can."""
+    """Returns seconds as `poll` takes them: at least one millisecond, at most `MOST_SECONDS`."""
     return max(1, int(min(seconds, MOST_SECONDS) * 1000))

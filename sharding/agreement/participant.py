@@ -1,4 +1,4 @@
-"""The end of any other rank: it says what it brings to rank 0, and waits for the answer."""
+"""The end of any other rank: it sends its record to rank 0, and waits for the answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Participant(ConnectedChannel):
         self._link: Link | None = None
 
     def close(self) -> None:
-        """Nobody is reached any more."""
+        """Close the connection."""
         if self._link is not None:
             self._link.close()
         self._is_closed = True
 
     def _connected(self, call: Call) -> Failure | None:
         if self._link is not None:
-            if not self._link.has_heard:  # rank 0 may have been interrupted as it let this one in
+            if not self._link.has_heard:  # rank 0 may be interrupted as it lets this rank in
                 self._link.receive()
             if self._link.has_heard or not self._link.is_lost:
                 return None
@@ -63,7 +63,7 @@ class Participant(ConnectedChannel):
                 if found.kind is Kind.REFUSED:
                     link.close()
                     self._link = None
-                    if found.call < call.number:  # of a call that is over
+                    if found.call < call.number:  # the refused call is over
                         return self._connected(call) or self._meet(call, mine, join)
                 if found.failure is not None and found.call >= call.number:
                     self._catch_up(link, found)
@@ -81,13 +81,13 @@ class Participant(ConnectedChannel):
                 waiting.say([0])
 
     def _catch_up(self, link: Link, found: Message) -> None:
-        """Count on from the last call that is known to be over."""
+        """Continue the count from the last call that is over."""
         link.receive()
         left = [one.call for one in link.messages if one.kind is Kind.LEFT]
         self._number = max([self._number, found.call, *left])
 
     def _leave(self, call: Call, failure: Failure) -> None:
-        if self._link is None:  # it was interrupted as it looked for rank 0, which has come or not
+        if self._link is None:  # an interrupt came before this rank found rank 0
             self._connected(replace(call, seconds=0.0))
         if self._link is not None:
             self._link.send(Message(Kind.LEFT, call.number, failure=failure).packed())

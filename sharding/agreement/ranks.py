@@ -1,13 +1,13 @@
-"""What the processes of a job tell one another: small records, never tensors.
+"""Exchanges of small records, never of tensors, between the processes of a job.
 
 Rules:
 
-1. Every rank enters every operation, in the same order. What can fail is done before one, and the
-   failure is what the operation carries; then all ranks raise.
+1. Every rank enters every operation, in the same order. A step that can fail runs before an
+   operation, which carries the failure; then all ranks raise.
 2. Each wait has an end: within the time-out of the call all ranks have one answer, or one error
    that names a rank that failed, has ended or has not come (`sharding.agreement.channel`).
-3. An operation is a message to rank 0 and one back, by connections of our own; where a process
-   group has no store to find each other by, it is a collective.
+3. An operation is a message to rank 0 and a message back, over connections of our own. A process
+   group without a store, by which ranks find each other, uses a collective instead.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     Group = ProcessGroup | Literal["self"] | None
-    """Who acts together: a process group, this rank alone, or the default group."""
+    """The ranks that act together: a process group, this rank alone, or the default group."""
 
 T = TypeVar("T")
 
 SELF = "self"
-"""In the place of a process group: this process alone."""
+"""The argument, in the place of a process group, for this process alone."""
 HASH_BITS = 62
-"""Bits of a hash: it and rank 0's number fit into an int64."""
+"""The bits of a hash: a hash fits into an int64, as does rank 0's number."""
 _channels: WeakKeyDictionary[ProcessGroup, dict[str, Channel]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What every rank knows after `Ranks.agree`."""
+    """The result of `Ranks.agree`, equal on all ranks."""
 
     same: tuple[bool, ...]
-    """For each hash that was compared: whether it is the same on every rank."""
+    """For each hash: whether all ranks gave the same."""
     number: int
     """Rank 0's number."""
     balanced: bool
@@ -67,11 +67,11 @@ class Agreement:
 
 
 class Ranks:
-    """The processes that act together; one alone where there is no process group.
+    """The processes that act together: those of a process group, or this process alone without one.
 
-    `seconds` is how long a rank waits for another; by default as long as in the call that it is
-    in. `purpose` keeps apart what different threads tell: each has connections of its own.
-    `group="self"` is this process alone, whatever process groups it is in.
+    A rank waits for another up to `seconds`, by default those of the call that it is in. Each
+    `purpose` has its own connections, so that the messages of two threads do not mix.
+    `group="self"` is this process alone, even if it belongs to process groups.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Ranks:
     ) -> None:
         self.rank, self.world_size = 0, 1
         self.mesh = _world(1)
-        """The processes by their rank in the default group, which is what layouts speak of."""
+        """The processes by their rank in the default group. Layouts use these ranks."""
         self.is_subgroup = group is not None
         self.told: tuple[int, str] | None = None
-        """The failure that the ranks agreed on: the rank and the class of its error. The same on
-        all of them, also where several failed."""
+        """The failure that the ranks agreed on: the rank and the class of its error. All ranks have
+        the same failure, also if several ranks failed."""
         self._seconds = seconds
         import torch.distributed as dist
 
@@ -113,25 +113,25 @@ class Ranks:
 
     @property
     def global_rank(self) -> int:
-        """This process in layouts: its rank in the default group."""
+        """The rank of this process in the default group, as layouts use it."""
         return self.mesh.rank((self.rank,))
 
     @property
     def is_single_process(self) -> bool:
-        """True when there is nobody to talk to."""
+        """Whether there is no other process."""
         return self.world_size == 1
 
     @property
     def from_any_thread(self) -> bool:
-        """Whether another thread may use this, and do so beside what the process group does."""
+        """Whether another thread may use these ranks while the process group is in use."""
         return self._channel is None or self._channel.from_any_thread
 
     @contextmanager
     def call(self, name: str, then: Ranks | None = None) -> Iterator[None]:
-        """Be in a call that all ranks are in: what ends it on one, ends it on all.
+        """Enter a call that all ranks enter: an error that ends it on one rank ends it on all.
 
-        `then` are the same ranks by connections from any thread, for what is to go on afterwards in
-        another one: who leaves the call before that has begun, leaves it as well.
+        `then` are the same ranks, with connections for the continuation of the call in another
+        thread. A rank that leaves the call before its continuation has begun leaves both.
         """
         if then is not None and then._channel is not None:
             then._continuation = Continuation(then._channel)
@@ -139,15 +139,15 @@ class Ranks:
             yield
 
     def doing(self, stage: str) -> None:
-        """What the others are told that this rank did, if it leaves the call."""
+        """Name the stage of this rank, which the others hear if this rank leaves the call."""
         with self._call(stage) as call:
             if call is not None:
                 call.stage = stage
 
     def connect(self) -> None:
-        """From now on it is noticed when another rank ends.
+        """Connect the ranks of the continuation: from now on they notice the end of another rank.
 
-        For what goes on after a call: to be called inside it, when all ranks have agreed to.
+        All ranks call this inside the call, once they have agreed on a continuation.
         """
         if self._continuation is not None:
             call = self._continuation.call
@@ -157,9 +157,9 @@ class Ranks:
                 raise self._error(failure)
 
     def begin(self) -> bool:
-        """Whether what was to go on after a call does: the call has not left it meanwhile.
+        """Whether the continuation may begin: no failure of the call has ended it meanwhile.
 
-        For the thread in which it goes on, to ask once, before all else.
+        The thread of the continuation asks once, before its first operation.
         """
         return self._continuation is None or self._continuation.take()
 
@@ -171,11 +171,11 @@ class Ranks:
         number: int = 0,
         balance: int = 0,
     ) -> Agreement:
-        """Raises on all ranks when any has an error; compares hashes.
+        """Returns the comparison of the ranks' hashes, and raises on all ranks if any has an error.
 
         A rank that failed raises its own exception; the others raise a RankError that names the
-        lowest rank that failed. `number`, below 2**62, is rank 0's to give. The ranks' `balance`s,
-        from 0 to 2**64 - 1, are added modulo 2**64.
+        lowest rank that failed. All ranks get rank 0's `number`, below 2**62. The ranks'
+        `balance`s, from 0 to 2**64 - 1, are added modulo 2**64.
         """
         numbers = Struct(f"!{1 + len(hashes)}qQ")
 
@@ -192,7 +192,7 @@ class Ranks:
         return Agreement(tuple(same), int.from_bytes(answer[:8], "big"), is_balanced)
 
     def run_on_all(self, stage: str, action: Callable[[], T]) -> T:
-        """Run something that may fail on any rank; returns when it has succeeded on all."""
+        """Returns the action's result once the action has succeeded on all; raises as `agree`."""
         return self.run_and_compare(stage, action, lambda result: (), 0)[0]
 
     def run_and_compare(
@@ -204,9 +204,9 @@ class Ranks:
         number: int = 0,
         balance: Callable[[T], int] = lambda result: 0,
     ) -> tuple[T, Agreement]:
-        """`run_on_all`, and whether each of `count` hashes of the result is the same on every rank.
+        """As `run_on_all`; also compares `count` hashes of each rank's result between the ranks.
 
-        Also whether the ranks' `balance`s of their results add up to zero (see `agree`).
+        Also tells whether the ranks' `balance`s of their results add up to zero (see `agree`).
         """
         with self._call(stage):
             self.doing(stage)
@@ -217,15 +217,15 @@ class Ranks:
         return results[0], agreement
 
     def common(self, flags: bytes) -> bytes:
-        """The bytewise minimum over ranks of equally long byte strings."""
+        """Returns the bytewise minimum of all ranks' byte strings, which are equally long."""
         return self._meet("comparing names", flags, _minimum) if flags else flags
 
     def joined(self, stage: str, record: bytes, join: Join) -> bytes:
-        """What rank 0 makes, by `join`, of every rank's record, on every rank."""
+        """Returns the answer on every rank: rank 0 makes it from all records by `join`."""
         return self._meet(stage, record, join)
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
-        """The bytes that rank `source` gives, on every rank; compressed on the way."""
+        """Returns the bytes of rank `source` on every rank; the bytes travel compressed."""
         if self.is_single_process:
             return data
         record = zlib.compress(data, 1) if self.rank == source else b""
@@ -233,7 +233,7 @@ class Ranks:
         return data if self.rank == source else zlib.decompress(answer)
 
     def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
-        """Every rank's record, by rank, on rank 0; nothing on the others. Raises as `agree`."""
+        """Returns all records, by rank, on rank 0; nothing on the others. Raises as `agree`."""
         everyone: list[bytes] = []
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -245,7 +245,7 @@ class Ranks:
 
     @contextmanager
     def _call(self, name: str, then: Continuation | None = None) -> Iterator[Call | None]:
-        """The call that this rank is in, or else one by this name; None where there is nobody."""
+        """Yields this rank's call, or else a new one of this name; None for a single process."""
         seconds = waiting_seconds() if self._seconds is None else self._seconds
         is_time = isinstance(seconds, (int, float)) and seconds > 0  # nan is not
         wrong = ArgumentError(f"timeout is a number of seconds above 0, not {seconds!r}")
@@ -261,13 +261,13 @@ class Ranks:
             if call.failure is not None:
                 raise self._error(call.failure)
             if not is_time:
-                raise wrong  # here, where the others are told
+                raise wrong  # inside the call, so that the other ranks hear of it
             yield call
 
     def _meet(
         self, stage: str, record: bytes, join: Join, error: BaseException | None = None
     ) -> bytes:
-        """The answer to what all ranks bring."""
+        """Returns rank 0's answer to the records of all ranks."""
         failure = None if error is None else Failure.of(stage, self.rank, error)
         if self._channel is None:
             if error is not None and failure is not None:
@@ -280,7 +280,7 @@ class Ranks:
             if isinstance(answer, Failure):
                 other = self._error(answer)
                 if isinstance(error, TransferError) and answer != failure:
-                    raise other from error  # there is the cause
+                    raise other from error  # the other rank has the cause
                 raise other if error is None else error
         return answer
 
@@ -291,7 +291,7 @@ class Ranks:
 
 @lru_cache(16)
 def _world(size: int) -> Mesh:
-    """The mesh of the default group; of equal ones the same object."""
+    """The mesh of the default group: one object for equal sizes."""
     return Mesh.grid(("world",), (size,))
 
 
@@ -300,7 +300,7 @@ def _minimum(records: Sequence[bytes]) -> bytes:
 
 
 def result_or_error(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """What an action returned, alone in a list, or an empty one and the exception it raised."""
+    """The action's result as a list of one and None, or an empty list and the exception."""
     try:
         return [action()], None
     except Exception as error:
@@ -308,7 +308,7 @@ def result_or_error(action: Callable[[], T]) -> tuple[list[T], Exception | None]
 
 
 def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
-    """How this rank reaches the others of a group; one for each group and purpose."""
+    """The channel from this rank to the others of a group: one for each group and purpose."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed import distributed_c10d
@@ -333,9 +333,9 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
 
 
 def _connected_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
-    """The end of connections that this rank has.
+    """This rank's end of the connections.
 
-    The store object is not the group's own, which goes when the group is destroyed
+    The store object is not the group's own, which is freed when the group is destroyed
     (`sharding.group_references`).
     """
     rendezvous = Rendezvous(store, purpose)
@@ -347,7 +347,7 @@ def _connected_channel(store: Store, rank: int, world_size: int, purpose: str) -
 
 
 def message_device(group: ProcessGroup | None) -> torch.device:
-    """Where a group's messages lie: in host memory if it can, else on the current accelerator."""
+    """The device of a group's messages: the CPU if the backend can, else the current GPU."""
     import torch
     import torch.distributed as dist
 

@@ -1,19 +1,20 @@
-"""Where the ranks of a group find each other: rank 0 listens, the others connect to it.
+"""The rendezvous of a group: rank 0 listens, the others connect to it.
 
-The store at which the process group itself has met is asked once, for rank 0's address. Everything
-else goes by the connections (`sharding.agreement.links`), so that it neither depends on the kind of
-store nor holds up those who use it.
+Each rank asks the process group's store once, for rank 0's address. All messages use the
+connections (`sharding.agreement.links`): they do not depend on the kind of store, and delay no
+other user of the store.
 
 Rules:
 
-1. Ranks of one machine meet at its loopback address. Others take the address by which rank 0's
-   machine reaches the store, or that of the store itself where it is on rank 0's machine, or else
-   what the machine's name stands for. `CKPT_HOST`, set for rank 0, is taken in their place.
-2. Who connects must know a word that is in the store: as much protection as the store has itself.
-3. A group may be made where an earlier one has met: a place is gone when all have connected, or
-   when rank 0 has left the group, and what is left for those who come late goes by the place's
-   word. A rank 0 that was killed has left its place there, and torchrun keeps the store when it
-   starts a job again: a place older than the process that finds it is no reason to give up.
+1. Ranks of one machine meet at its loopback address. The others try these addresses in order: the
+   one by which rank 0's machine reaches the store; the store's own, if the store is on rank 0's
+   machine; the name of rank 0's machine. `CKPT_HOST`, set for rank 0, replaces these addresses.
+2. A rank that connects must know a word that is in the store: the connections are as well
+   protected as the store.
+3. A new group may use the store of an earlier one. Rank 0 removes its place when all ranks have
+   connected, or when it leaves the group. A message for late ranks is stored under the place's
+   word. A rank 0 that was killed leaves its place behind, and torchrun keeps the store across
+   restarts: a rank therefore does not give up at a place that is older than its own process.
 """
 
 from __future__ import annotations
@@ -38,51 +39,52 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PLACE, LEFT = "ckpt/place", "ckpt/left"
-"""Keys: rank 0's address; with its word, the last call that ended before all had connected."""
+"""Keys of the store: rank 0's address; with its word, the last call that ended before all ranks
+had connected."""
 LOOPBACK = "127.0.0.1"
 SLICE_SECONDS = 0.5
-"""How long the store is waited for at once: it does not heed signals meanwhile."""
+"""The longest single wait for the store, which ignores signals meanwhile."""
 STORE_SECONDS = 5.0
-"""How long it is waited for where nothing depends on it."""
+"""The longest wait for the store if no result depends on it."""
 REFUSED_SECONDS = 5.0
-"""How long an address may refuse before rank 0 counts as ended: it may be an earlier one's."""
+"""The time after which an address that refuses counts as that of an ended rank 0."""
 CONNECT_SECONDS = 10.0
-"""How long one address is tried."""
+"""The longest try of one address."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where rank 0 listens."""
+    """The address at which rank 0 listens."""
 
     word: str
     machine: str
     hosts: list[str]
     port: int
     is_at_store: bool
-    """The store is on its machine: whoever has reached the one reaches the other."""
+    """Whether the store is on rank 0's machine, which has the same addresses then."""
     at: float
-    """When it was given, in seconds by its machine's clock."""
+    """The time when rank 0 published the place, in seconds by its machine's clock."""
 
 
 class Rendezvous:
-    """The store of one group, used by one of its ranks. `purpose` tells several meetings apart."""
+    """The store of one group, for one of its ranks. Each `purpose` has keys of its own."""
 
     def __init__(self, store: Store, purpose: str) -> None:
         self._given = store
         self._purpose = purpose
         self.word = secrets.token_hex(16)
-        """What those who connect have to know; theirs once they have."""
+        """The word that a rank must know to connect: rank 0's on every rank that has connected."""
 
     @cached_property
     def _store(self) -> Store:
-        """By a connection of our own: to wait does not stop the training's."""
+        """The store over a connection of our own, whose waits do not stop those of the training."""
         from torch._C._distributed_c10d import PrefixStore
 
         clone = getattr(self._given, "clone", None)
         return PrefixStore(self._purpose, self._given if clone is None else clone())
 
     def listen(self, world_size: int) -> socket.socket:
-        """On rank 0: where the others connect to, once they have looked into the store."""
+        """On rank 0: returns the listening socket; its address is in the store."""
         server = _server(max(128, world_size))
         server.setblocking(False)
         hosts, is_at_store = _own_hosts(_host_of(self._given))
@@ -92,11 +94,11 @@ class Rendezvous:
         return server
 
     def connect(self, rank: int, seconds: float, waiting: WaitWarning) -> Link:
-        """On the others: a connection to rank 0, which has begun its call, to be flushed.
+        """On the others: returns a connection to rank 0, with a first message to flush.
 
-        Who is interrupted before it has that in hand has said nothing, and may connect again.
-        Raises TimeoutError where it has not within so many seconds, ConnectionError where it cannot
-        be reached.
+        A rank that is interrupted before this returns has sent nothing, and may connect again.
+        Raises TimeoutError if rank 0 does not begin its call within so many seconds, and
+        ConnectionError if rank 0 cannot be reached.
         """
         until = monotonic() + seconds
         refused: dict[str, float] = {}  # by a place's word: since when
@@ -120,20 +122,20 @@ class Rendezvous:
             time.sleep(0.05)
 
     def leave_word(self, call: int, failure: Failure) -> None:
-        """On rank 0: whoever connects from now on finds that this call is over."""
-        with suppress(RuntimeError):  # the store is lost: they will see for themselves
+        """On rank 0: tell each rank that connects from now on that this call is over."""
+        with suppress(RuntimeError):  # the store is lost: the other ranks notice it themselves
             self._store.set(self._left, json.dumps([call, asdict(failure)]))
 
     def left(self) -> tuple[int, Failure] | None:
-        """On the others: the last call that was over before they connected."""
+        """On the others: returns the last call that ended before they connected, and why."""
         if not self._store.check([self._left]):
             return None
         call, failure = json.loads(self._store.get(self._left))
         return call, Failure(**failure)
 
     def withdraw(self) -> None:
-        """On rank 0: nobody is to find this place any more (rule 3)."""
-        with suppress(RuntimeError):  # the store is lost, or keeps what it has
+        """On rank 0: remove the place from the store (rule 3)."""
+        with suppress(RuntimeError):  # the store is lost, or cannot delete keys
             if hasattr(self._given, "clone"):  # the connection is our own
                 self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
             self._store.delete_key(PLACE)
@@ -144,7 +146,7 @@ class Rendezvous:
         return f"{LEFT}/{self.word}"
 
     def forget(self) -> None:
-        """Give up the connection to the store: it is not needed once all are connected."""
+        """Close the connection to the store, which no connected rank needs."""
         self.__dict__.pop("_store", None)
 
     def _place(self, until: float, waiting: WaitWarning) -> _Place | None:
@@ -161,7 +163,7 @@ class Rendezvous:
             ) from error
 
     def _is_there(self, seconds: float) -> bool:
-        with suppress(RuntimeError):  # its kind differs from store to store
+        with suppress(RuntimeError):  # each kind of store has its own class of time-out error
             self._store.wait([PLACE], timedelta(seconds=seconds))
             return True
         return bool(self._store.check([PLACE]))
@@ -185,16 +187,16 @@ class Rendezvous:
         """The addresses to try, in order."""
         if place.machine == _machine():
             yield LOOPBACK
-        yield from place.hosts  # also of what looks like this machine: copies of a virtual one do
+        yield from place.hosts  # also if the machine looks like this one: a copied virtual one does
         host = _host_of(self._given)
         if place.is_at_store and host is not None:
             yield host
 
 
 def _server(backlog: int) -> socket.socket:
-    """Listens at all addresses of this machine, at a port that the system chooses."""
+    """Returns a socket that listens at all addresses of this machine, at a port of the system's."""
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # there is IPv6, and it is switched off
+        with suppress(OSError):  # IPv6 exists and is switched off
             return socket.create_server(
                 ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
@@ -202,7 +204,7 @@ def _server(backlog: int) -> socket.socket:
 
 
 def _addresses(host: str | None) -> list[tuple[Any, ...]]:
-    """Of a host, in the order in which the system would try them."""
+    """The addresses of a host, in the order in which the system would try them."""
     with suppress(OSError):
         if host is not None:
             return list(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM))
@@ -210,13 +212,13 @@ def _addresses(host: str | None) -> list[tuple[Any, ...]]:
 
 
 def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
-    """Addresses of this machine for others, and whether the store is on it."""
+    """The addresses of this machine for others, and whether the store is on this machine."""
     given = os.environ.get("CKPT_HOST")
     if given:
         return [given], False
     for family, _, _, _, address in _addresses(store_host):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as towards:
-            towards.connect(address)  # sends nothing: it only chooses an address of our own
+            towards.connect(address)  # sends nothing, and only chooses an address of this machine
             own = towards.getsockname()[0]
             is_local = own.startswith("127.") or own == "::1"
             return [] if is_local else [own], is_local or own == address[0]
@@ -224,7 +226,7 @@ def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
 
 
 def _host_of(store: Store) -> str | None:
-    """The host of a TCPStore, whatever it is wrapped in; None for another store."""
+    """The host of a TCPStore inside any wrappers; None for another store."""
     found: object = store
     while (inner := getattr(found, "underlying_store", None)) is not None:
         found = inner
@@ -233,8 +235,8 @@ def _host_of(store: Store) -> str | None:
 
 
 def _began() -> float:
-    """When this process did, in seconds by the machine's clock; 0 where the system does not say."""
-    with suppress(OSError, AttributeError):  # there is no /proc, or no such clock
+    """The start of this process, in seconds by the machine's clock; 0 if it is unknown."""
+    with suppress(OSError, AttributeError):  # the system has no /proc, or no such clock
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
         up = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -244,7 +246,7 @@ def _began() -> float:
 
 @lru_cache(1)
 def _machine() -> str:
-    """What two processes have in common that reach each other by the loopback address."""
+    """The identity that processes share if they reach each other by the loopback address."""
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

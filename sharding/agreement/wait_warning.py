@@ -1,13 +1,13 @@
-"""Ranks that have been waited for unusually long: the one that waits says so, and waits on.
+"""The warning of a rank that waits unusually long for others; the rank waits on.
 
 Rules:
 
-1. Only the first operation of a call is watched: a rank that is missing there has not called. Later
-   on the others work, however long that takes.
-2. Rank 0 knows who is missing and names them, and tells those that wait for it that it does. Who
-   has not heard from rank 0 either names rank 0.
-3. It is a warning of the logger `ckpt`, which Python shows on stderr unless a program says
-   otherwise. Nothing fails by it.
+1. Only the first operation of a call is watched: a rank that is missing there has not called. In
+   later operations a missing rank is at work, for any length of time.
+2. Rank 0 names the missing ranks, and tells the ranks that wait for rank 0 that it has warned. A
+   rank that hears nothing from rank 0 names rank 0.
+3. The logger `ckpt` gets the warning; Python shows it on stderr by default. No call fails by a
+   warning.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from sharding.agreement.channel import Call
 
 NOTICE_SECONDS = 10.0
-"""How long rank 0 waits before it names who has not called."""
+"""The time after which rank 0 names the ranks that have not called."""
 GRACE_SECONDS = 2.0
-"""How much longer the others wait for its word that it does."""
+"""The time that the others wait longer, for the message that rank 0 has warned."""
 SHOWN = 8
-"""How many ranks a warning names."""
+"""The most ranks that a warning names."""
 _log = logging.getLogger("ckpt")
 
 
 class WaitWarning:
-    """When one wait of a rank is worth a word."""
+    """The time at which one wait of a rank becomes worth a warning."""
 
     def __init__(self, call: Call, rank: int) -> None:
         self._call, self._rank = call, rank
@@ -40,20 +40,20 @@ class WaitWarning:
             self._at = self.began + NOTICE_SECONDS + (GRACE_SECONDS if rank else 0.0)
 
     def until(self, seconds: float) -> float:
-        """So many seconds, or fewer until there is something to say."""
+        """Returns the given seconds, or the fewer ones until the warning is due."""
         return max(0.0, min(seconds, self._at - monotonic()))
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to say, once."""
+        """Whether the warning is due."""
         return monotonic() >= self._at
 
     def hush(self) -> None:
-        """There is nothing to say any more."""
+        """Give no warning for this wait."""
         self._at = float("inf")
 
     def say(self, missing: Sequence[int]) -> None:
-        """Name the ranks that have not called."""
+        """Warn once, with the ranks that have not called."""
         self.hush()
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         who = f"rank {missing[0]}, which has" if len(missing) == 1 else ""
