@@ -1,4 +1,4 @@
-"""Before the first save in the background: the memory and the process that it needs."""
+"""The memory and the process for the first background save, made in advance."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["prepare"]
 
 
 def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECONDS) -> None:
-    """The first save of `state` in the background will not have to wait for new memory.
+    """Prepares this process so that its first background save of `state` waits for no new memory.
 
-    Returns once the ranks know who will write what, which takes as long as a save needs to
-    describe the state. A thread then finds the memory for this rank's copy of its part, page by
-    page, and starts the process that writes. A save that comes before it is done waits for it.
+    Returns once the ranks have a plan, which takes as long as a save's description of the state. A
+    thread then allocates the memory for this rank's part, page by page, and starts the process
+    that writes. A save that begins earlier waits for the thread.
 
-    To be called as `ckpt.save`, by all ranks of `group`, with a state of the same shapes; an
-    optimizer's state counts once it exists, which for most is after the first step. From now on
-    this process has the memory: as much as the rank writes. Without this call the first save takes
-    it, and several times as long as a later one.
+    All ranks of `group` call this as they call `ckpt.save`, with a state of the same shapes. Most
+    optimizers have no state before their first step. From now on this process keeps the memory: as
+    much as the rank writes. Without this call the first save allocates it, and takes several times
+    as long as a later one.
 
     Raises:
-        StateError: something cannot be stored; the key path is named.
-        BackgroundError: an earlier save in the background failed and nobody was told until now.
-        RankError: another rank failed; its number and error are named.
+        StateError: a value cannot be stored; the error names its key path.
+        BackgroundError: an earlier background save failed, and no caller has seen its error.
+        RankError: another rank failed; the error names the rank and its error.
 
     >>> import ckpt, torch
     >>> ckpt.prepare({"w": torch.ones(2)})
@@ -46,7 +46,7 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
     with ranks.call("ckpt.prepare"), collected_later(), ExitStack() as stack:
         in_flight.wait()
         turn = object()
-        for _ in range(2):  # an interrupt may come while it is left
+        for _ in range(2):  # an interrupt may come while the turn is given up
             stack.callback(in_flight.leave_turn, turn)
 
         def described() -> FlatState:

@@ -1,9 +1,9 @@
-"""The steps of a save, blocking or not: agree on a plan; make a manifest of what was written.
+"""The steps of all saves: the ranks agree on a plan, and make a manifest of the written files.
 
 `agreed_attempt` communicates once, after describing: errors, hashes of structure, values and
-replicas, the attempt's ID. Descriptions, values and hashes of single tensors are exchanged only
-where these say that they differ. `finish` does twice: when all have written, and
-when rank 0 has committed. It may run in the background, by connections of its own.
+replicas, the attempt's ID. The ranks exchange descriptions, values and hashes of single tensors
+only if those hashes differ. `finish` communicates twice: when all ranks have written, and when
+rank 0 has committed. It may run in the background, by connections of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sharding.layout import Mesh
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What a user decided about one save."""
+    """The user's options of one save."""
 
     overwrite: bool
     compress: Compress
@@ -56,30 +56,30 @@ class SaveOptions:
     base: str | None = None
     replicas: Replicas = "sample"
     host: tuple[int, ...] = ()
-    """The ranks that share this rank's folder, which other hosts do not; empty for one folder."""
+    """The ranks of this rank's host if each host has a folder of its own; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """One save that all ranks agreed on, as one of them sees it. It holds no tensors."""
+    """One rank's view of a save that all ranks agreed on. It holds no tensors."""
 
     plan: SavePlan
-    """What this rank writes."""
+    """This rank's part of the save."""
     described: StateSpec
-    """The whole state, in the layouts that it is stored in; the same on every rank."""
+    """The whole state, in its stored layouts; equal on all ranks."""
     mesh: Mesh
     """The ranks that save, by their rank in the default process group."""
     rank: int
-    """This one among them."""
+    """The position of this rank among them."""
     attempt_id: int
-    """The same on every rank."""
+    """A random number; equal on all ranks."""
     options: SaveOptions
     began: float
-    """When nothing of it had been written yet, by `ckpt.transfer.commit.now`."""
+    """A time before the first write, by `ckpt.transfer.commit.now`."""
 
     @property
     def file_name(self) -> str:
-        """Of this rank's shard file."""
+        """The name of this rank's shard file."""
         return self.file_of(self.rank)
 
     def file_of(self, rank: int) -> str:
@@ -87,7 +87,7 @@ class SaveAttempt:
         return f"{self.attempt_id:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
 
     def job(self, url: str, options: Mapping[str, Any]) -> WriteJob:
-        """This rank's shard file in the folder `url`, as a writer is told of it."""
+        """The writer's job for this rank: its shard file in the folder `url`."""
         compress, base = self.options.compress, self.options.base
         rank = self.mesh.rank((self.rank,))
         wanted = {} if base is None else self.described.tensors
@@ -97,10 +97,10 @@ class SaveAttempt:
 def agreed_attempt(
     ranks: Ranks, store: Store, state: object, options: SaveOptions, check: Callable[[], None]
 ) -> tuple[SaveAttempt, Sequence[Leaf]]:
-    """An attempt to save `state`, and this rank's tensors by their numbers in its plan.
+    """Returns an attempt to save `state`, and this rank's tensors by their numbers in its plan.
 
-    The same attempt on all ranks, or the error of one of them on all. Called by all ranks. `check`
-    may raise what stands against this save on this rank.
+    All ranks call this, and get the same attempt, or all raise if one fails. `check` may raise an
+    error that forbids this save on this rank.
     """
 
     def described() -> FlatState:
@@ -136,9 +136,9 @@ _last_plan = keeps_last(plan_save)
 
 
 def check_place(store: Store, overwrite: bool) -> None:
-    """Raise ExistsError for a place that is taken, InUseError for one that others borrow from.
+    """Raises ExistsError if the place is taken, InUseError if other checkpoints borrow from it.
 
-    To be called by rank 0 alone.
+    Rank 0 alone calls this.
     """
     if not overwrite:
         names = store.names()
@@ -166,9 +166,9 @@ def _check_arguments(ranks: Ranks, store: Store, options: SaveOptions) -> None:
 
 
 def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[str]:
-    """The names of tensors whose replicas differ, which rank 0 warns of.
+    """Returns the names of tensors whose replicas differ; rank 0 warns of them.
 
-    Raises StateError on all ranks where the save is to check them.
+    Raises StateError on all ranks if the option is "check".
     """
     if held.balanced:
         return []
@@ -178,13 +178,13 @@ def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[s
     told = f"not the same on all ranks that have them: {named(found)}"
     if hashes.way == "check":
         raise StateError(
-            f"{told}; nothing was written; make them equal, or give what differs between ranks a "
-            'name of its own; replicas="sample" stores the lowest rank\'s, with a warning'
+            f"{told}; nothing was written; make them equal, or give tensors that differ between "
+            'ranks different names; replicas="sample" stores the lowest rank\'s, with a warning'
         )
     if ranks.rank == 0:
         warn(
             f"{told}; they are stored as the lowest rank has them, with all of their modules; give "
-            "what differs between ranks a name of its own",
+            "tensors that differ between ranks different names",
             ReplicasWarning,
             stacklevel=4,
         )
@@ -192,14 +192,14 @@ def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[s
 
 
 def _warn_of_values(ranks: Ranks, held: MergedState) -> None:
-    """Name this rank's plain values that are not stored."""
+    """Warns of this rank's plain values that are not stored."""
     names = held.conflicting_values if held.same_values else other_than_first(ranks, held)
     if names:
         warn(conflict_message(ranks, names), stacklevel=4)
 
 
 def packed(summary: ShardSummary | None) -> bytes:
-    """What the manifest needs of a rank's file; nothing where the rank wrote none."""
+    """Returns the manifest's facts about a rank's file as bytes; empty without a file."""
     if summary is None:
         return b""
     s = summary
@@ -208,7 +208,7 @@ def packed(summary: ShardSummary | None) -> bytes:
 
 
 def unpacked(record: bytes) -> ShardSummary:
-    """What a rank packed of its file."""
+    """Returns the facts that `packed` made into bytes."""
     size, header, table, digest, *borrowed = record.decode().split()
     used, base_digest = (int(borrowed[0], 16), borrowed[1]) if borrowed else (0, "")
     return ShardSummary(int(size), int(header), int(table), digest, used, base_digest=base_digest)
@@ -221,14 +221,14 @@ def finish(
     written: ShardSummary | None,
     error: Exception | None,
 ) -> None:
-    """All ranks' files become a checkpoint, or none does and all ranks raise.
+    """Makes a checkpoint of all ranks' files; if that fails, all ranks raise and none exists.
 
-    Called by all ranks, each with what came of its own file.
+    All ranks call this, each with the result of its own file, or its error.
     """
     try:
         records = ranks.gather("writing", packed(written), error)
     except Exception as failed:
-        # If there is a file: nothing will ever refer to it, where rank 0 knows of the failure.
+        # Once rank 0 knows of the failure, no manifest will refer to this rank's file.
         if not _is_without_word(failed):
             with suppress(OSError):
                 store.delete(attempt.file_name)
@@ -239,7 +239,7 @@ def finish(
         records, attempt = _told_to_hosts(ranks, attempt, records)
     if ranks.rank == 0 or ranks.global_rank == min(attempt.options.host, default=0):
         _, failure = result_or_error(lambda: write_manifest(store, attempt, records))
-    # From here on the manifest may be there, whatever goes wrong: the files stay.
+    # From here on the manifest may exist, so the files stay after any failure.
     try:
         ranks.agree("committing", failure)
     except RankError as failed:
@@ -250,14 +250,14 @@ def finish(
 
 
 def _is_without_word(error: Exception) -> bool:
-    """Whether rank 0 has not said how it ended: it may have written the manifest."""
+    """Whether rank 0 has ended, or is late, without an answer: the manifest may exist."""
     return isinstance(error, RankError) and error.rank == 0 and error.error in (ENDED, LATE)
 
 
 def _told_to_hosts(
     ranks: Ranks, attempt: SaveAttempt, records: Sequence[bytes]
 ) -> tuple[list[bytes], SaveAttempt]:
-    """The records of all ranks and rank 0's metadata, on every rank. Called by all ranks."""
+    """Returns all ranks' records, and the attempt with rank 0's metadata. All ranks call this."""
     told = [[record.decode() for record in records], dict(attempt.options.metadata)]
     found, metadata = json.loads(ranks.broadcast(json.dumps(told).encode()))
     options = replace(attempt.options, metadata=metadata)
@@ -265,9 +265,9 @@ def _told_to_hosts(
 
 
 def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes]) -> None:
-    """The checkpoint exists when this returns. `records` has what each rank packed, by rank.
+    """Writes the manifest: the checkpoint exists when this returns. `records` are by rank.
 
-    To be called by rank 0 alone, or by one rank of each host, when all ranks have written.
+    Rank 0 alone calls this, or one rank of each host, when all ranks have written.
     """
     options = attempt.options
     files = []
@@ -289,7 +289,7 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
 
 
 def writer_of(world_size: int, metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a manifest says of the program that wrote it, with the text that a user added."""
+    """The manifest's entry about the program that wrote it, with the user's metadata."""
     return {
         "ckpt": __version__,
         "torch": torch.__version__,

@@ -1,9 +1,9 @@
-"""Saving: describe, plan, write, commit; or stage, and the rest in the background.
+"""Saving: describe, plan, write, commit; or stage, and do the rest in the background.
 
 The ranks communicate three times: in `agreed_attempt`, before anything is written; after writing,
-when rank 0 gets one record of each rank; and when the commit has ended. In a save in the background
-the call does the first, and `ckpt.background.save` the others. A failure anywhere before the commit
-leaves nothing that a reader would take for a checkpoint.
+when rank 0 gets one record of each rank; and when the commit has ended. In a background save the
+call does the first, and `ckpt.background.save` does the others. A failure before the commit leaves
+nothing that a reader would take for a checkpoint.
 """
 
 from __future__ import annotations
@@ -96,57 +96,56 @@ def save(
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> SaveHandle | None:
-    """A committed checkpoint of `state` at `url` when this returns, on every rank.
+    """Returns, on every rank, once a committed checkpoint of `state` exists at `url`.
 
-    With `blocking=False`, a handle when training may go on; the checkpoint is of the state at the
-    call, whatever changes it afterwards, and exists when the handle's `wait` returns
-    (docs/saving.md).
+    With `blocking=False`, returns a handle as soon as training may go on. The checkpoint has the
+    state at the time of the call, and exists when the handle's `wait` returns (docs/saving.md).
 
-    To be called by all ranks of `group` (by default of the default process group; one process
-    needs none); with `group="self"` by any rank by itself, which stores what it has. `state` is a
+    All ranks of `group` call this (None is the default process group; a single process needs no
+    group); with `group="self"` one rank calls it alone, and stores its own state. `state` is a
     nest of dicts, lists and tuples of tensors, DTensors, plain values, modules, optimizers and
-    other objects with `state_dict`. Every key that any rank has is in the checkpoint. A plain
-    tensor is a replica on every rank that has it under its name: give what differs between ranks a
-    name of its own. Writes each element once, divided evenly among its replicas; gathers nothing.
+    other objects with `state_dict`. The checkpoint has every key of every rank. Plain tensors of
+    one name are replicas: give tensors that differ between ranks different names. Each element is
+    written once, and the replicas share the work evenly; no rank gathers whole tensors.
 
     Args:
         url: a folder, on a disk that all ranks see or at any fsspec URL.
-        overwrite: replace the checkpoint that is there. It stays readable until the new one is
-            complete, and if this fails.
+        overwrite: replace the checkpoint at `url`. The old one stays readable until the new one is
+            complete, and if the save fails.
         compress: zstd behind a byte shuffle: about a third smaller for bfloat16, and slower than a
-            local disk. "delta", with a `base` that was saved with `compress`, stores what chunks
-            differ in from the base's, where that is less.
+            local disk. "delta", with a `base` that was saved with `compress`, stores a chunk as
+            its difference from the base's chunk if the difference is smaller.
         metadata: text to keep in the manifest, shown by `ckpt inspect`.
-        base: an earlier checkpoint in the same folder as `url`. What is unchanged since, chunk by
-            chunk by checksum, is not written again: it is read from there, so the base cannot be
-            deleted (`ckpt.delete`) before this one. Saved by as many ranks, or nothing is shared.
-        replicas: how the ranks compare tensors that several of them have. "sample": by some bytes
-            of each. Those that differ are stored as the lowest rank has them, with a
-            ReplicasWarning on rank 0 that names them. "check": by every byte. A difference is an
-            error.
-        progress: called with numbers of bytes as they are written by this rank; by another thread
-            where the save is in the background.
-        blocking: whether to return only when the checkpoint exists.
-        staging: when a save in the background copies the state: all of it in the call ("copied"),
-            or what only the steps of optimizers in the state change during the forward and
-            backward passes that follow ("overlapped"; docs/saving.md says which changes to it
-            are found and which are not).
-        when_busy: what to do while a save of this process is in the background: wait until it is
-            over, or refuse this one.
-        storage_options: what the fsspec driver of `url` is told: addresses, credentials. What its
-            environment variables say needs no options (docs/stores.md).
-        timeout: seconds that a rank waits for another at most, in the call and in the background.
-            Then all raise a RankError that names who has not come.
+        base: an earlier checkpoint in the same folder as `url`. Chunks whose checksums are
+            unchanged since then are not written again, but read from the base, so the base
+            cannot be deleted (`ckpt.delete`) before this checkpoint. Chunks are shared only if as
+            many ranks saved the base.
+        replicas: how the ranks compare a tensor's replicas. "sample": by a sample of the bytes. If
+            they differ, the lowest rank's tensor is stored, and rank 0 gives a ReplicasWarning that
+            names the tensor. "check": by every byte. A difference is an error.
+        progress: called with numbers of bytes as this rank writes them; in a background save by
+            another thread.
+        blocking: whether to return only once the checkpoint exists.
+        staging: when a background save copies the state. "copied": all of it in the call.
+            "overlapped": the tensors that only the optimizers' steps change are copied during the
+            next forward and backward pass (docs/saving.md lists the changes that are found, and
+            those that are not).
+        when_busy: while a background save of this process is in flight, "wait" until it is over, or
+            "refuse" this one.
+        storage_options: options of the fsspec driver of `url`: addresses, credentials. Settings in
+            the driver's environment variables need no options (docs/stores.md).
+        timeout: the most seconds that a rank waits for another, in the call and in the background.
+            Then all raise a RankError that names the missing rank.
 
     Raises:
-        ArgumentError: an option has no such value, or the state stands before the URL.
-        StateError: something cannot be stored; the key path is named. Or what ranks have cannot be
-            united, or replicas differ that were to be checked. Nothing was written.
-        ExistsError: there is a checkpoint at `url`, of whatever format, and `overwrite` is False;
-            or an InUseError: others beside it borrow from it.
-        BusyError: on all ranks, if one was busy and `when_busy` is "refuse".
-        BackgroundError: an earlier save in the background failed and nobody was told until now.
-        RankError: another rank failed; its number and error are named.
+        ArgumentError: an option does not have such a value, or the state stands before the URL.
+        StateError: a value cannot be stored (the error names its key path), the ranks' states
+            contradict each other, or checked replicas differ. Nothing was written.
+        ExistsError: a checkpoint of any format is at `url`, and `overwrite` is False. InUseError, a
+            subclass: checkpoints beside it borrow from it.
+        BusyError: on all ranks, if a rank was busy and `when_busy` is "refuse".
+        BackgroundError: an earlier background save failed, and no caller has seen its error.
+        RankError: another rank failed; the error names the rank and its error.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +185,7 @@ def save_with(
     storage_options: Options,
     timeout: float,
 ) -> SaveHandle | None:
-    """As `save`, with options that are made in the call: other ranks are told of their error."""
+    """As `save`, but makes the options inside the call, so that all ranks hear of a wrong one."""
     started = time.perf_counter()
     ranks = Ranks(group, timeout)
     later = None if blocking else Ranks(group, timeout, "saves in the background")
@@ -202,7 +201,7 @@ def save_with(
 
             def check() -> None:
                 turn = None if blocking else object()
-                for _ in range(2):  # an interrupt may come while it is left
+                for _ in range(2):  # an interrupt may come while the turn is given up
                     stack.callback(in_flight.leave_turn, turn)
                 check_word("staging", staging, get_args(When))
                 check_free(when_busy, turn, ranks.is_single_process)
@@ -227,10 +226,10 @@ def save_with(
 
 
 def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
-    """Raise what stands against any save on this rank; one in the background takes this turn.
+    """Raises if this rank cannot save now; a background save takes the turn `turn`.
 
-    Other threads may have begun one since this one waited. Ranks do not wait for those here: each
-    could wait for what the other's threads are about to begin.
+    Another thread may have begun a save since this one waited. Several ranks do not wait for it
+    here: each could wait for a save that another rank's threads are about to begin.
     """
     check_word("when_busy", when_busy, get_args(WhenBusy))
     while in_flight.is_busy() if turn is None else not in_flight.take_turn(turn):
@@ -248,11 +247,11 @@ def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
 def _write(
     store: Store, attempt: SaveAttempt, leaves: Sequence[Leaf], progress: Progress | None
 ) -> ShardSummary | None:
-    """This rank's shard file; None when there is nothing for it to write."""
+    """Writes this rank's shard file; returns None if the rank has nothing to write."""
     items = attempt.plan.items
     if not items:
         return None
     tensors = [outgoing(item, leaves[item.source].local) for item in items]
-    # Ranks that share a core hash and write in turn: they wait for the processor, not the disk.
+    # Ranks that share a core do not overlap hashes with writes: they wait for the core alone.
     overlap = workers_for(attempt.mesh.size) > 1 or not isinstance(store, LocalStore)
     return write(attempt.job(store.url, store.options), store, tensors, progress, overlap)

@@ -1,1 +1,1 @@
-"""Plans as values: who reads, writes and sends which bytes. No torch, no store, no ranks."""
+"""Plans as values: the bytes that each rank reads, writes and sends. No torch, store or ranks."""

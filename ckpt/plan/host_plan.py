@@ -1,11 +1,11 @@
-"""Who writes what where each host has a folder of its own: a pure function, as in `save_plan`.
+"""The division of a save's writes if each host has a folder of its own: a pure function.
 
 Rules:
 
-1. A tensor that all ranks hold whole is stored on each host, by the host's ranks together.
-2. Of a tensor that is cut, a rank's part is stored on its host: once, if several ranks of the host
-   hold that part.
-3. So the ranks of a host read no other host's file, as long as no rank moves to another host.
+1. A tensor that all ranks hold whole is stored on each host; the host's ranks share the work.
+2. A rank's part of a sharded tensor is stored on the rank's host: once, if several ranks of the
+   host hold this part.
+3. The ranks of a host thus read no other host's file, as long as no rank moves to another host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sharding.layout import Layout, Mesh, Only, Placement, Replicate
 def host_layouts(
     tensors: Mapping[str, StoredTensor], host: Collection[int]
 ) -> dict[str, StoredTensor]:
-    """Every tensor as the ranks of one host hold it, for `stored_layouts` to divide.
+    """Returns every tensor as the ranks of one host hold it; `stored_layouts` divides the result.
 
-    Raises ArgumentError where two hosts share a part in a way that no layout says.
+    Raises ArgumentError if no layout describes the part of this host alone.
     """
     ranks = frozenset(host)
     made: dict[int, StoredTensor] = {}
@@ -37,7 +37,7 @@ def host_layouts(
 
 
 def _on_host(name: str, layout: Layout, host: frozenset[int]) -> Layout:
-    """A layout with replicas on this host alone; on another where this one has nothing of it."""
+    """The layout with its replicas on this host alone; unchanged if this host has no part."""
     mesh, axes = layout.mesh, layout.replica_axes
     found = {rank: mesh.coordinate(rank) for rank in host}
     here = {rank: where for rank, where in found.items() if where is not None}
@@ -46,7 +46,7 @@ def _on_host(name: str, layout: Layout, host: frozenset[int]) -> Layout:
         return Layout(layout.shape, alone, (Replicate(),))
     lowest = {axis: min((where[axis] for where in here.values()), default=0) for axis in axes}
     chosen: dict[int, Placement] = {axis: Only(index) for axis, index in lowest.items()}
-    for axis in axes:  # a host that has all replicas along an axis divides the work among them
+    for axis in axes:  # the replicas along an axis share the work if they are all on this host
         every = product(here.values(), range(mesh.sizes[axis]))
         if here and all(mesh.rank(_at(where, {axis: i})) in host for where, i in every):
             del chosen[axis]
@@ -62,5 +62,5 @@ def _on_host(name: str, layout: Layout, host: frozenset[int]) -> Layout:
 
 
 def _at(where: tuple[int, ...], index: Mapping[int, int]) -> list[int]:
-    """A coordinate with other indexes along these axes."""
+    """Returns the coordinate with other indexes along these axes."""
     return [index.get(axis, at) for axis, at in enumerate(where)]

@@ -6,8 +6,9 @@ tensor lies: in extents of files, or in the memory of ranks (`PeerPieces`).
 
 Rules:
 
-1. An item that bytes can be read into as it lies is one direct read. Any other item is *staged*:
-   it is read into memory of its own and copied. A large item is staged some rows at a time.
+1. An item is one direct read if its bytes can be read into the target's memory as it lies. Any
+   other item is *staged*: it is read into memory of its own and copied. A large item is staged a
+   number of rows at a time.
 2. Ranks that want the same elements may each read a share and exchange it: a replicated tensor is
    divided evenly (`Split`), as a save divides it, and a small one is read by one rank, each rank in
    its turn (`Only`). A rank reads its share directly into its target. Staged items take no part.
@@ -55,7 +56,7 @@ class LoadItem(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Memory into which a tensor, or some of its rows, are read before they are copied."""
+    """Memory into which a tensor, or a part of its rows, is read before it is copied."""
 
     dtype: DType
     """The record's dtype."""
@@ -70,7 +71,7 @@ class Stage(NamedTuple):
 
 
 class TensorRead(NamedTuple):
-    """The reads of one tensor, or of some rows of one."""
+    """The reads of one tensor, or of a part of its rows."""
 
     name: str
     target: int
@@ -84,13 +85,13 @@ class LoadPolicy:
     """The options of a plan, and its limits of memory."""
 
     stage_bytes: int
-    """Staged at once."""
+    """The most bytes staged at once."""
     exchange: bool = False
     """Whether replicas exchange what they read."""
     scatter_bytes: int = 0
-    """Read for other ranks at once, and received from them; 0 if nothing is scattered."""
+    """The most bytes read for other ranks at once, and received from them; 0: no scatter reads."""
     move_bytes: int = 0
-    """Moved at once between the memory of ranks."""
+    """The most bytes moved at once between the memory of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +99,17 @@ class LoadPlan:
     """One rank's part in a load."""
 
     reads: tuple[TensorRead, ...]
-    """From files, in the order of the items."""
+    """The reads from files, in the order of the items."""
     exchanges: tuple[TensorMove, ...] = ()
-    """Between replicas, after all reads. A source is a range of its own target's elements."""
+    """Moves between replicas, after all reads. A source is a range of its own target's elements."""
     scatter_rounds: tuple[ScatterRound, ...] = ()
-    """After the exchanges."""
+    """The scatter rounds, after the exchanges."""
     peer_moves: tuple[tuple[TensorMove, ...], ...] = ()
-    """From the memory of ranks, in batches. A source is a rank's part of a tensor."""
+    """Moves from the memory of ranks, in batches. A source is a rank's part of a tensor."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Targets that the plan fills on this rank, each once."""
+        """The names of the targets that the plan fills on this rank, each once."""
         found = dict.fromkeys(read.name for read in self.reads)
         found.update((move.name, None) for round_ in self.scatter_rounds for move in round_.moves)
         return tuple(found)
@@ -126,7 +127,7 @@ class LoadPlan:
 
     @property
     def fingerprint(self) -> int:
-        """64 bits that are equal on ranks that exchange and scatter the same; else 0."""
+        """64 bits, equal on ranks with equal exchanges and scatter rounds; 0 without any."""
         if not self.exchanges and not self.scatter_rounds:
             return 0
         hasher = xxhash.xxh3_64()
@@ -142,7 +143,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class PeerPieces:
-    """The places of a tensor that the ranks have in memory."""
+    """The pieces of a tensor that the ranks hold in memory."""
 
     layout: Layout
 
@@ -150,7 +151,7 @@ class PeerPieces:
         return self.locate(Box.whole(self.layout.shape))
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
-        """The pieces of ranks that hold some of `box`; the extents have no file."""
+        """Yields the pieces of ranks that hold elements of `box`; the extents have no file."""
         for rank in self.layout.holders(box):
             for piece in self.layout.pieces(rank):
                 if piece.box & box:
@@ -165,7 +166,7 @@ def plan_load(
     policy: LoadPolicy,
     copies: BoxCopies | None = None,
 ) -> LoadPlan:
-    """The plan by which `rank` fills its items. Pure, but for headers of files that it looks up.
+    """Returns the plan by which `rank` fills its items. Pure, but for headers of files it looks up.
 
     `world` has all ranks along one axis. `copies` may be shared by several plans.
 
@@ -206,7 +207,7 @@ class _Planner:
     shares: dict[tuple[Layout, int | None], Layout]
 
     def add(self, item: LoadItem) -> bool:
-        """Plans one item; True for one that the ranks have in memory, which is planned later."""
+        """Plans one item; returns True for an item in the ranks' memory, which is planned later."""
         name, source, target, layout, _, is_direct = item
         record = self.records[source]
         if isinstance(record.pieces, PeerPieces):
@@ -224,7 +225,7 @@ class _Planner:
         return False
 
     def _staged(self, item: LoadItem, record: TensorRecord) -> Iterator[TensorRead]:
-        """The reads of an item that is staged: all at once, or some rows at a time (rule 1)."""
+        """Yields the reads of a staged item: one read, or one for each run of rows (rule 1)."""
         name, _, target, layout, shape, _ = item
         pieces, dtype = self.copies.pieces(layout, self.rank), record.dtype
         if not shape or dtype.nbytes(shape) <= self.policy.stage_bytes:
@@ -271,7 +272,7 @@ class _Planner:
         return self.shares[key]
 
     def batches(self, items: Sequence[LoadItem]) -> Iterator[tuple[TensorMove, ...]]:
-        """Moves from the memory of ranks, of at most `move_bytes` at once if a tensor has no more.
+        """Yields the moves from the ranks' memory in batches: `move_bytes`, or one larger tensor.
 
         Raises HoleError for elements that no rank has.
         """
@@ -294,7 +295,7 @@ class _Planner:
 
 
 def divided(layout: Layout, turn: int | None) -> Layout:
-    """The layout in which each element is held once: shared evenly, or by replica `turn` alone.
+    """Returns the layout that holds each element once: evenly, or by replica `turn` alone.
 
     >>> mesh = Mesh.grid(("dp",), (2,))
     >>> replicated = Layout((4,), mesh, (Replicate(),))

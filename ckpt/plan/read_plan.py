@@ -1,20 +1,20 @@
 """Plans the reads of a load as values: read requests, and the byte ranges of files.
 
-A `ReadRequest` says: this box of a tensor lies at these elements of an extent, and belongs at those
-elements of target number n. Tensors that lie alike at both ends share one `BoxCopy`, so a tensor
-costs a look-up in place of the geometry. `byte_ranges_of` turns requests into ranges of files. A
-range is read either directly into its target, or into scratch memory and placed from there.
+A `ReadRequest` has one box of a tensor, with its elements in an extent and its elements in target
+number n. Tensors with equal places at both ends share one `BoxCopy`, so a tensor costs a look-up in
+the place of the geometry. `byte_ranges_of` turns requests into ranges of files. A range is read
+either directly into its target, or into scratch memory and placed from there.
 
 Rules:
 
-1. Where the bytes have checksums and the caller wants them verified, a byte range is whole chunks.
-   A small record with one checksum counts as one chunk (rule 3 bounds its size). Any other
+1. If the bytes have checksums and the caller wants them verified, a byte range is whole chunks. A
+   small record with one checksum counts as one chunk (rule 3 bounds its size). Any other
    uncompressed range is exactly the wanted bytes.
 2. Uncompressed elements that are contiguous at both ends are read directly into the target. The
    chunks at the two ends go through scratch memory if they hold other bytes too.
 3. Reading beyond the need is bounded: rows further apart than `gap_bytes`, or than one chunk, are
    byte ranges of their own.
-4. Nothing here reads, and nothing here holds memory: a target is a number.
+4. This module reads no bytes and holds no memory: a target is a number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Limits:
     scratch_bytes: int
     """The limit of a byte range through scratch memory, unless one chunk is longer."""
     gap_bytes: int = 64 << 10
-    """Bytes worth reading for nothing rather than starting another read."""
+    """The most unwanted bytes between two ranges that are read together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class BoxCopy:
 
     @classmethod
     def of(cls, source: Piece, target: Piece) -> BoxCopy:
-        """The copy between two pieces that have the same box."""
+        """Returns the copy between two pieces of the same box."""
         is_packed = source.is_packed
         numel = prod(source.box.shape)
         return cls(source, target, numel, is_packed, is_packed and target.is_packed)
@@ -86,7 +86,7 @@ class ReadRequest(NamedTuple):
 
 
 class BoxCopies:
-    """Geometry that is worked out once, for all tensors that are laid out alike.
+    """Box copies and pieces, computed once for all tensors with equal places.
 
     Pieces and layouts are looked up by identity. Layouts that are equal give the same pieces.
     """
@@ -99,7 +99,7 @@ class BoxCopies:
         self._numels: dict[int, tuple[Piece, int]] = {}
 
     def of(self, stored: Piece, wanted: Piece) -> BoxCopy | None:
-        """The copy of the elements that two pieces have in common; None if there are none."""
+        """Returns the copy of the elements that two pieces share; None if they share none."""
         key = id(stored), id(wanted)
         known = self._copies.get(key)
         if known is None:
@@ -110,14 +110,14 @@ class BoxCopies:
         return known[2]
 
     def numel(self, piece: Piece) -> int:
-        """The elements of a piece."""
+        """Returns the number of elements of a piece."""
         known = self._numels.get(id(piece))
         if known is None:
             known = self._numels[id(piece)] = piece, piece.box.numel
         return known[1]
 
     def pieces(self, layout: Layout, rank: int) -> tuple[Piece, ...]:
-        """The pieces of a rank: the same objects for equal layouts."""
+        """Returns the pieces of a rank: the same objects for equal layouts."""
         known = self._pieces.get((id(layout), rank))
         if known is None:
             pieces = self._equal.get((layout, rank))
@@ -127,7 +127,7 @@ class BoxCopies:
         return known[1]
 
     def whole(self, shape: Shape) -> tuple[Piece]:
-        """The one piece of a whole tensor, packed: the same object for the same shape."""
+        """Returns the one, packed piece of a whole tensor: the same object for the same shape."""
         found = self._wholes.get(shape)
         if found is None:
             found = self._wholes[shape] = (Piece.packed(Box.whole(shape)),)
@@ -141,7 +141,7 @@ def requests_for(
     copies: BoxCopies | None = None,
     name: str | None = None,
 ) -> list[ReadRequest]:
-    """The requests that fill `pieces` of a target from a tensor's stored pieces, each element once.
+    """Returns requests that fill `pieces` of a target from stored pieces, each element once.
 
     Errors call the tensor `name`, by default as the record does.
 
@@ -167,14 +167,14 @@ def requests_for(
 
 
 class ByteRange(NamedTuple):
-    """Bytes `[lo, hi)` of a file, and where they belong."""
+    """Bytes `[lo, hi)` of a file, and their place in a target."""
 
     file: str
     lo: int
     hi: int
     request: ReadRequest
     direct: bool
-    """Whether they are bytes of the target as they lie in the file."""
+    """Whether the bytes go into the target as they lie in the file."""
     at: int
     """If direct, the first byte in the target; else the first byte of the decoded extent."""
     chunk: int
@@ -193,7 +193,7 @@ class ByteRange(NamedTuple):
 def byte_ranges_of(
     requests: Iterable[ReadRequest], verify: bool, limits: Limits
 ) -> list[ByteRange]:
-    """The byte ranges that fulfil all requests, sorted by file and offset."""
+    """Returns the byte ranges that fulfil all requests, sorted by file and offset."""
     found: list[ByteRange] = []
     most = limits.direct_bytes
     for request in requests:
@@ -246,7 +246,7 @@ class _Cut:
         return _unit_bytes(self.request.extent, self.verify, self.limits)
 
     def byte_ranges(self, box_copy: BoxCopy) -> Iterator[ByteRange]:
-        """The byte ranges of a part of the request."""
+        """Yields the byte ranges of a part of the request."""
         box, source = box_copy.source.box, box_copy.source
         if not box:
             return
@@ -282,7 +282,7 @@ class _Cut:
         return rows // whole * whole or rows
 
     def _direct(self, box_copy: BoxCopy) -> Iterator[ByteRange]:
-        """Whole chunks of a contiguous range directly, partial ones at its ends by scratch."""
+        """Yields a contiguous range: whole chunks directly, partial ones at its ends by scratch."""
         itemsize, extent = self.request.itemsize, self.request.extent
         lo = box_copy.source.at * itemsize
         hi = lo + box_copy.numel * itemsize
@@ -307,7 +307,7 @@ class _Cut:
             yield self._placed(_flat_part(box_copy, itemsize, last, hi), last, hi)
 
     def _placed(self, box_copy: BoxCopy, lo: int, hi: int) -> ByteRange:
-        """The byte range that decodes to bytes `[lo, hi)` of the extent, and more."""
+        """Returns the byte range that decodes to bytes `[lo, hi)` of the extent, and more."""
         self._check_inside(lo, hi)
         extent = self.request.extent
         size, begin, end, chunk = self._chunk_bytes, lo, hi, -1
@@ -353,7 +353,7 @@ def _narrow(box: Box, dim: int, lo: int, hi: int) -> Box:
 
 
 def _flat_part(box_copy: BoxCopy, itemsize: int, lo: int, hi: int) -> BoxCopy:
-    """Bytes `[lo, hi)` of the extent as one row, of a copy that is contiguous at both ends."""
+    """Returns bytes `[lo, hi)` of the extent as one row of a copy contiguous at both ends."""
     start, stop = lo // itemsize, hi // itemsize
     box = Box((0,), (stop - start,))
     target = box_copy.target.at + start - box_copy.source.at
@@ -361,7 +361,7 @@ def _flat_part(box_copy: BoxCopy, itemsize: int, lo: int, hi: int) -> BoxCopy:
 
 
 def groups_of(byte_ranges: Iterable[ByteRange], limits: Limits) -> Iterator[list[ByteRange]]:
-    """Groups of neighbouring byte ranges in a file, each for one read."""
+    """Yields groups of neighbouring byte ranges in a file, each for one read."""
     group: list[ByteRange] = []
     file, begin, end, direct_end = "", 0, 0, 0
     is_tight, through = limits.read_bytes > limits.scratch_bytes, 0

@@ -1,20 +1,20 @@
-"""Who writes what: pure functions from layouts to stored layouts and to a rank's shard file.
+"""The division of a save's writes: from layouts to stored layouts and to a rank's shard file.
 
-`stored_layouts` is the same on every rank; `plan_save` says what one rank writes. A `SavePlan` is
-printable and holds no memory: a tensor is a number, and whoever runs the plan has the tensors.
+`stored_layouts` is the same on every rank; `plan_save` plans the writes of one rank. A `SavePlan`
+is printable and holds no memory: a tensor is a number, and the caller has the tensors.
 
 Rules:
 
 1. Each element is stored once. A tensor's stored layout is its layout with `Split` or `Only` in the
    place of every `Replicate`.
-2. A replicated tensor of at least `SPLIT_BYTES` a replica is divided evenly among its replicas. The
-   smaller ones go to one replica each: those of one kind of layout are laid end to end in the
-   state's order, and that line is cut into as many equal parts as there are replicas. So every rank
-   writes about as much, and neighbours (a norm's mean and variance) come from one rank.
-3. A tensor whose replicas differ is stored by one replica alone: the one with the lowest rank of
-   its mesh. So are the other tensors of its module: no tensor and no module is a mix.
-4. Nothing here communicates or depends on the rank that asks; the work does not grow with the
-   number of ranks.
+2. A replicated tensor of at least `SPLIT_BYTES` a replica is divided evenly among its replicas. A
+   smaller one goes to one replica: the small tensors of one kind of layout form a line in the
+   state's order, and the line is cut into as many equal parts as there are replicas. All ranks
+   thus write about as much, and neighbours (a norm's mean and variance) come from one rank.
+3. A tensor whose replicas differ is stored by one replica alone: that of the lowest rank of its
+   mesh. The other tensors of its module come from the same replica: no tensor or module is a mix.
+4. The functions do not communicate. `stored_layouts` does not depend on the rank, and its work
+   does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SPLIT_BYTES = 256 << 10
 
 
 class WriteItem(NamedTuple):
-    """What one rank writes of one tensor: elements `[lo, hi)` of its local array, row-major."""
+    """One rank's write of one tensor: elements `[lo, hi)` of its local array, row-major."""
 
     name: str
     source: int
-    """The number of the tensor among those of the rank, in the state's order."""
+    """The number of the tensor among the rank's tensors, in the state's order."""
     dtype: DType
     lo: int
     hi: int
     shape: tuple[int, ...]
-    """Of the entry in the file: the local array's, or one dimension for a part of it."""
+    """The shape of the entry in the file: that of the local array, or one dimension for a part."""
     offset: int
-    """Where its bytes begin among those of all items."""
+    """The first of its bytes among the bytes of all items."""
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +57,7 @@ class SavePlan:
     """One rank's part in a save: its shard file."""
 
     items: tuple[WriteItem, ...]
-    """In the order of the file: by falling size of their elements, so that each is aligned."""
+    """The items in the order of the file: by falling element size, so that each is aligned."""
 
     @property
     def nbytes(self) -> int:
@@ -68,9 +68,9 @@ class SavePlan:
 def plan_save(
     held: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor], rank: int
 ) -> SavePlan:
-    """What `rank`, which holds the tensors `held`, writes of them in their stored layouts."""
+    """Returns the writes of `rank`, which holds the tensors `held`, by their stored layouts."""
     spans: dict[tuple[int, int], tuple[int, int, tuple[int, ...]] | None] = {}
-    """By the ids of both layouts, of which most tensors of a model share few."""
+    """Spans by the ids of both layouts: most tensors of a model share a few layouts."""
     found = []
     for source, (name, tensor) in enumerate(held.items()):
         have, layout = tensor.layout, stored[name].layout
@@ -89,13 +89,13 @@ def plan_save(
 
 
 def _span(have: Layout, stored: Layout, rank: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Which elements of what it has a rank stores, and the shape of the entry; None if none."""
+    """The elements of its part that a rank stores, and the entry's shape; None without elements."""
     lo, hi = stored.span(rank)
     if lo >= hi:
         return None
     shape = stored.local_shape(rank)
     if hi - lo != prod(shape):
-        first, _ = have.span(rank)  # what the rank has may be a range too
+        first, _ = have.span(rank)  # the rank's part may itself be a range
         lo, hi, shape = lo - first, hi - first, (hi - lo,)
     return lo, hi, shape
 
@@ -103,16 +103,16 @@ def _span(have: Layout, stored: Layout, rank: int) -> tuple[int, int, tuple[int,
 def stored_layouts(
     tensors: Mapping[str, StoredTensor], differing: Collection[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Every tensor with the layout it is stored in (rules 1 to 3).
+    """Returns every tensor with its stored layout (rules 1 to 3).
 
-    `differing` are the names of those whose replicas differ. Tensors whose descriptions are one
-    object share one in the result, too.
+    `differing` are the names of tensors whose replicas differ. Tensors that share a description
+    object share one in the result too.
     """
     small: dict[tuple[Mesh, tuple[int, ...]], _Line] = {}
     ways: dict[int, _Line | StoredTensor] = {}
-    """By the id of a description: the line its tensors stand in, or how they are stored."""
+    """By the id of a description: the line of its tensors, or its stored form."""
     by_one: dict[int, StoredTensor] = {}
-    """By the id of a description, how it is stored by one replica."""
+    """By the id of a description: its form when one replica stores it."""
     modules = {_module_of(name) for name in differing}
     stored: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
@@ -126,7 +126,7 @@ def stored_layouts(
             way = ways[id(tensor)] = _way(tensor, small)
         if isinstance(way, _Line):
             way.names.append(name)
-            way = tensor  # keeps the state's order; replaced below
+            way = tensor  # keeps the state's order until the line replaces it
         stored[name] = way
     for line in small.values():
         stored |= line.divided(tensors)
@@ -136,7 +136,7 @@ def stored_layouts(
 def _way(
     tensor: StoredTensor, small: dict[tuple[Mesh, tuple[int, ...]], _Line]
 ) -> _Line | StoredTensor:
-    """How a tensor is stored, or the line of small ones that it stands in."""
+    """The stored form of a tensor, or the line of small tensors that it joins."""
     layout = tensor.layout
     axes = layout.replica_axes
     if not axes:
@@ -147,7 +147,7 @@ def _way(
 
 
 def _module_of(name: str) -> str:
-    """The name of the module, or of another nest, that a tensor is an entry of."""
+    """The name of the module, or of another nest, that has the tensor as an entry."""
     return name.rpartition(".")[0]
 
 
@@ -167,7 +167,7 @@ class _Line:
     names: list[str] = field(default_factory=list)
 
     def divided(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Each with the one replica that stores it."""
+        """Returns each tensor with the one replica that stores it."""
         nbytes: dict[int, int] = {}
         for name in self.names:
             if id(tensors[name]) not in nbytes:
@@ -195,7 +195,7 @@ class _Line:
 
 
 def _bytes_per_replica(tensor: StoredTensor) -> int:
-    """Bytes that one replica of a tensor is spread over: all ranks see the same number."""
+    """The bytes that one replica of a tensor keeps on a rank: equal on all ranks."""
     return tensor.dtype.nbytes(tensor.shape) * tensor.layout.replicas // tensor.layout.mesh.size
 
 

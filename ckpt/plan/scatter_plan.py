@@ -1,8 +1,8 @@
 """Scatter reads: more ranks than saved load from a server, and each reads large ranges for others.
 
 Each rank wants a part of every tensor, and between two parts of one rank lie the parts of others.
-Asking for each part by itself would take a request for every tensor and rank. So neighbouring
-tensors form a *read batch*, which one rank of several reads and scatters to the others.
+Reads of single parts would need a request for each tensor and rank. Neighbouring tensors therefore
+form a *read batch*, which one rank of several reads and scatters to the others.
 
 Rules:
 
@@ -10,8 +10,8 @@ Rules:
 2. With k = loading / saving ranks, k ranks read each shard file and take batches round-robin. A
    tensor is scattered from its stored layout, with readers in the place of the saving ranks.
 3. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
-   them until the round is over, holds them once more as messages, and receives at most
-   as many at a time. A tensor of which one rank would read more is not taken.
+   them until the round is over, holds them once more as messages, and receives at most as many at
+   a time. A tensor is not scattered if one rank would read more of it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sharding.layout import Layout, Mesh
 
 
 class TensorMove(NamedTuple):
-    """A tensor that goes from one layout into another, as this rank takes part."""
+    """One rank's part in the move of a tensor from one layout into another."""
 
     name: str
     itemsize: int
     source: tuple[int, int]
-    """The elements of its source that this rank holds under `have`; `LoadPlan` says of which."""
+    """The elements of the source that this rank holds under `have`; `LoadPlan` names the source."""
     have: Layout
     target: int
     want: Layout
@@ -45,11 +45,11 @@ class ScatterRound:
     """Tensors that are read, held and scattered together."""
 
     moves: tuple[TensorMove, ...]
-    """A source is memory of its own, which this rank makes and fills before it moves."""
+    """The moves. A source is memory of its own, which this rank allocates and fills before."""
     requests: tuple[ReadRequest, ...]
-    """Fill the sources; their target is the position of the move in `moves`."""
+    """The reads that fill the sources; their target is the position of the move in `moves`."""
     sends: tuple[tuple[int, int], ...]
-    """The numbers of moves, in order, that travel together, and the bytes of all of them."""
+    """For each message, in order: the number of its moves, and the bytes of all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,19 +68,19 @@ class _Entry:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes that each saving rank has, on average."""
+        """The average bytes of a saving rank."""
         return -(-self.record.nbytes // self.stored.mesh.size)
 
     @property
     def reads(self) -> np.ndarray:
-        """Bytes to read, for each saving rank."""
+        """The bytes to read, for each saving rank."""
         found = np.empty(len(self.savers), np.int64)
         found[self.savers] = elements_held(self.stored) * self.record.dtype.itemsize
         return found
 
     @property
     def receives(self) -> np.ndarray:
-        """Bytes that each wanting rank receives at most, in the order of `wanting`."""
+        """The most bytes that each wanting rank receives, in the order of `wanting`."""
         return elements_held(self.want) * self.record.dtype.itemsize
 
 
@@ -92,7 +92,7 @@ class Scatter:
     """Collects the tensors of one load that are scattered."""
 
     def __init__(self, world: Mesh, rank: int, most_bytes: int, copies: BoxCopies) -> None:
-        """With `most_bytes` 0, nothing is taken."""
+        """With `most_bytes` 0, no tensor is taken."""
         self._world = world
         self._ranks = list(world.ranks())
         self._rank = rank
@@ -102,7 +102,7 @@ class Scatter:
         self._readers: dict[tuple[Mesh, int], Mesh] = {}
 
     def takes(self, name: str, record: TensorRecord, target: int, want: Layout) -> bool:
-        """Whether a tensor with a direct target is scattered; then it is collected."""
+        """Takes a tensor with a direct target if it is to be scattered; returns whether it is."""
         stored, ranks = record.layout, self._world.size
         if (
             stored is None
@@ -123,21 +123,21 @@ class Scatter:
         return True
 
     def rounds(self) -> tuple[ScatterRound, ...]:
-        """The rounds. Opens the files that this rank reads."""
+        """Returns the rounds. Opens the files that this rank reads."""
         return tuple(self._round(batches) for batches in self._divided())
 
     def _divided(self) -> list[list[_Batch]]:
-        """The tensors in batches, and the batches in rounds (rules 2 and 3).
+        """Returns the rounds of batches of tensors (rules 2 and 3).
 
-        A batch has less than `most_bytes` if some rank would have no batch to read otherwise.
+        A batch has less than `most_bytes` if a rank would have no batch to read otherwise.
         """
         every = sum(entry.record.nbytes for entry in self._entries)
         most_parts = min(self._most_bytes, -(-every // self._world.size))
         number, parts = -1, 0  # of the current batch
         reading = np.zeros(self._world.size, np.int64)  # by each rank, in the current batch
-        before = np.zeros_like(reading)  # and in earlier batches of its round
+        before = np.zeros_like(reading)  # by each rank, in earlier batches of its round
         rounds: list[list[_Batch]] = []
-        # In the order of the files; the target has them in the order of the state.
+        # Sorted into the order of the files; the target has the order of the state.
         for entry in sorted(self._entries, key=lambda one: -one.record.dtype.itemsize):
             reads = entry.reads
             if (
@@ -175,7 +175,7 @@ class Scatter:
         return ScatterRound(tuple(moves), tuple(requests), sends)
 
     def _sends(self, entries: Sequence[_Entry]) -> Iterator[tuple[int, int]]:
-        """Returns the numbers of tensors, in order, that travel together, and their bytes.
+        """Yields, for each message in order, the number of its tensors and their bytes.
 
         No rank receives more than `most_bytes` at once. A tensor of which one rank receives more
         travels alone, with `most_bytes` in the place of its bytes.
@@ -193,7 +193,7 @@ class Scatter:
             yield count, nbytes if received.max() <= self._most_bytes else self._most_bytes
 
     def _read_as(self, stored: Layout, number: int) -> Layout:
-        """A stored layout with the readers of a batch in the place of the ranks that saved."""
+        """Returns a stored layout with a batch's readers in the place of the ranks that saved."""
         mesh, each = stored.mesh, self._world.size // stored.mesh.size
         readers = self._readers.get((mesh, number % each))
         if readers is None:
@@ -203,6 +203,6 @@ class Scatter:
         return Layout(stored.shape, readers, stored.placements)
 
     def _reading(self, entry: _Entry, number: int) -> slice:
-        """The positions in the world of the ranks that read a tensor in a batch."""
+        """Returns the positions in the world of the ranks that read a tensor in a batch."""
         each = self._world.size // entry.stored.mesh.size
         return slice(number % each, None, each)

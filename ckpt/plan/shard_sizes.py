@@ -1,6 +1,6 @@
-"""Computes the sizes of a tensor's shards for all ranks together, by arithmetic on arrays.
+"""The sizes of a tensor's shards for all ranks together, by arithmetic on arrays.
 
-A plan that divides work by the sizes of shards needs them for thousands of tensors. `Layout.span`
+A plan that divides work needs the sizes of shards of thousands of tensors. Calls of `Layout.span`
 for each rank would take longer than the work.
 """
 
@@ -17,8 +17,8 @@ from sharding.layout import FlatShard, Layout, Mesh, Only, Split
 def elements_held(layout: Layout) -> np.ndarray:
     """Returns the largest number of elements of each mesh coordinate, in row-major order.
 
-    Exact along the axes that decide how much lies where: `FlatShard` and `Only`. Where an axis cuts
-    unevenly, those that hold less count like those that hold most: the most is exact.
+    The numbers are exact along `FlatShard` and `Only` axes. Along other axes that cut unevenly, all
+    coordinates count like the one with the most elements.
 
     >>> from sharding.layout import Shard
     >>> mesh = Mesh.grid(("dp",), (3,))
@@ -52,7 +52,7 @@ def elements_held(layout: Layout) -> np.ndarray:
 def positions(mesh: Mesh, world: Mesh) -> np.ndarray | None:
     """Returns the positions of a mesh's ranks in a world of one axis; None if one is not in it.
 
-    Remembered, as a model has thousands of tensors and few meshes: the array cannot be written to.
+    The result is cached, because a model has thousands of tensors and few meshes, and is read-only.
 
     >>> positions(Mesh.grid(("tp",), (2,), 1), Mesh.grid(("world",), (4,)))
     array([1, 2])
