@@ -19,15 +19,15 @@ Rules:
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ckpt
-from ckpt.errors import ArgumentError, MisuseError, NotACheckpointError
+from ckpt.errors import ArgumentError, MisuseError
 from ckpt.integrations.optional import needs
+from ckpt.integrations.removal import remove
 from ckpt.transfer.write_job import Compress
 
 with needs("lightning"):
@@ -50,17 +50,6 @@ __all__ = [
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
 """Lightning's names for the states of its module and of its optimizers."""
-
-
-def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint of ckpt at a path or URL, or on a disk what Lightning wrote there."""
-    try:
-        ckpt.delete(path)
-    except NotACheckpointError:
-        if os.path.isdir(path):
-            shutil.rmtree(path)
-        elif os.path.exists(path):
-            os.remove(path)
 
 
 class CkptCheckpointIO(CheckpointIO):

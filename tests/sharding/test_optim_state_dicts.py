@@ -789,6 +789,6 @@ def state_that_cannot_travel() -> str:
 
 def test_state_of_the_first_rank_that_cannot_be_sent_is_an_error_on_all(clusters: Any) -> None:
     first, second = clusters(2).run(state_that_cannot_travel)
-    assert "pickle" in first
+    assert "state_that_cannot_travel.<locals>.<lambda>" in first
     assert second.startswith("RankError")
     assert first.partition(": ")[2] in second
