@@ -1,7 +1,7 @@
-"""A state as names: every tensor with its layout, and the plain values in their nest.
+"""Flattens a state: every tensor under a name with its layout, and the plain values in their nest.
 
-Communicates nothing. What cannot be stored is an error that names its key path, before anything
-else happens.
+No function communicates. A value that cannot be stored raises an error with its key path, before
+any other step of the save.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ PLAIN = (NoneType, bool, float, str, bytes, complex)
 KEYS = (str, bool, float, NoneType)
 """Types of keys that stand for themselves; a subclass may have another text."""
 DICTS = (dict, OrderedDict, defaultdict, Counter)
-"""What is stored as a dict; a Counter is what a MultiStepLR keeps its milestones in."""
+"""Types that are stored as a dict; a MultiStepLR keeps its milestones in a Counter."""
 SPREAD = (torch.Tensor, LocalPart)
 _DTYPES: dict[torch.dtype, DType] = {}
 RESERVED = (TABLE, METADATA_KEY)
-"""Names that shard files use themselves."""
+"""Names that shard files need for their own entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,16 @@ class FlatState:
     """A whole state on this rank."""
 
     leaves: dict[str, Leaf]
-    """By name, in the state's order; tied tensors once, under their first name."""
+    """The tensors by name, in the state's order; tied tensors once, under their first name."""
     aliases: dict[str, str]
     tree: Tree
 
 
 def flatten(state: object, world: Mesh) -> FlatState:
-    """The names, tensors, layouts and values of a state.
+    """Returns the names, tensors, layouts and values of a state.
 
-    Raises StateError naming the key path of what cannot be stored, and of two entries whose names
-    are the same.
+    Raises StateError with the key path of a value that cannot be stored, or of two entries with the
+    same name.
     """
     global _known
     check_mode()
@@ -106,17 +106,17 @@ class _Flattener:
         self._parameters = names
         self._known_before = known_before
         self.known: dict[str, KnownNest] = {}
-        """Nests of this state, for the next time; no two of them share a tensor."""
+        """Nests of this state, for the next save; no two of them share a tensor."""
         self._ties = KnownTies()
         self.found = Described({}, {}, [], {}, {})
         self._leaves, self._aliases, self._names, self._at, self._seen = self.found
         self._paths: dict[str, tuple[object, ...]] = {}
         self._keep: list[object] = []
         self._tensors = 0
-        """How many of the leaves are tensors."""
+        """The number of leaves that are tensors."""
 
     def run(self, state: object) -> FlatState | None:
-        """None where two entries have one name."""
+        """Returns the flat state; None if two entries have one name."""
         tree = self._walk(state, (), "")
         if len(set(self._names)) != len(self._names):
             return None
@@ -152,12 +152,12 @@ class _Flattener:
             return self._typed(OF_TYPE[kind], node, path, name)
         if isinstance(node, np.str_ | np.bytes_ | torch.dtype):
             self._names.append(name)
-            # `item()` of numpy's text drops what it takes for padding
+            # numpy's `item()` drops the end of a text as padding
             return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
         if isinstance(node, Stateful) and not isinstance(node, type):
             with call_of("state_dict", shown(path)):
                 entries = node.state_dict()
-            self._keep.append(entries)  # its tensors' addresses are ours until the end
+            self._keep.append(entries)  # no other tensor gets these addresses until the end
             return self._walk(entries, path, name)
         raise StateError(
             f"{shown(path)}: a {kind.__module__}.{kind.__qualname__} cannot be stored; "
@@ -174,7 +174,7 @@ class _Flattener:
         }
 
     def _nest(self, node: Mapping[Any, Any], path: tuple[object, ...], name: str) -> Tree:
-        """A nest that the state before this one may have had too."""
+        """Returns the tree of a nest, which may be known from the last state."""
         before = self._known_before.get(name)
         same = None if before is None else before.unchanged(node, self._world, self._name_chars)
         if before is None or same is None or not self._add(before, same):
@@ -189,7 +189,7 @@ class _Flattener:
         return tree
 
     def _add(self, nest: KnownNest, found: Unchanged) -> bool:
-        """Take over what is known of a nest; False where a tensor of it came before."""
+        """Takes over an unchanged nest; returns False if one of its tensors came before."""
         if not self._ties.add(nest, found.given, self.found):
             return False
         self._leaves.update(found.leaves)
@@ -229,7 +229,7 @@ class _Flattener:
         items = [
             self._walk(item, (*path, index), join(name, index)) for index, item in enumerate(node)
         ]
-        if self._tensors == tensors:  # a list without tensors is one leaf
+        if self._tensors == tensors:  # without tensors, the list is one leaf
             self._names[names:] = [name]
         return items if type(node) is list else tuple(items)
 
@@ -254,7 +254,7 @@ class _Flattener:
     def _described(
         self, given: TensorLike, path: tuple[object, ...], name: str
     ) -> tuple[torch.Tensor, Layout, TensorLike]:
-        """The local part of a tensor and its layout, and the tensor that was described."""
+        """Returns the local part of a tensor, its layout, and the tensor that was described."""
         tensor = given
         if isinstance(given, torch.Tensor):
             if type(given) is not torch.Tensor:
@@ -268,9 +268,9 @@ class _Flattener:
         return local, layout, tensor
 
     def _first_name(self, tensor: TensorLike, name: str) -> str:
-        """The name under which this very tensor came first. Those seen are kept alive."""
+        """Returns the first name of this very tensor. All seen tensors are kept alive."""
         if has_address(tensor):
-            # Most are alone at their address, and nothing else of them needs to be compared.
+            # Most tensors are alone at their address, and need no other comparison.
             address = tensor.data_ptr()
             other = self._at.setdefault(address, self._ties.at(address) or name)
             if other is name:
@@ -317,7 +317,7 @@ class _Flattener:
         self._keep.append(array)
         try:
             return torch.from_numpy(array if torch_can_share(array) else array.copy())
-        except TypeError as error:  # a type of another package, with the name of one of torch's
+        except TypeError as error:  # another package's dtype with the name of one of torch's
             raise StateError(f"{shown(path)}: {error}; store a tensor of it") from error
 
 

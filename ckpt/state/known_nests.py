@@ -1,19 +1,19 @@
-"""Nests of tensors that were described before and have not changed since.
+"""Reuses the descriptions of nests of tensors that have not changed since the last save.
 
-A training saves the same tensors again and again. To ask whether they are as they were takes a
-fifth of the time that it takes to describe them.
+A training saves the same tensors again and again. To check that they are unchanged takes a fifth
+of the time of a new description.
 
 Rules:
 
-1. A module or an optimizer is asked for its state every time, so its hooks and overrides run. Only
-   what follows from the tensors in the answer is kept.
-2. A nest is unchanged when its keys are the same, in their order, and every value has the type that
+1. A save asks every module and optimizer for its state, so that hooks and overrides run. Only the
+   results that depend on the tensors in the answer alone are kept.
+2. A nest is unchanged if its keys are the same, in their order, and every value has the type that
    it had. Every tensor must have the same memory, shape, strides and dtype, and a DTensor the same
    spec. The same tensors must be tied. A nest that fails any test is described anew.
 3. Plain values may differ: they are taken from the answer.
-4. Nothing that is kept keeps a tensor alive, and no tensor gets a weak reference, which
-   `torch.utils.swap_tensors` refuses. A description depends on no more than rule 2 compares, so
-   another tensor may stand in the place of one that is gone.
+4. A kept description keeps no tensor alive, and gives no tensor a weak reference, which
+   `torch.utils.swap_tensors` refuses. A description depends only on the facts of rule 2, so another
+   tensor may take the place of one that is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VALUES = frozenset((NoneType, bool, int, float, str, bytes, complex))
 MAX_BITS = 64
 """A nest with a longer integer is described anew."""
 _OF_A_UNIT = frozenset(("_fsdp_flattened", "_sharding_entry"))
-"""Attributes of a parameter that is, or may be, a part of others."""
+"""Attributes of parameters that have, or may have, parts of other parameters."""
 
 Nest: TypeAlias = Mapping[Any, Any]
 
@@ -52,36 +52,36 @@ class Leaf(NamedTuple):
     local: torch.Tensor
     layout: Layout
     given: TensorLike
-    """The tensor that is described, as the state has it."""
+    """The tensor itself, as the state has it."""
 
 
 class Described(NamedTuple):
-    """What the description of a state has found so far."""
+    """The results of a description of a state so far."""
 
     leaves: dict[str, Leaf]
-    """By name, in the state's order; tied tensors once, under their first name."""
+    """The tensors by name, in the state's order; tied tensors once, under their first name."""
     aliases: dict[str, str]
     names: list[str]
-    """Of all leaves, as `ckpt.state.saved.leaves` has them."""
+    """The names of all leaves, as `ckpt.state.saved.leaves` yields them."""
     at: dict[int, str]
-    """By the address of a tensor the name that came first."""
+    """The first name of the tensor at each address."""
     seen: dict[object, str]
-    """By what tells a tensor from others the name that came first."""
+    """The first name of each tensor, by its `identity`."""
 
 
 class Found(NamedTuple):
-    """A nest as it is now: its keys in their order, and its values."""
+    """The current content of a nest: its keys in their order, and its values."""
 
     keys: list[object]
-    """Each key of the nest, and behind it the keys of the dict that it has, if it has one."""
+    """The keys of the nest; each key of a dict is followed by the dict's keys."""
     sizes: list[int]
-    """For each key of the nest how many entries its dict has; -1 for a value."""
+    """For each key of the nest: the number of entries of its dict; -1 for a value."""
     values: list[Any]
     types: list[type]
 
     @classmethod
     def of(cls, nest: Nest) -> Found:
-        """A nest of values and of dicts of values."""
+        """Returns the content of a nest of values and of dicts of values."""
         keys: list[object] = []
         sizes: list[int] = []
         values: list[Any] = []
@@ -98,7 +98,7 @@ class Found(NamedTuple):
 
     @property
     def has_text_keys(self) -> bool:
-        """Whether all keys are of type `str` itself: one of another type may be equal to one."""
+        """Whether all keys are of type `str` itself: a key of another type may be equal to one."""
         return not self.keys or set(map(type, self.keys)) == {str}
 
 
@@ -111,17 +111,17 @@ class Tensors(NamedTuple):
 
     @classmethod
     def of(cls, given: list[Any], is_dtensor: list[bool]) -> Tensors:
-        """The tensors with their local parts."""
+        """Returns the tensors with their local parts."""
         pairs = zip(given, is_dtensor, strict=True)
         return cls(given, is_dtensor, [t._local_tensor if d else t for t, d in pairs])
 
     @property
     def specs(self) -> list[Any]:
-        """Those of the DTensors."""
+        """The specs of the DTensors."""
         return [tensor._spec for tensor in compress(self.given, self.is_dtensor)]
 
     def facts(self) -> list[list[Any]]:
-        """All that a description depends on, but for ties between objects."""
+        """Returns all facts that a description depends on, except for ties between objects."""
         locals_, dtypes = self.locals, [t.dtype for t in self.given]
         return [
             list(map(type, locals_)),
@@ -140,7 +140,7 @@ class Tensors(NamedTuple):
 
 
 class Unchanged(NamedTuple):
-    """A nest that is as it was: what a description of it would give."""
+    """The description of an unchanged nest."""
 
     given: list[Any]
     leaves: Iterable[tuple[str, Leaf]]
@@ -149,28 +149,28 @@ class Unchanged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownNest:
-    """A nest that was described, without its tensors."""
+    """The description of a nest, without its tensors."""
 
     world: Mesh
     name_chars: int
     """The longest name that was allowed."""
     found: Found
-    """Without values."""
+    """The content, without values."""
     is_tensor: list[bool]
-    """For each value."""
+    """For each value: whether it is a tensor."""
     is_dtensor: list[bool]
-    """For each tensor."""
+    """For each tensor: whether it is a DTensor."""
     names: list[str]
-    """Of all leaves."""
+    """The names of all leaves."""
     facts: list[list[Any]]
     ties: _Ties
     tree: Tree
     specs: list[ReferenceType[Any]]
     gone: list[ReferenceType[Any]]
-    """The specs that are gone: from then on the id of one may be another's."""
+    """The specs that are freed: another object may now have the id of one of them."""
 
     def unchanged(self, nest: Nest, world: Mesh, name_chars: int) -> Unchanged | None:
-        """What a description of `nest` would give; None where it has to be described."""
+        """Returns the description of `nest`; None if the nest must be described anew."""
         if world != self.world or name_chars != self.name_chars:
             return None
         found = Found.of(nest)
@@ -179,7 +179,7 @@ class KnownNest:
         tensors = Tensors.of(list(compress(found.values, self.is_tensor)), self.is_dtensor)
         try:
             facts = tensors.facts()
-        except (RuntimeError, NotImplementedError):  # torch's, for a tensor without memory
+        except (RuntimeError, NotImplementedError):  # from torch, for a tensor without memory
             return None
         if facts != self.facts or self.gone or not self.ties.hold(tensors.given):
             return None
@@ -187,7 +187,7 @@ class KnownNest:
         return None if tree is None else Unchanged(tensors.given, self.ties.leaves(tensors), tree)
 
     def _tree(self, values: Sequence[Any]) -> Tree | None:
-        """The tree with these values in it; None where one of them may be too long."""
+        """Returns the tree with these values; None if one of them may be too long."""
         if all(self.is_tensor):
             return self.tree
         plain = [v for v, is_tensor in zip(values, self.is_tensor, strict=True) if not is_tensor]
@@ -199,10 +199,10 @@ class KnownNest:
 def known(
     nest: Nest, world: Mesh, name_chars: int, state: Described, names: list[str], tree: Tree
 ) -> KnownNest | None:
-    """A nest that has just been described, for the next time.
+    """Returns a nest that has just been described, for the next save.
 
-    `names` are those of its leaves. None for a nest of other things than ordinary tensors, DTensors
-    and plain values, and for one that shares memory in other ways than by ties within it.
+    `names` are those of its leaves. Returns None if the nest holds other values than ordinary
+    tensors, DTensors and plain values, or shares memory in another way than by ties inside the nest.
     """
     found = Found.of(nest)
     is_tensor = [isinstance(value, torch.Tensor) for value in found.values]
@@ -236,21 +236,21 @@ def known(
 
 @dataclass(frozen=True, slots=True)
 class _Ties:
-    """Which tensors of a nest are the same, and what is known of those that come first."""
+    """The ties between the tensors of a nest, and the descriptions of the first tensors."""
 
     is_first: list[bool]
     firsts: tuple[list[str], list[DType], list[Layout]]
     aliases: dict[str, str]
     at: dict[int, str]
-    """By the address of a tensor the name that came first."""
+    """The first name of the tensor at each address."""
     by_id: list[bool]
-    """For each tensor whether nothing but itself is the same, as of DTensors and empty tensors."""
+    """For each tensor: whether only the same object is tied to it: DTensors and empty tensors."""
     names_by_id: list[str]
     first_by_id: list[int]
 
     @classmethod
     def of(cls, tensors: Tensors, names: Sequence[str], state: Described) -> _Ties | None:
-        """None where a tensor is tied to one outside, or shares an address with another view."""
+        """Returns the ties; None for a tie to a tensor outside, or for two views of one address."""
         firsts = [state.aliases.get(name, name) for name in names]
         aliases = {name: first for name, first in zip(names, firsts, strict=True) if name != first}
         if not set(names).issuperset(firsts):
@@ -276,11 +276,11 @@ class _Ties:
         )
 
     def hold(self, given: Sequence[Any]) -> bool:
-        """Whether the same objects are the same ones; addresses are among the facts."""
+        """Whether these tensors have the same ties by object; addresses are among the facts."""
         return _first_of_each(compress(given, self.by_id)) == self.first_by_id
 
     def leaves(self, tensors: Tensors) -> Iterator[tuple[str, Leaf]]:
-        """The tensors that come first, with their names."""
+        """Returns the first tensors, with their names."""
         own = [
             t.detach() if t.requires_grad else t for t in compress(tensors.locals, self.is_first)
         ]
@@ -290,21 +290,21 @@ class _Ties:
         return zip(names, map(Leaf._make, found), strict=True)
 
     def seen(self, given: Sequence[Any]) -> dict[object, str]:
-        """By the id of a tensor the name that came first."""
+        """Returns the first name of each tensor, by its id."""
         return dict(zip(map(id, compress(given, self.by_id)), self.names_by_id, strict=True))
 
 
 class KnownTies:
-    """The tensors of nests that were known, for those of the state that were not."""
+    """The tensors of the unchanged nests of a state: other nests may be tied to them."""
 
     def __init__(self) -> None:
         self._nests: list[tuple[_Ties, list[Any]]] = []
         self._seen: dict[object, str] | None = None
 
     def add(self, nest: KnownNest, given: list[Any], state: Described) -> bool:
-        """Take a nest over; False where a tensor of it is one that has been described.
+        """Takes a nest over; returns False if one of its tensors has been described in this state.
 
-        No two known nests of a state share a tensor: they had none in common when they were made.
+        No two known nests of a state share a tensor: they shared none when they were made.
         """
         ties = nest.ties
         ids = [key for key in state.seen if type(key) is int]
@@ -317,12 +317,12 @@ class KnownTies:
         return True
 
     def at(self, address: int) -> str | None:
-        """The name of the tensor at an address."""
+        """Returns the first name of the tensor at an address, if there is one."""
         found = (ties.at.get(address) for ties, _ in self._nests)
         return next((name for name in found if name is not None), None)
 
     def seen(self, key: object) -> str | None:
-        """The name of the tensor with an id; None for what tells others apart."""
+        """Returns the first name of the tensor with this id; None for another `identity`."""
         if type(key) is not int or not self._nests:
             return None
         if self._seen is None:
@@ -339,13 +339,13 @@ def _can_be_known(tensor: Any, is_dtensor: bool) -> bool:
 
 
 def _first_of_each(tensors: Iterable[Any]) -> list[int]:
-    """For each tensor the index of the first that is the same object."""
+    """Returns, for each tensor, the index of the first one that is the same object."""
     first: dict[int, int] = {}
     return [first.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
 
 
 def _with_values(tree: Tree, values: Iterator[Tree]) -> Tree:
-    """A tree with other plain values, in its order."""
+    """Returns the tree with other plain values, in the order of the tree."""
     if isinstance(tree, dict):
         return {key: _with_values(item, values) for key, item in tree.items()}
     return tree if isinstance(tree, TensorRef) else next(values)

@@ -1,4 +1,4 @@
-"""The memory of torch tensors, as bytes are placed into it."""
+"""The memory of torch tensors as bytes."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ _AS_THEY_ARE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16}
     | {torch.int8, torch.uint8, torch.bool}
 )
-"""Types that numpy has too."""
+"""Dtypes that numpy has too."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor's elements, in its own memory."""
+    """Returns the bytes of a contiguous CPU tensor's elements: its own memory, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    if tensor.dtype in _AS_THEY_ARE:  # nearly always; the other way takes three times as long
+    if tensor.dtype in _AS_THEY_ARE:  # nearly all tensors; the other way takes three times as long
         return tensor.numpy().data.cast("B")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def torch_can_share(array: np.ndarray) -> bool:
-    """True when `torch.from_numpy` gives a tensor over the array's own memory."""
+    """Whether `torch.from_numpy` gives a tensor over the array's own memory."""
     return array.flags.writeable and all(
         stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
     )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True when `memory_of` can give the tensor's own memory."""
+    """Whether `memory_of` can give the tensor's own memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """True for a view whose memory holds other bits than its values: conjugated or negated."""
+    """Whether a view is conjugated or negated: its memory has other bits than its values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def will_change(tensor: torch.Tensor | LocalPart) -> None:
-    """Torch counts the memory of a target as written to, which it does not see by itself.
+    """Tells torch that the memory of a target is about to change, as torch does not see it.
 
-    A backward pass that needs what a forward pass has read there then says so, and so does a save
-    that has not copied it yet.
+    A backward pass that needs the old values then raises an error, and a background save that has
+    not copied them yet notices the change.
     """
     if isinstance(tensor, LocalPart):
         increment_version(tensor.local)
@@ -67,20 +67,20 @@ def will_change(tensor: torch.Tensor | LocalPart) -> None:
 
 
 def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
-    """A new tensor of the record's dtype and this shape, its elements undefined.
+    """Returns a new tensor of the record's dtype and this shape; its elements are undefined.
 
-    Raises the error of the checkpoint where torch has no memory for a size that no file holds.
+    Raises an error of the checkpoint if torch lacks the memory because the record's size is false.
     """
     dtype = torch_dtype(record.dtype.torch_name)
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     except RuntimeError:
-        list(record.pieces)  # opening the files shows whether they have as much
+        list(record.pieces)  # opens the files, which shows whether they have so many bytes
         raise
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type with this name."""
+    """Returns the torch dtype with this name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ArgumentTypeError(

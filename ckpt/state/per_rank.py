@@ -5,7 +5,7 @@ Rules:
 1. The object of rank 3 is saved under `rank3`, below the name of the entry. The number is the rank
    in the default process group.
 2. A load by the ranks that saved gives each rank its own entry back, and reads no other.
-3. A load by other ranks does as `on_resize` says. Nobody can divide such state but the object.
+3. A load by other ranks follows `on_resize`: only the object's class knows how to divide its state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["OnResize", "PerRank", "per_rank"]
 
 Divide = Callable[[Mapping[int, object], int, int], object]
 OnResize = Literal["refuse", "keep"] | Divide
-"""The answer to a load by other ranks than those that saved."""
+"""The rule for a load by other ranks than those that saved."""
 _KEY = re.compile(r"rank(0|[1-9]\d{0,8})")
 SHOWN = 8
 
@@ -39,31 +39,31 @@ class PerRank:
         return f"per_rank({self.held!r}, on_resize={self.on_resize!r})"
 
     def state_dict(self) -> dict[str, object]:
-        """The state of this rank's object, under the name of this rank."""
+        """Returns the state of this rank's object, under the name of this rank."""
         return {key_of(this_rank()): self.held.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Give this rank's object the state of this rank, if there is one."""
+        """Gives this rank's object the state of this rank, if there is one."""
         self.install({rank: state_dict[key] for rank, key in ranks_in(state_dict).items()})
 
     def problem(self, saved: Collection[int], here: Collection[int]) -> str | None:
-        """Why a state of the ranks `saved` is not loaded by the ranks `here`; None if it is."""
+        """Returns why the ranks `here` cannot load states of the ranks `saved`; None if they can."""
         if self.on_resize != "refuse" or set(saved) == set(here):
             return None
         return (
             f"{_shown(saved)} saved a state each, and {_shown(here)} would load them: pass "
-            'on_resize="keep" to per_rank to give each rank its own where there is one, a function '
-            "to divide them anew, or leave the entry out with exclude="
+            'on_resize="keep" to per_rank to give each rank its own state if it saved one, or a '
+            "function to divide them anew; or leave the entry out with exclude="
         )
 
     def wanted(self, saved: Collection[int], here: Collection[int]) -> list[int]:
-        """The ranks whose states this rank needs."""
+        """Returns the ranks whose states this rank needs."""
         if callable(self.on_resize) and set(saved) != set(here):
             return sorted(saved)
         return [rank for rank in saved if rank == this_rank()]
 
     def install(self, states: Mapping[int, object], new_ranks: Sequence[int] = ()) -> None:
-        """Give this rank's object its state, which the function makes for `new_ranks` if given."""
+        """Gives this rank's object its state; with `new_ranks`, the function makes the state."""
         here = this_rank()
         if new_ranks and callable(self.on_resize):
             state = self.on_resize(states, list(new_ranks).index(here), len(new_ranks))
@@ -74,18 +74,18 @@ class PerRank:
 
 
 def per_rank(held: Stateful, *, on_resize: OnResize = "refuse") -> PerRank:
-    """An entry of a state for an object that differs between ranks, such as a data loader.
+    """Returns an entry of a state for an object that differs between ranks, like a data loader.
 
     `held` is any object with `state_dict()` and `load_state_dict()`. Each rank saves the state of
-    its own object as `rank0`, `rank1` and so on, and gets it back. A load takes such a state whole,
-    on the CPU, and does not call `state_dict()`. `on_resize` answers other ranks than those that
-    saved:
+    its own object as `rank0`, `rank1` and so on, and gets this state back. A load reads such a
+    state whole, on the CPU, and does not call `state_dict()`. If other ranks load than saved,
+    `on_resize` decides:
 
-    - "refuse": a MismatchError on all ranks, before anything was touched.
-    - "keep": a rank gets its own state where one was saved; a new rank's object stays as it is, and
-      states of ranks that are no more are left alone.
+    - "refuse": a MismatchError on all ranks, before any change.
+    - "keep": a rank that saved gets its own state; a new rank's object stays as it is, and states
+      of ranks that no longer exist are not read.
     - a function of all saved states by rank, this rank and the number of ranks: it returns the
-      state for this rank's object, or None to leave that as it is.
+      state for this rank's object, or None to leave the object as it is.
 
     Raises ArgumentTypeError for an object without the two methods, and ArgumentError for another
     `on_resize`.
@@ -121,12 +121,12 @@ def per_rank(held: Stateful, *, on_resize: OnResize = "refuse") -> PerRank:
 
 
 def this_rank() -> int:
-    """This process's rank in the default process group; 0 where there is none."""
+    """Returns this process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def key_of(rank: int) -> str:
-    """The name of a rank's state.
+    """Returns the name of a rank's state.
 
     >>> key_of(3)
     'rank3'
@@ -135,7 +135,7 @@ def key_of(rank: int) -> str:
 
 
 def ranks_in(nest: object) -> dict[int, str]:
-    """The ranks with a state in a nest, and their keys; none where a key is no rank's."""
+    """Returns the ranks with a state in a nest, and their keys; empty if a key names no rank."""
     if not isinstance(nest, Mapping):
         return {}
     found = [_KEY.fullmatch(key) if isinstance(key, str) else None for key in nest]
@@ -144,7 +144,7 @@ def ranks_in(nest: object) -> dict[int, str]:
 
 
 def _shown(ranks: Collection[int]) -> str:
-    """Ranks in a few words.
+    """Returns ranks as a short text.
 
     >>> _shown(range(4)), _shown([2]), _shown([1, 3])
     ('ranks 0 to 3', 'rank 2', 'ranks 1, 3')

@@ -110,11 +110,11 @@ class Saved:
             for key, item in tree.items():
                 self._index(item, join(path, key))
         elif isinstance(tree, list) and any(isinstance(item, dict | list) for item in tree):
-            for index, item in enumerate(tree):  # a target of DCP's has names for what is in them
+            for index, item in enumerate(tree):  # a target in DCP's form names the items of lists
                 self._index(item, join(path, index))
 
     def name_items(self, path: str, items: Sequence[Tree]) -> None:
-        """Let `node` find the items of a list that is a leaf, and `under` the list of an item."""
+        """Lets `node` find the items of a list that is a leaf, and `under` the list of an item."""
         self._lists.add(path)
         for index, item in enumerate(items):
             self._index(item, join(path, index))
@@ -183,7 +183,7 @@ class Saved:
         return found or self._lists_around(path)
 
     def _lists_around(self, path: str) -> list[str]:
-        """The name of the list that an item is in; none for a name that is no item's."""
+        """Returns the name of the list that has the item; empty if no list has it."""
         if not self._lists:
             return []
         ends = [at for at, letter in enumerate(path) if letter == "."]

@@ -43,7 +43,7 @@ def fingerprints(described: StateSpec) -> tuple[int, int]:
 
 
 def _tensors_hash(tensors: Mapping[str, StoredTensor]) -> int:
-    """A hash of names, types and layouts."""
+    """Returns a hash of names, dtypes and layouts."""
     kinds: dict[str, int] = {}
     kind_of: dict[int, int] = {}
     """By the id of a `StoredTensor`, which many tensors share."""
@@ -64,7 +64,7 @@ def _hash(values: Any) -> int:
     try:
         # Version 2 of marshal's format has no references: equal values give equal bytes.
         return short_hash(marshal.dumps(values, 2))
-    except ValueError:  # a key of a class of the user's
+    except ValueError:  # a key of a user's class
         return short_hash(repr(values).encode("utf-8", "surrogatepass"))
 
 
@@ -114,7 +114,7 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
 def sections(described: StateSpec) -> Iterator[StateSpec]:
     """Yields the sections of a state spec, in order.
 
-    Equal top entries are in equal sections on nearly all ranks, whatever entries lie between them.
+    Equal top entries are in equal sections on nearly all ranks, even with other entries in between.
     The first section of a dict is empty.
     """
     tree = described.tree

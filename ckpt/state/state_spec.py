@@ -1,9 +1,10 @@
-"""What ranks hold, without its bytes: one rank's description, or those of all in one.
+"""States without their bytes: one rank's description, or the merged descriptions of all ranks.
 
 Rules:
 
-1. Ranks that describe alike need nothing of one another; each different description is merged once.
-2. Pure, and the same on every rank. The work grows with the descriptions, and not with the ranks.
+1. Each different description is merged once, however many ranks have it.
+2. The merge is pure, and equal on all ranks. Its work grows with the number of different
+   descriptions, not with the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sharding.layout import Layout, Mesh, Replicate
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A state without its bytes: what one rank, or all ranks together, hold."""
+    """The state of one rank, or of all ranks together, without its bytes."""
 
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
@@ -29,19 +30,19 @@ class StateSpec:
 
 
 def with_layout(tensor: StoredTensor, layout: Layout) -> StoredTensor:
-    """The same tensor, laid out otherwise."""
+    """Returns the same tensor with another layout."""
     return StoredTensor(tensor.shape, tensor.dtype, layout)
 
 
 def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) -> StateSpec:
-    """The whole state of ranks that hold different parts of it, as pipeline stages do.
+    """Returns the whole state of ranks that hold different parts of it, like pipeline stages.
 
-    `summaries` has, for each different description, the ranks that gave it, in the order of the
-    lowest of these. A plain tensor is a replica on every rank that has its name. DTensors of one
-    name on meshes of their own, which is what tensor parallelism under data parallelism makes, are
-    replicas of one another. A rank that would hold nothing of a tensor may lack it: optimizers keep
-    no state for an empty shard. `ckpt.state.nests` says what becomes of the values. Raises
-    StateError naming the ranks whose descriptions contradict each other.
+    `summaries` has each different description with the ranks that gave it, ordered by the lowest of
+    these ranks. A plain tensor is a replica on every rank that has its name. DTensors of one name
+    on different meshes, as tensor parallelism under data parallelism makes them, are replicas of
+    one another. A rank without elements of a tensor may lack the tensor: optimizers keep no state
+    for an empty shard. `ckpt.state.nests` merges the values. Raises StateError with the ranks
+    whose descriptions contradict each other.
     """
     held: dict[str, list[tuple[Sequence[int], StoredTensor]]] = {}
     aliases: dict[str, str] = {}
@@ -63,13 +64,13 @@ def merged(summaries: Sequence[tuple[Sequence[int], StateSpec]], world: Mesh) ->
 
 
 def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:
-    """One nest of those that the ranks with these numbers have."""
+    """Returns one nest made of the nests of the ranks with these numbers."""
     lowest, whole = trees[0]
     for at, (rank, tree) in enumerate(trees[1:], 1):
         try:
             whole = merged_trees(whole, tree, (lowest, rank))
         except StateError:
-            for other, earlier in trees[:at]:  # the first that contradicts it is named
+            for other, earlier in trees[:at]:  # the error names the first rank that contradicts it
                 merged_trees(earlier, tree, (other, rank))
             raise
     by_name(leaves(whole), "the ranks' states, seen as one,")
@@ -77,10 +78,10 @@ def _merged_tree(trees: Sequence[tuple[int, Tree]]) -> Tree:
 
 
 class _Uniting:
-    """Makes one tensor of what each of its holders has; goes through lists of ranks once for all.
+    """Makes one tensor of the descriptions of its ranks.
 
-    Many tensors are held by the same ranks over the same meshes: what follows from those alone is
-    kept, so that a tensor costs what its descriptions do, and not what its ranks do.
+    Many tensors have the same ranks and meshes. Results that depend on ranks and meshes alone are
+    cached, so that the work for a tensor grows with its descriptions, not with its ranks.
     """
 
     def __init__(self, world: Mesh) -> None:
@@ -92,7 +93,7 @@ class _Uniting:
     def united(
         self, name: str, entries: Sequence[tuple[Sequence[int], StoredTensor]]
     ) -> StoredTensor:
-        """One tensor as all of its holders have it; `entries` are the ranks of each description."""
+        """Returns one tensor for all of its ranks; `entries` are the ranks of each description."""
         first_ranks, first = entries[0]
         by_layout: dict[Layout, list[Sequence[int]]] = {}
         for ranks, tensor in entries:
@@ -105,10 +106,10 @@ class _Uniting:
             if (tensor.shape, tensor.dtype) != (first.shape, first.dtype) or not alike:
                 raise StateError(
                     f"{name}: rank {first_ranks[0]} has {_shown(first)}, rank {ranks[0]} has "
-                    f"{_shown(tensor)}; give what differs between ranks a name of its own"
+                    f"{_shown(tensor)}; give tensors that differ between ranks different names"
                 )
             by_layout.setdefault(layout, []).append(ranks)
-        # A DTensor's mesh may have all ranks and that name as well: then its placements tell.
+        # A DTensor's mesh may also have all ranks and this name: its placements tell them apart.
         if first.layout.mesh == self._world and first.layout.replicas == self._world.size:
             mesh = self._of_replicas([ranks for ranks, _ in entries])
             return with_layout(first, Layout(first.shape, mesh, first.layout.placements))
@@ -137,7 +138,7 @@ class _Uniting:
         return with_layout(first, Layout(first.shape, mesh, placements))
 
     def _of_replicas(self, groups: Sequence[Sequence[int]]) -> Mesh:
-        """The ranks of these groups, each of which has the whole tensor."""
+        """Returns a mesh of the ranks in these groups, each of which has the whole tensor."""
         key = tuple(map(id, groups))
         if key not in self._replicas:
             ranks = sorted(rank for group in groups for rank in group)
@@ -145,14 +146,14 @@ class _Uniting:
         return self._replicas[key]
 
     def _others_than(self, mesh: Mesh, groups: Sequence[Sequence[int]]) -> list[int]:
-        """The ranks of a mesh that are in none of these groups."""
+        """Returns the ranks of a mesh that are in none of these groups."""
         key = (mesh, tuple(map(id, groups)))
         if key not in self._others:
             self._others[key] = list(set(mesh.ranks()).difference(*groups))
         return self._others[key]
 
     def _stack(self, meshes: tuple[Mesh, ...]) -> Mesh:
-        """Meshes that are replicas of one another as one, with an axis more."""
+        """Returns one mesh of several that are replicas of one another, with one more axis."""
         if meshes not in self._stacked:
             ranks = [rank for mesh in meshes for rank in mesh.ranks()]
             names, sizes = ("replica", *meshes[0].names), (len(meshes), *meshes[0].sizes)
@@ -166,7 +167,7 @@ def _holds_some(layout: Layout, rank: int) -> bool:
 
 
 def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
-    """Raise StateError for a tensor sharded over ranks that take no part in this save."""
+    """Raises StateError for a tensor sharded over ranks that take no part in this save."""
     checked: set[int] = set()
     for name, tensor in tensors.items():
         mesh = tensor.layout.mesh
@@ -183,7 +184,7 @@ def check_members(tensors: Mapping[str, StoredTensor], world: Mesh) -> None:
 
 
 def _is_within(mesh: Mesh, world: Mesh) -> bool:
-    """Whether two meshes, without a table each, show by their corners that one has the other."""
+    """Whether the corners of two meshes without tables prove that `world` contains `mesh`."""
     if mesh == world:
         return True
     if mesh.table or world.table or set(world.strides) - {0, 1}:

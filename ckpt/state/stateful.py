@@ -1,20 +1,20 @@
-"""Modules, optimizers and other objects with a state dict, seen as nests of names and tensors.
+"""Turns modules, optimizers and other objects with a state dict into nests of names and tensors.
 
 Rules:
 
-1. A module's entries have the names of its own `state_dict()`, without what wrappers add: DDP's
-   `module.`, torch.compile's `_orig_mod.`. Of a flat parameter, every parameter in it has an entry.
+1. A module's entries have the names of its own `state_dict()`, without the prefixes of wrappers:
+   DDP's `module.`, torch.compile's `_orig_mod.`. Each parameter in a flat parameter has an entry.
 2. An optimizer's entries are keyed by its parameters' names in the modules of the same state, never
    by position, so that they fit any world size, grouping and wrapper:
-   `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. Parameters of several
-   modules have their module's key in front. Without the modules in the state, positions are all
-   there is.
-3. State that has the shape of a flat parameter is divided among the names as the parameter is; a
-   single number (`step`) belongs to each of them. Where a rank has nothing of a parameter and its
-   optimizer keeps nothing for it, there is no entry either.
-4. State that is a tensor made of other tensors is a dict of those (`ckpt.state.subclass_state`).
-5. Anything else with `state_dict()` and `load_state_dict()` is its state dict; how it is loaded is
-   told in `ckpt.match.match_stateful`.
+   `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`. If there are several
+   modules, the key of its module precedes a parameter's name. If the state has no modules, the keys
+   are positions.
+3. State with the shape of a flat parameter is divided among the names like the parameter; a single
+   number (`step`) belongs to each name. A parameter has no entry on a rank that holds none of its
+   elements, if the optimizer keeps no state for it there.
+4. A tensor of the state that wraps other tensors is a dict of them (`ckpt.state.subclass_state`).
+5. Any other object with `state_dict()` and `load_state_dict()` is its state dict;
+   `ckpt.match.match_stateful` loads it.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ STEP = "step"
 SINGLE = (torch.Tensor, nn.Parameter, str, int, float, bool, type(None))
 """Types that hold no module."""
 MAX_DEPTH = 100
-"""How deep a state may nest; deeper is taken for one that holds itself."""
+"""The deepest nest; a deeper one probably contains itself."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved and loaded by its own two methods."""
+    """An object that is saved and loaded by its own two methods."""
 
     def state_dict(self) -> dict[str, object]:
-        """The state, as a nest of what can be stored."""
+        """Returns the state: a nest of values that can be stored."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
-        """Take over a state that `state_dict` gave."""
+        """Takes over a state that `state_dict` returned."""
         ...
 
 
 @contextmanager
 def call_of(method: str, entry: str) -> Iterator[None]:
-    """A call of a method that is not ours: its exception gets a note of the entry it belongs to."""
+    """Encloses a call of a user's method: its exception gets a note that names the entry."""
     try:
         yield
     except Exception as error:
@@ -77,7 +77,7 @@ def call_of(method: str, entry: str) -> Iterator[None]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DataParallel, DistributedDataParallel and torch.compile."""
+    """Returns the module inside DataParallel, DistributedDataParallel and torch.compile."""
     while True:
         data_parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
         inner = getattr(module, "module" if data_parallel else "_orig_mod", None)
@@ -87,7 +87,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def module_entries(module: nn.Module) -> dict[str, object]:
-    """The state under clean names; parameters themselves, or their parts, so that ties are seen."""
+    """Returns the state by clean names: the parameters themselves, or their parts, to show ties."""
     return describe_module(unwrapped(module))
 
 
@@ -96,10 +96,10 @@ class ParameterNames:
     """The names of parameters, by identity, for the optimizers of one state."""
 
     found: Mapping[int, tuple[str, NamedParameter]]
-    """id(parameter) -> (key path of its module, its names there)."""
+    """id(parameter) -> (key path of its module, its names in the module)."""
 
     def of(self, optimizer: Optimizer) -> list[NamedParameter]:
-        """Names for each of the optimizer's parameters, in the order of its groups (rule 2)."""
+        """Returns the names of the optimizer's parameters, in the order of its groups (rule 2)."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [self.found.get(id(p)) for p in parameters]
         known = [entry for entry in found if entry is not None]
@@ -121,7 +121,7 @@ class ParameterNames:
 
 
 def parameter_names(state: object) -> ParameterNames:
-    """The names of all parameters of the modules in a state."""
+    """Returns the names of all parameters of the modules in a state."""
     found: dict[int, tuple[str, NamedParameter]] = {}
     for path, module in modules(state):
         inner = unwrapped(module)
@@ -134,18 +134,18 @@ def parameter_names(state: object) -> ParameterNames:
 
 
 def _check_undivided(parameters: list[torch.Tensor]) -> None:
-    """Raise StateError for an optimizer that sees parts: no position says of what they are."""
+    """Raises StateError if a parameter is a part of others: its position does not name them."""
     for index, parameter in enumerate(parameters):
         if is_divided(parameter):
             raise StateError(
                 f"the optimizer's parameter {index} of shape {tuple(parameter.shape)} is this "
-                "rank's part of others, and its module, which knows of which, is not in the state: "
-                "put the module into the state"
+                "rank's part of several parameters, and their module, which knows the names, is not "
+                "in the state: put the module into the state"
             )
 
 
 def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a nest, down to `MAX_DEPTH`, with their names."""
+    """Yields the modules in a nest, down to `MAX_DEPTH`, with their names."""
     if type(state) in SINGLE:
         return
     if isinstance(state, nn.Module):
@@ -164,7 +164,7 @@ def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str,
 def optimizer_entries(
     optimizer: Optimizer, named: list[NamedParameter], path: str
 ) -> dict[str, object]:
-    """The optimizer's state dict with names for its parameters (rules 2 and 3)."""
+    """Returns the optimizer's state dict with names for its parameters (rules 2 and 3)."""
     every = list(chain.from_iterable(entry.names for entry in named))
     if len(set(every)) != len(every):
         twice = next(name for name in every if every.count(name) > 1)
@@ -193,7 +193,7 @@ def optimizer_entries(
 
 
 def _by_its_tensors(state: object) -> object:
-    """The state of one parameter, without tensors that are made of others."""
+    """Returns the state of one parameter, with dicts for tensors that wrap others (rule 4)."""
     if not isinstance(state, Mapping):
         return state
     if type(state) is dict and not any(map(is_composed, state.values())):
@@ -202,7 +202,7 @@ def _by_its_tensors(state: object) -> object:
 
 
 def _divided(named: NamedParameter, state: object, path: str) -> dict[object, object]:
-    """The state of one parameter under each of its names (rule 3)."""
+    """Returns the state of one parameter under each of its names (rule 3)."""
     if not named.slices or not isinstance(state, Mapping):
         return dict.fromkeys(named.names, state)
     shape = named.parameter.shape
@@ -234,12 +234,12 @@ def _tensors(nest: object) -> Iterator[torch.Tensor]:
 
 
 def _is_placed(key: object, value: object, shape: torch.Size) -> bool:
-    """Whether an entry of an optimizer's state has an element for each of its parameter's."""
+    """Whether an entry of an optimizer's state has an element for each element of the parameter."""
     return isinstance(value, torch.Tensor) and value.shape == shape and key != STEP
 
 
 def has_address(tensor: TensorLike) -> TypeGuard[torch.Tensor]:
-    """Whether a tensor has memory by which it can be told from others (see `identity`)."""
+    """Whether a tensor's memory tells it apart from other tensors (see `identity`)."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) and (
         isinstance(tensor, LocalPart) or hasattr(tensor, "_local_tensor") or is_sharded(tensor)
     ):
@@ -248,10 +248,10 @@ def has_address(tensor: TensorLike) -> TypeGuard[torch.Tensor]:
 
 
 def identity(tensor: TensorLike) -> object:
-    """Equal for two tensors that are one: the same object, or the same view of the same memory.
+    """Returns a value that is equal for tied tensors: one object, or one view of the same memory.
 
-    A shard may be empty and then has no memory to compare, so DTensors and ShardedTensors are tied
-    by identity alone, and parts by what they are parts of: all ranks must see the same ties.
+    All ranks must see the same ties, and an empty shard has no memory to compare. DTensors and
+    ShardedTensors are therefore tied only as one object, and parts by their flat parameter.
     """
     if isinstance(tensor, LocalPart):
         return id(tensor) if tensor.key is None else tensor.key

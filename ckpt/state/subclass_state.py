@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 ORDINARY = (torch.Tensor, torch.nn.Parameter, type(None))
 """Classes whose tensors wrap no other tensors."""
 _OF_DISTRIBUTED: set[type] = set()
-"""Classes of torch.distributed that values had so far."""
+"""The classes of torch.distributed that values have had so far."""
 CLASS = "__tensor_subclass__"
 """The key of the class name."""
 

@@ -27,7 +27,7 @@ _KINDS = {
     "MaskedTensor": "store get_data() and get_mask() under keys of their own",
     "FakeTensor": "a fake tensor has a shape and no elements: build the state outside of "
     "FakeTensorMode",
-    "FunctionalTensor": "store the tensor that it stands for, outside of torch's tracing",
+    "FunctionalTensor": "store the tensor that it represents, outside of torch's tracing",
 }
 """The advice by the name of a class of torch."""
 
