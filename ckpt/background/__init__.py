@@ -1,1 +1,1 @@
-"""Saves that go on while the training does."""
+"""Background saves: they go on while the training continues."""

@@ -7,10 +7,11 @@ copy into it.
 
 Rules:
 
-1. One save at a time uses it, and keeps no view of it afterwards.
-2. It grows to what a save needs. It shrinks when it is more than twice as large as each of the last
-   `REMEMBERED` saves needed: then to the largest of them.
-3. It has no name: its memory is gone with the last process that has it open, however that ended.
+1. One save at a time uses the arena, and keeps no view of it afterwards.
+2. The arena grows to the bytes that a save needs. It shrinks if it is more than twice as large as
+   each of the last `REMEMBERED` saves needed, to the largest of these needs.
+3. The arena has no name: the system frees its memory when the last process that has it open ends
+   in any way.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from ckpt.errors import StoreError
 from formats.threads import Pool
 
 HEAD_BYTES = 1 << 12
-"""Bytes before the data: a page, so that the data begins on one."""
+"""Bytes before the data: one page, so that the data begins at a page."""
 TOUCH_BYTES = 16 << 20
-"""What one thread touches at once."""
+"""The bytes that one thread touches at once."""
 REMEMBERED = 4
-"""Saves whose needs count before memory is given back."""
+"""The number of last saves whose needs the arena keeps."""
 
 
 class Arena:
@@ -43,15 +44,15 @@ class Arena:
         self._map: mmap.mmap | None = None
         self._needs: deque[int] = deque(maxlen=REMEMBERED)
         self.touched = 0
-        """Bytes of data whose memory there is, and mapped: a copy into them meets no page fault."""
+        """Bytes of data with mapped memory: a copy into them causes no page fault."""
 
     @property
     def size(self) -> int:
-        """Bytes there is room for."""
+        """The bytes of data that fit."""
         return 0 if self._map is None else len(self._map) - HEAD_BYTES
 
     def reserve(self, nbytes: int) -> memoryview:
-        """The memory for `nbytes` of data, as the last save left it (rules 1 and 2)."""
+        """Returns memory for `nbytes` of data, with the bytes of the last save (rules 1 and 2)."""
         self._needs.append(nbytes)
         most = max(self._needs)
         if self._map is None or nbytes > self.size or self.size > 2 * most:
@@ -61,9 +62,9 @@ class Arena:
         return memoryview(self._map)[HEAD_BYTES : HEAD_BYTES + nbytes]
 
     def fill(self, lo: int, address: int, nbytes: int) -> None:
-        """Copy memory to `lo` of the data, of which no page needs to have been touched.
+        """Copies memory to byte `lo` of the data, also into pages that were never touched.
 
-        Other threads can run meanwhile. Raises StoreError where the system has no memory left.
+        Other threads can run meanwhile. Raises StoreError if the system has no memory left.
         """
         at = 0
         while at < nbytes:
@@ -76,7 +77,7 @@ class Arena:
             at += done
 
     def touch(self, workers: int) -> None:
-        """Have the system find the memory for all of it, by as many threads; what it holds stays.
+        """Lets the system allocate all pages of the arena, by `workers` threads; keeps the data.
 
         May run while the data is copied or read, but not during `reserve`.
         """
@@ -97,16 +98,16 @@ class Arena:
             self.touched = nbytes - HEAD_BYTES
 
     def progress(self) -> int:
-        """Bytes that the writer says it has written."""
+        """Returns the bytes that the writer process has written, by its own count."""
         return 0 if self._map is None else get_progress(self._map)
 
     def head(self) -> mmap.mmap:
-        """The mapping, for `set_progress`; only after `reserve`."""
+        """The mapping for `set_progress`; valid after `reserve`."""
         assert self._map is not None
         return self._map
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         self._unmap()
         os.close(self.descriptor)
 
@@ -119,16 +120,16 @@ class Arena:
 
     def _unmap(self) -> None:
         self._before_remapping()
-        before, self._map = self._map, None  # first: an interrupt may come before the other
+        before, self._map = self._map, None  # first: an interrupt may come before the close
         if before is not None:
-            with suppress(BufferError):  # a view that is still somewhere keeps the mapping alive
+            with suppress(BufferError):  # a remaining view keeps the mapping alive
                 before.close()
 
 
 def mapped(descriptor: int) -> mmap.mmap:
-    """The whole arena, as any process that has it open sees it."""
+    """Returns the mapping of the whole arena in a process that has it open."""
     found = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    with suppress(OSError, AttributeError):  # where the system has huge pages for shared memory
+    with suppress(OSError, AttributeError):  # the system has no huge pages for shared memory
         found.madvise(mmap.MADV_HUGEPAGE)
     return found
 
@@ -142,12 +143,12 @@ _pwrite.restype = ctypes.c_ssize_t
 
 
 def set_progress(head: mmap.mmap, nbytes: int) -> None:
-    """Let the other process know."""
+    """Stores the progress for the other process."""
     head[:8] = nbytes.to_bytes(8, "little")
 
 
 def get_progress(head: mmap.mmap) -> int:
-    """What the other process has set; eight bytes change as one."""
+    """Returns the progress of the other process, whose eight bytes change as one."""
     return int.from_bytes(head[:8], "little")
 
 

@@ -1,14 +1,14 @@
-"""Copies of host memory into the arena, by one thread or by several.
+"""Copies host memory into the arena, by one thread or by several.
 
 Rules:
 
-1. One thread copies in pieces of `PIECE_BYTES` and keeps the interpreter's lock. A thread that lets
-   go of it waits up to 5 ms for another one that computes, after every piece. Pieces of less than
-   1 MiB are a tenth slower, where the memory has pages of 4 KiB.
-2. Several threads copy runs of `RUN_BYTES` and let go of the lock.
-3. Memory that was never touched is written by the system (`Arena.fill`), which spares a page fault
-   for every page.
-4. No thread copies any more when a call that waits for all of it has ended, however it did.
+1. One thread copies in pieces of `PIECE_BYTES` and keeps the interpreter's lock. A thread that
+   releases the lock waits up to 5 ms for another thread that computes, after every piece. Pieces
+   of less than 1 MiB are a tenth slower if the memory has pages of 4 KiB.
+2. Several threads copy runs of `RUN_BYTES` and release the lock.
+3. The system writes memory that was never touched (`Arena.fill`), which spares a page fault for
+   every page.
+4. When a call that waits for all copies has ended in any way, no thread copies any more.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ckpt.background.slots import Slot
 PIECE_BYTES = 4 << 20
 RUN_BYTES = 16 << 20
 WORTH_THREADS_BYTES = 64 << 20
-"""Less is copied by one thread in about the time that others need to start."""
+"""One thread copies fewer bytes in about the time that other threads need to start."""
 
 Run = tuple[Slot, int, int]
 """Bytes `[lo, hi)` of a slot."""
 
 _locked_memmove = ctypes.PyDLL(None).memmove
-"""Keeps the interpreter's lock."""
+"""`memmove` with the interpreter's lock kept."""
 _locked_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _locked_memmove.restype = ctypes.c_void_p
 
 
 def runs(found: Sequence[Slot]) -> Iterator[Run]:
-    """The bytes of slots, in runs that can be copied one by one."""
+    """Yields the bytes of slots, in runs that can be copied one by one."""
     for slot in found:
         nbytes = slot.item.nbytes
         for lo in range(0, nbytes, RUN_BYTES):
@@ -45,25 +45,25 @@ def runs(found: Sequence[Slot]) -> Iterator[Run]:
 
 
 class Copies:
-    """Runs that are copied once each. Any thread may help, and whoever waits does."""
+    """Runs that are copied once each. Any thread may help, and a waiting thread does."""
 
     def __init__(self, found: Sequence[Slot], data: memoryview, arena: Arena) -> None:
         self._runs = list(runs(found))
         self._data = data
-        """Keeps the memory mapped."""
+        """The view that keeps the memory mapped."""
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(data)) if self._runs else 0
         self._arena = arena
         self._todo = deque(range(len(self._runs)))
-        """Numbers of the runs that nobody has begun."""
+        """Numbers of the runs that no thread has begun."""
         self._copied: set[int] = set()
         self._helping: list[threading.Lock] = []
-        """Each is held by a thread while it copies runs."""
+        """Locks, each held by a thread while it copies runs."""
 
     def help(self) -> None:
-        """Copy what nobody has begun; any thread may. What fails here, `finish` tries again."""
+        """Copies the runs that no thread has begun. `finish` repeats runs that fail here."""
         mine = threading.Lock()
         self._helping.append(mine)
-        with mine, suppress(IndexError):  # none is left
+        with mine, suppress(IndexError):  # no run is left
             while True:
                 number = self._todo.popleft()
                 with suppress(Exception):
@@ -71,20 +71,20 @@ class Copies:
                     self._copied.add(number)
 
     def finish(self) -> None:
-        """Everything is copied when this returns; to be called once."""
+        """Returns once everything is copied; called once."""
         self.help()
         self._wait_for_helpers()
         for number, run in enumerate(self._runs):
-            if number not in self._copied:  # who had begun it failed, or was interrupted
+            if number not in self._copied:  # the thread that began it failed, or was interrupted
                 self._copy(*run)
 
     def drop(self) -> None:
-        """Forget what is left, and let go of everything."""
+        """Drops the runs that are left, and all references to memory."""
         self._todo.clear()
         self._runs = []
 
     def share(self, helpers: int) -> None:
-        """Everything is copied when this returns, by this thread and so many others."""
+        """Returns once this thread and so many others have copied everything."""
         try:
             for _ in range(helpers):
                 with suppress(RuntimeError):  # no thread can be started
@@ -108,7 +108,7 @@ class Copies:
 
 
 def copy_all(found: Sequence[Slot], data: memoryview, arena: Arena, workers: int) -> None:
-    """All slots are copied when this returns, by this thread and `workers` - 1 others."""
+    """Returns once this thread and `workers` - 1 others have copied all slots."""
     nbytes = sum(slot.item.nbytes for slot in found)
     end = max((slot.item.offset + slot.item.nbytes for slot in found), default=0)
     if workers > 1 and nbytes >= WORTH_THREADS_BYTES:
@@ -123,7 +123,7 @@ def _copy_in_pieces(found: Sequence[Slot], base: int) -> None:
     copy = _locked_memmove
     for (_, _, dtype, lo, hi, _, offset), leaf in found:
         itemsize = dtype.itemsize
-        # The call has just seen that all of the tensor's memory is there.
+        # The call has just checked that the tensor has all of its memory.
         source, target = leaf.local.data_ptr() + lo * itemsize, base + offset
         nbytes = (hi - lo) * itemsize
         for at in range(0, nbytes, PIECE_BYTES):

@@ -1,7 +1,7 @@
-"""Copies from CUDA memory into the arena, on streams of their own.
+"""Copies from CUDA memory into the arena, on separate streams.
 
-The arena is registered with CUDA, page-locked, so that a device copies into it by itself while its
-other streams compute. Where registering fails, the copies are as correct and slower.
+The arena is registered with CUDA, page-locked, so that a device copies into it while the device's
+other streams compute. If CUDA refuses the registration, the copies are correct, and slower.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ckpt.background.slots import Slot
 
 
 class DeviceCopies:
-    """Copies that were started and not awaited yet."""
+    """Copies that were started and not yet awaited."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._kept: list[torch.Tensor] = []
-        """What the streams still read from: its memory must not be given to others."""
+        """The tensors that the streams still read from: their memory must not be reused."""
 
     def start(self, slot: Slot) -> None:
-        """Copy a tensor to its slot, after what its device has been given to do so far."""
+        """Starts the copy of a tensor to its slot, after the work queued on its device so far."""
         item, local = slot.item, slot.local
         stream = self._streams.get(local.device)
         if stream is None:
@@ -43,18 +43,18 @@ class DeviceCopies:
         self._kept += [local, source]
 
     def finish(self) -> None:
-        """What was started is in the arena when this returns."""
+        """Returns once all started copies are in the arena."""
         for stream in self._streams.values():
             stream.synchronize()
         self._kept.clear()
 
 
 _locked: tuple[int, int] | None = None
-"""Address and size of the arena as it is registered."""
+"""Address and size of the registered arena."""
 
 
 def page_lock(data: memoryview) -> None:
-    """Register the arena's memory with CUDA, if it is not."""
+    """Registers the arena's memory with CUDA, unless it is registered."""
     global _locked
     address = ctypes.addressof(ctypes.c_char.from_buffer(data))
     if _locked is not None and _locked[0] == address and _locked[1] >= len(data):
@@ -67,7 +67,7 @@ def page_lock(data: memoryview) -> None:
 
 
 def release() -> None:
-    """Undo it: before the arena's memory is mapped anew."""
+    """Undoes the registration, before the arena's memory is mapped anew."""
     global _locked
     if _locked is not None:
         with suppress(RuntimeError, AttributeError):

@@ -1,7 +1,7 @@
-"""A save in the background: the copies, in the call or after it, the writing, the commit.
+"""A background save: the copies in the call or after it, the writing, the commit.
 
-One thread of the trainer does what comes after the call, and mostly waits: for the process that
-writes, for the other ranks. It touches no process group.
+One thread of the trainer does the steps after the call, and mostly waits for the process that
+writes and for the other ranks. It touches no process group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sharding.agreement.ranks import Ranks, result_or_error
 T = TypeVar("T")
 
 CALL = "a save in the background"
-"""What other ranks are told that this one is in."""
+"""The name of the call in other ranks' errors."""
 
 
 def begin(
@@ -43,14 +43,15 @@ def begin(
     options: Mapping[str, Any],
     when: When,
 ) -> None:
-    """Let a save go on by itself, once what must be copied at once has been.
+    """Copies the tensors that the call must copy, and starts the rest of the save in a thread.
 
-    `ranks` are those that this call goes on with: a thread tells them how it went. Raises no error:
-    from here on errors are the handle's, because the other ranks count on this one's report.
+    `ranks` are those of the continuation, which hear the thread's result. Raises no error: from
+    here on errors are the handle's, because the other ranks wait for this rank's report.
     """
     staged: list[_Staged] = []
     to_do = [None]
-    """Whoever takes this goes on with the save, or ends it: the thread, or an interrupted call."""
+    """The token of the save: the thread takes it and goes on, or an interrupted call does and ends
+    the save."""
 
     def stage() -> None:
         staged.append(_stage(attempt, leaves, state, when))
@@ -63,16 +64,16 @@ def begin(
     try:
         _, error = result_or_error(stage)
         save = _Save(handle, _lasting(attempt), ranks, progress, options, to_do)
-        # A daemon, because `in_flight` waits for it at exit, while it still can finish.
+        # A daemon, because `in_flight` waits for it at exit, while it can still finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
         )
         try:
             in_flight.begin(handle, thread)
             thread.start()
-        except RuntimeError:  # no thread can be started, as when the interpreter ends
+        except RuntimeError:  # no thread can be started, for example because the interpreter ends
             save.run(staged, error)
-    except BaseException:  # as KeyboardInterrupt is
+    except BaseException:  # KeyboardInterrupt, for example
         with suppress(IndexError):
             to_do.pop()
             _abandon(handle, staged)
@@ -80,7 +81,7 @@ def begin(
 
 
 def _lasting(attempt: SaveAttempt) -> SaveAttempt:
-    """An attempt for later, whatever the caller does with its arguments and folder."""
+    """Returns an attempt that does not depend on the caller's arguments and current folder."""
     options, base = attempt.options, attempt.options.base
     base = None if base is None else absolute(base)
     kept = replace(options, metadata=dict(options.metadata), base=base)
@@ -89,7 +90,7 @@ def _lasting(attempt: SaveAttempt) -> SaveAttempt:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What the arena is being filled with."""
+    """The content of the arena, during and after the copies."""
 
     workplace: Workplace
     staging: Staging
@@ -116,12 +117,12 @@ class _Save:
     _to_do: list[None]
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
-        """Copy, write, commit; what goes wrong is the handle's to tell."""
+        """Copies, writes, commits; the handle tells of errors."""
         try:
             self._to_do.pop()
-        except IndexError:  # the call was interrupted before this thread ran
+        except IndexError:  # an interrupt ended the call before this thread ran
             return
-        if not self._ranks.begin():  # the call was interrupted, and says so itself
+        if not self._ranks.begin():  # the call was interrupted, and tells the other ranks itself
             _abandon(self._handle, staged)
             return
         written: list[ShardSummary | None] = []
@@ -134,9 +135,9 @@ class _Save:
         self._handle.mark_finished(ended)
 
     def _write(self, staged: _Staged) -> ShardSummary | None:
-        """This rank's shard file; None when there is nothing for it to write."""
+        """Writes this rank's shard file; returns None if the rank has nothing to write."""
         url, place = self._handle.url, staged.workplace
-        staged.staging.finish()  # before all else: training may wait for it
+        staged.staging.finish()  # first, because the training may wait for the copies
         self._handle.mark_staged()
         if not self._attempt.plan.items:
             return None
@@ -148,11 +149,11 @@ class _Save:
         return place.writer().write(job, self._progress)
 
     def _touch(self) -> None:
-        """The next save meets no page faults, where this was the first and filled new memory."""
+        """Touches the arena if this save filled new memory: the next save has no page faults."""
         workplace().arena.touch(workers_for(self._attempt.mesh.size))
 
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
-        """The checkpoint exists, or this raises what stands against it, as on all ranks."""
+        """Returns once the checkpoint exists; if a rank has failed, raises on all ranks."""
         with (
             self._ranks.call(CALL),
             open_store(self._handle.url, self._options) as store,
@@ -161,22 +162,22 @@ class _Save:
 
 
 def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:
-    """Let nobody wait for what does not go on: no step for its copies, no save for its end."""
+    """Ends a save that does not go on: no step waits for its copies, no save for its end."""
     _let_go(staged)
     handle.mark_finished(None)
 
 
 def _let_go(staged: list[_Staged]) -> None:
-    """Let no step wait for copies that nobody will write."""
+    """Lets no optimizer step wait for copies that are never written."""
     while staged:
         _attempt(lambda: staged.pop().staging.finish())
 
 
 def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """As `attempt`; what would only end a thread is an error too: somebody waits for it."""
+    """As `result_or_error`, but also catches exceptions that would silently end the thread."""
     try:
         return result_or_error(action)
     except BaseException as ended:
-        error = CkptError(f"{type(ended).__name__} while it was saved in the background: {ended}")
+        error = CkptError(f"{type(ended).__name__} during the save in the background: {ended}")
         error.__cause__ = ended
         return [], error

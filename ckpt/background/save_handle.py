@@ -1,4 +1,4 @@
-"""What `ckpt.save(..., blocking=False)` returns: how far the save is, and how it ended."""
+"""The handle that `ckpt.save(..., blocking=False)` returns: the progress and result of the save."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["SaveHandle", "Saved"]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A save that went well, as one rank saw it."""
+    """One rank's figures of a successful save."""
 
     url: str
     nbytes: int
     """Bytes of tensors that this rank wrote."""
     staged_seconds: float
-    """From the call until everything was copied."""
+    """The time from the call until everything was copied."""
     seconds: float
-    """From the call until the checkpoint existed."""
+    """The time from the call until the checkpoint existed."""
 
 
 class SaveHandle:
-    """A save in the background. All its methods are for the thread that called `ckpt.save`."""
+    """A background save. The thread that called `ckpt.save` may call all public methods."""
 
     url: str
-    """Where the checkpoint will be."""
+    """The URL of the checkpoint."""
 
     def __init__(self, url: str, nbytes: int, started: float) -> None:
         self.url = url
@@ -63,14 +63,14 @@ class SaveHandle:
         return "failed" if self._error else "done"
 
     def done(self) -> bool:
-        """Whether the save is over, well or not. Never waits, never raises."""
+        """Returns whether the save is over, successful or not. Never waits, never raises."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint exists, on every rank that waits.
+        """Returns once the checkpoint exists, on every rank that waits.
 
-        Raises WaitTimeoutError after `timeout` seconds, the save goes on; and what the save failed
-        with, RankError where that was on another rank.
+        Raises WaitTimeoutError after `timeout` seconds, while the save goes on. If the save has
+        failed, raises its error; RankError if another rank failed.
         """
         if not self._finished.wait(timeout):
             done, total = self.progress()
@@ -83,16 +83,16 @@ class SaveHandle:
             raise error
 
     def result(self, timeout: float | None = None) -> Saved:
-        """As `wait`, and what came of it."""
+        """Waits as `wait` does, and returns the figures of the save."""
         self.wait(timeout)
         assert self._saved is not None
         return self._saved
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when everything is copied, and the state may be changed in any way.
+        """Returns once everything is copied, so that the state may change in any way.
 
-        Optimizers in the state wait by themselves before they step. Raises WaitTimeoutError after
-        `timeout` seconds. An error of the save is `wait`'s to raise.
+        Optimizers in the state wait before their steps without this call. Raises WaitTimeoutError
+        after `timeout` seconds. Only `wait` raises an error of the save.
         """
         if timeout is None:
             self._help()
@@ -100,22 +100,22 @@ class SaveHandle:
             raise WaitTimeoutError(f"{self.url}: the state is not copied after {timeout:g} s")
 
     def progress(self) -> tuple[int, int]:
-        """Bytes of tensors that this rank has written, and how many it has to write."""
+        """Returns the bytes of tensors that this rank has written, and the bytes of all of them."""
         return self._progress(), self._nbytes
 
     def finished(self, timeout: float | None = None) -> bool:
-        """Whether it is over within so many seconds; tells nobody how it ended."""
+        """Whether the save is over within so many seconds; its error stays unseen."""
         return self._finished.wait(timeout)
 
     def untold(self) -> Exception | None:
-        """The error it ended with, once."""
+        """Returns the error of the save, once."""
         told, self._is_told = self._is_told, True
         return None if told else self._error
 
     def when_finished(self, follow: Callable[[Exception | None], None]) -> None:
-        """Call `follow` with the error, or None, once the save is over; tells nobody.
+        """Calls `follow` with the error, or None, once the save is over; the error stays unseen.
 
-        By the thread that does the save; at once where it is over.
+        The save's thread calls `follow`; if the save is over, this thread calls it at once.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -123,18 +123,18 @@ class SaveHandle:
                 return
         follow(self._error)
 
-    # What follows is for the thread that does the save.
+    # The methods below are for the save's own thread.
 
     def staging(self, help_copying: Callable[[], None]) -> None:
-        """From now on whoever waits for the copies can help."""
+        """From now on a thread that waits for the copies helps by `help_copying`."""
         self._help = help_copying
 
     def follow(self, progress: Callable[[], int]) -> None:
-        """From now on `progress` knows how many bytes are written."""
+        """From now on `progress` returns the bytes that are written."""
         self._progress = progress
 
     def mark_staged(self) -> None:
-        """Everything is copied, or never will be."""
+        """Notes that everything is copied, or that the copies have failed."""
         if self._staged.is_set():
             return
         self._help = lambda: None
@@ -142,7 +142,7 @@ class SaveHandle:
         self._staged.set()
 
     def mark_finished(self, error: Exception | None) -> None:
-        """The save is over; with `error`, in vain."""
+        """Notes that the save is over, with its error if it failed."""
         self.mark_staged()
         written = 0 if error else self._nbytes
         self._progress = lambda: written

@@ -14,7 +14,7 @@ from ckpt.state.memory import is_plain
 
 
 class Slot(NamedTuple):
-    """An item of the plan, whose offset is its place in the arena's data, and its tensor."""
+    """An item of the plan with its tensor; the item's offset is its place in the arena's data."""
 
     item: WriteItem
     leaf: Leaf
@@ -31,27 +31,27 @@ class Slot(NamedTuple):
 
     @property
     def flat(self) -> torch.Tensor:
-        """The item's elements in one dimension; of a contiguous tensor its own memory."""
+        """Returns the item's elements in one dimension: without a copy if they are contiguous."""
         return self.leaf.local.reshape(-1)[self.item.lo : self.item.hi]
 
     def address(self) -> int:
-        """Where the bytes of a plain item begin.
+        """Returns the address of a plain item's first byte.
 
-        Raises StateChangedError where the tensor has given up its memory.
+        Raises StateChangedError if the tensor has given up its memory.
         """
         item, local = self.item, self.leaf.local
         start: int = local.data_ptr() + item.lo * item.dtype.itemsize
         memory = local.untyped_storage()
         if start + item.nbytes > memory.data_ptr() + memory.nbytes():
             raise StateChangedError(
-                f"{item.name} has no memory for its {item.nbytes:,} bytes, as where it was "
-                "resized or offloaded; save it when it is whole, or call wait_staged() of the "
-                "save's handle before it gives its memory up"
+                f"{item.name} has no memory for its {item.nbytes:,} bytes: it was resized or "
+                "offloaded; save it while it has its memory, or call wait_staged() of the save's "
+                "handle before it gives its memory up"
             )
         return start
 
 
 def slots(plan: SavePlan, leaves: Sequence[Leaf]) -> list[Slot]:
-    """The items of a plan with their tensors; `leaves` has them by number."""
+    """Returns the items of a plan with their tensors; `leaves` has the tensors by number."""
     sources = [leaves[item.source] for item in plan.items]
     return list(map(Slot._make, zip(plan.items, sources, strict=True)))

@@ -1,12 +1,12 @@
-"""A rank's part of a state on its way into the arena, some of it while training goes on.
+"""Copies a rank's part of a state into the arena, in the call or while the training goes on.
 
 Rules:
 
-1. The arena gets what the rank writes and nothing else, in the order of the shard file's data.
-2. `COPIED`: the call copies all of it. `OVERLAPPED`: what only optimizers' steps write to, and is
-   not small, is copied later, and steps wait for it (`ckpt.background.step_hooks`).
-3. A change to what is copied later is found by the tensors' versions, and by a sample of their
-   elements where it leaves no version; it fails the save.
+1. The arena gets only the bytes that the rank writes, in the order of the shard file's data.
+2. "copied": the call copies all tensors. "overlapped": large tensors that only optimizers' steps
+   change are copied later, and steps wait for the copies (`ckpt.background.step_hooks`).
+3. An early change of a tensor that is copied later fails the save. The tensor's version shows the
+   change, or a sample of its elements if the change does not count as a version.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ COPIED: When = "copied"
 OVERLAPPED: When = "overlapped"
 
 SMALL_BYTES = 64 << 10
-"""Parts up to this size are copied at once: as quickly as they are put off."""
+"""Parts up to this size are copied in the call: a later copy would cost the call as much."""
 
 
 class Staging:
-    """The copies of one save. Made in the caller's thread, finished in another.
+    """The copies of one save. The caller's thread makes them, another thread finishes them.
 
-    Whoever waits for it helps.
+    A thread that waits for the copies helps.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Staging:
         held: set[int],
         workers: int,
     ) -> None:
-        """Copies all but what `held`, the addresses of storages, allows to copy later."""
+        """Copies all tensors but those with an address in `held`: these can be copied later."""
         self._data = data
         self._devices = DeviceCopies(data)
         self._done = threading.Event()
@@ -69,18 +69,18 @@ class Staging:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything is copied, or never will be."""
+        """Whether everything is copied, or the copies have failed."""
         return self._done.is_set()
 
     def hold_steps(self) -> None:
-        """From now on optimizers' steps wait for the copies; somebody has to call `finish`."""
+        """From now on optimizers' steps wait for the copies; a thread must call `finish`."""
         if self._later:
             hold_steps(self)
 
     def finish(self) -> None:
-        """Everything is copied when this returns; to be called once, by the thread that copies.
+        """Returns once everything is copied; the thread that copies calls this once.
 
-        Raises StateChangedError naming a tensor that was changed meanwhile.
+        Raises StateChangedError with the name of a tensor that has changed meanwhile.
         """
         try:
             self._copies.finish()
@@ -94,18 +94,18 @@ class Staging:
         if changed:
             more = f" and {len(changed) - 1} more tensors were" if changed[1:] else " was"
             raise StateChangedError(
-                f"{changed[0]}{more} changed, by something else than the step of an optimizer, "
+                f"{changed[0]}{more} changed, and not by the step of an optimizer, "
                 'before it was copied; leave out staging="overlapped", or call wait_staged() of '
                 "the save's handle before the change"
             )
 
     def wait(self) -> None:
-        """Return when everything is copied, or never will be."""
+        """Returns once everything is copied, or the copies have failed."""
         self.help()
         self._done.wait()
 
     def help(self) -> None:
-        """Copy what nobody has begun; any thread may."""
+        """Copies the runs that no thread has begun; any thread may call this."""
         self._copies.help()
 
     def _copy_now(self, found: Sequence[Slot], arena: Arena, workers: int) -> None:
@@ -124,7 +124,7 @@ class Staging:
         self._devices.finish()
 
     def _changed(self) -> list[str]:
-        """The names of tensors of which something else was copied than they held at the call."""
+        """Returns the names of tensors whose copies differ from their content at the call."""
         copied = [
             torch.frombuffer(self._data, dtype=torch.uint8, count=item.nbytes, offset=item.offset)
             for item, _ in self._later
@@ -146,12 +146,12 @@ def _can_wait(slot: Slot, held: set[int]) -> bool:
 
 
 def _of_now(slot: Slot) -> Slot:
-    """A slot that keeps the memory it has now, whatever its tensor is given instead."""
+    """Returns a slot that keeps the present memory, even if its tensor gets other memory."""
     return slot._replace(leaf=slot.leaf._replace(local=slot.local.detach()))
 
 
 def _version(leaf: Leaf) -> tuple[int, ...]:
-    """Changes with every operation in place; a DTensor counts for itself, its local one not."""
+    """A number that changes with every operation in place; a DTensor has its own."""
     return tuple(
         tensor._version
         for tensor in (leaf.local, leaf.given)

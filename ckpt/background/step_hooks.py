@@ -1,14 +1,14 @@
-"""Optimizer steps that wait for copies, and the optimizers of which that can be said.
+"""Optimizer steps that wait for copies, and the optimizers whose steps can wait.
 
 Rules:
 
-1. One hook serves every optimizer of the process, also those that are in no state. It stays, and
-   does nothing between saves: taking it off from another thread would change a dict that an
-   optimizer may be going through.
-2. It runs before every other hook that a step has, for those may write to parameters.
-3. Hooks run where torch's own wrapper is the outermost of `step`. What replaces `step`, on a class
-   or on an instance, may write before the hooks run or run none; a learning rate scheduler of
-   torch's only counts.
+1. One hook serves every optimizer of the process, also those that are in no state. The hook stays,
+   and does nothing between saves: to remove it from another thread would change a dict that an
+   optimizer may be iterating over.
+2. The hook runs before every other hook of a step, because others may write to parameters.
+3. Hooks run if torch's own wrapper is the outermost of `step`. A function that replaces `step`, on
+   a class or on an instance, may write before the hooks run, or run none. The wrapper of torch's
+   learning rate schedulers only counts steps, and does no harm.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ckpt.state.stateful import MAX_DEPTH
 
 
 class Copying(Protocol):
-    """Copies that a step has to wait for."""
+    """Copies that a step must wait for."""
 
     def wait(self) -> None:
-        """Return when everything is copied, or never will be."""
+        """Returns once everything is copied, or the copies have failed."""
         ...
 
 
@@ -52,7 +52,7 @@ def _before_step(*_: object) -> None:
 
 
 def _let_go() -> None:
-    """In a forked child: nobody finishes the copies there, and the arena is the parent's."""
+    """Drops the copies in a forked child, where no thread finishes them."""
     global _holding
     _holding = None
 
@@ -64,7 +64,7 @@ _HOOKING = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def runs_hooks(given: Optimizer) -> bool:
-    """Whether the hooks of an optimizer run before its step writes anything (rule 3)."""
+    """Whether the hooks of an optimizer run before its step writes any tensor (rule 3)."""
     step: Any = vars(given).get("step", type(given).step)
     step = getattr(step, "__func__", step)
     if getattr(step, "__globals__", None) is vars(lr_scheduler):
@@ -73,7 +73,7 @@ def runs_hooks(given: Optimizer) -> bool:
 
 
 def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
-    """The optimizers in a nest."""
+    """Yields the optimizers in a nest."""
     if isinstance(state, Optimizer):
         yield state
     elif depth > MAX_DEPTH:
@@ -87,7 +87,7 @@ def optimizers(state: object, depth: int = 0) -> Iterator[Optimizer]:
 
 
 def held_storages(state: object) -> set[int]:
-    """The addresses of memory that only steps with hooks write to, by what is known of a state."""
+    """Returns the addresses of storages in a state that only steps with hooks write to."""
     held: set[int] = set()
     free: set[int] = set()
     for found in optimizers(state):
@@ -96,7 +96,7 @@ def held_storages(state: object) -> set[int]:
 
 
 def _storages(given: Optimizer) -> Iterator[int]:
-    """The memory of an optimizer's parameters and state, by address."""
+    """Yields the addresses of the storages of an optimizer's parameters and state."""
     for group in given.param_groups:
         yield from map(storage_of, group["params"])
     for state in given.state.values():
@@ -105,11 +105,11 @@ def _storages(given: Optimizer) -> Iterator[int]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory, of a DTensor its local one's; 0 where there is none."""
+    """Returns the address of a tensor's storage, or of a DTensor's local one; 0 without one."""
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         return int(local.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
-        # torch's way of saying that a subclass has no memory of its own: it is made of tensors that
-        # are looked at themselves, or has no data (meta, fake).
+        # A subclass without memory of its own: it wraps tensors that are visited themselves, or has
+        # no data (meta, fake).
         return 0

@@ -1,4 +1,4 @@
-"""What all saves in the background share: the arena, and the process that writes from it."""
+"""The arena and the writer process, which all background saves of a process share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.background.writers import WriterProcess
 
 
 class Workplace:
-    """What saves in the background share: the arena, and the process that writes from it."""
+    """The arena, and the process that writes from it."""
 
     def __init__(self) -> None:
         self.arena = Arena(before_remapping=device_copies.release)
@@ -22,43 +22,44 @@ class Workplace:
         atexit.register(self.close)
 
     def writer(self) -> WriterProcess:
-        """The process, started anew if there is none."""
+        """Returns the writer process, started anew if there is none."""
         if self._writer is None or not self._writer.is_running:
             self._writer = WriterProcess(self.arena)
         return self._writer
 
     def reserve(self, nbytes: int) -> memoryview:
-        """The arena's memory for so many bytes, once what was to be prepared is."""
+        """Returns the arena's memory for so many bytes, once preparations have ended."""
         self.wait_prepared()
         return self.arena.reserve(nbytes)
 
     def prepare(self, nbytes: int, workers: int, for_cuda: bool) -> None:
-        """Reserve so many bytes; a thread touches them, by `workers` at once, and starts a writer.
+        """Reserves so many bytes; another thread touches them and starts a writer.
 
-        `for_cuda` also page-locks them. To be called while no save uses the arena.
+        `workers` threads touch the bytes; `for_cuda` also page-locks them. Called while no save
+        uses the arena.
         """
         data = self.reserve(nbytes)
 
         def work() -> None:
-            with suppress(OSError, RuntimeError):  # then the save does it, or says why it cannot
+            with suppress(OSError, RuntimeError):  # the save tries again, and tells of the error
                 self.arena.touch(workers)
                 self.writer()
                 if for_cuda:
                     device_copies.page_lock(data)
 
         thread = threading.Thread(target=work, name="ckpt-prepare", daemon=True)
-        with suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
+        with suppress(RuntimeError):  # no thread can be started: the interpreter may be ending
             thread.start()
             self._preparing = thread
 
     def wait_prepared(self) -> None:
-        """Return when nothing is being prepared any more."""
+        """Returns once preparations have ended."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
 
     def close(self) -> None:
-        """Let the writer end, and wait for it."""
+        """Ends the writer, and waits for its end."""
         self.wait_prepared()
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -69,7 +70,7 @@ _workplace: Workplace | None = None
 
 
 def workplace() -> Workplace:
-    """That of this process; a forked child makes its own."""
+    """Returns the workplace of this process; a forked child makes its own."""
     global _workplace
     if _workplace is None:
         _workplace = Workplace()

@@ -1,17 +1,17 @@
 """The process that writes staged memory to files: no torch, no part in training.
 
-`ckpt.background.writers` starts it with one end of a connection and the arena. It is a process and
-not a thread, because a thread that hashes and writes takes the interpreter's lock again for every
-chunk, each time from the training loop, and because only a process has a priority of its own.
+`ckpt.background.writers` starts the process with one end of a connection and the arena. A thread
+would take the interpreter's lock from the training loop for every chunk that it hashes and writes,
+and would have no priority of its own.
 
 Rules:
 
-1. It yields to the training: `CKPT_WRITER_NICE` is its niceness, `NICE` by default, and where the
-   disk's scheduler knows classes it is in the idle one. It stays in the trainer's session, because
-   Linux may weigh niceness within a session only.
-2. It ends when the trainer's end of the connection is closed, however that came about, and removes
-   the file it was writing. Signals to the whole job do not end it: the trainer may want to finish.
-3. One job at a time; each has one answer.
+1. The process yields to the training: `CKPT_WRITER_NICE` is its niceness, `NICE` by default, and it
+   is in the idle class of disk schedulers that have classes. It stays in the trainer's session,
+   because Linux may weigh niceness within a session only.
+2. The process ends when the trainer's end of the connection is closed in any way, and removes the
+   file that it is writing. It ignores signals to the whole job: the trainer may want to finish.
+3. The process does one job at a time, and gives one answer to each.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from ckpt.background.arena import HEAD_BYTES, mapped, set_progress
 from ckpt.transfer.write_job import error_message, read_job, summary_message, write_staged
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Of a whole job; `ckpt.background.writers` starts this process with them blocked."""
+"""Signals to a whole job; `ckpt.background.writers` starts this process with them blocked."""
 NICE = 15
-"""Takes 4 % of a core that the training wants; 10 takes 11 %, and 19 2 %, which takes long."""
+"""Takes 4 % of a core that the training needs; 10 takes 11 %, and 19 takes 2 %, a slow save."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-"""Numbers of the system call, by machine."""
+"""The number of the system call, by machine."""
 _IDLE_CLASS = 3 << 13  # <linux/ioprio.h>
 
 
 class AbandonedError(Exception):
-    """Whoever wanted the file is gone."""
+    """The trainer that wanted the file has ended."""
 
 
 def main() -> None:
-    """Write until the connection ends; `argv` has its descriptor and the arena's."""
+    """Does jobs until the connection ends; `argv` has the descriptors of connection and arena."""
     connection, arena = Connection(int(sys.argv[1])), int(sys.argv[2])
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    _yield_to_training()  # before there are threads: each has a niceness of its own
+    _yield_to_training()  # before any thread starts: each thread has a niceness of its own
     jobs: SimpleQueue[bytes | None] = SimpleQueue()
     is_abandoned = threading.Event()
     worker = threading.Thread(target=_work, args=(connection, arena, jobs, is_abandoned))
@@ -95,4 +95,4 @@ def _yield_to_training() -> None:
         os.nice(int(wanted) if wanted.isdecimal() else NICE)
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        ctypes.CDLL(None).syscall(number, 1, 0, _IDLE_CLASS)  # a hint: what it returns is ignored
+        ctypes.CDLL(None).syscall(number, 1, 0, _IDLE_CLASS)  # a hint: its result is ignored

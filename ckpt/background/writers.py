@@ -1,7 +1,7 @@
-"""Who writes what was staged: a process of our own, or this thread where no other can.
+"""Writers of staged memory: the writer process, or the calling thread in its place.
 
-Both take a `WriteJob` and give a summary. The process is started with the first save that needs it,
-and serves all later ones; it ends with this one (`ckpt.background.writer_process`).
+Both take a `WriteJob` and return a summary. The first save that needs the process starts it, and it
+serves all later saves; it ends with the trainer (`ckpt.background.writer_process`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ckpt.transfer.write_job import WriteJob, job_message, read_answer, write_st
 from formats.native.shard import Progress, ShardSummary
 
 POLL_SECONDS = 0.1
-"""How often a caller who wants to see progress is told of it."""
+"""The time between two calls of a caller's `progress`."""
 _START = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from ckpt.background.writer_process import main; main()"
 )
-"""The trainer's own path finds the same packages; a module to run would put a folder before it."""
+"""The process gets the trainer's `sys.path`; `-m` would put a folder before it."""
 
 
 class WriterProcess:
@@ -35,13 +35,13 @@ class WriterProcess:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._connection, theirs = Pipe()
-        # Above standard input, output and error, which are the process's own: one that is closed in
-        # the trainer leaves its number to the next.
+        # The descriptors are above those of standard input, output and error: if one of these is
+        # closed in the trainer, the next file that is opened gets its number.
         descriptors = [
             fcntl.fcntl(found, fcntl.F_DUPFD_CLOEXEC, 3)
             for found in (theirs.fileno(), arena.descriptor)
         ]
-        # The job may be signalled before the process can say that it ignores that.
+        # A signal to the job may come before the process has said that it ignores signals.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             self.process = subprocess.Popen(
@@ -60,18 +60,18 @@ class WriterProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it can be given a job."""
+        """Whether the process can take a job."""
         return not self._connection.closed and self.process.poll() is None
 
     def close(self) -> None:
-        """Return when it has ended, which it does soon where it has no job."""
+        """Ends the process, and returns once it has ended: soon if it has no job."""
         self._connection.close()
         self.process.wait()
 
     def write(self, job: WriteJob, progress: Progress | None) -> ShardSummary:
-        """What it wrote. Raises StoreError where it could not, or has ended.
+        """Returns the summary of the written file. Raises StoreError if the process fails or ends.
 
-        What `progress` raises goes through; the process has ended then, without its file.
+        An exception of `progress` passes through; the process has then ended without its file.
         """
         where = f"{job.url}/{job.name}"
         try:
@@ -85,7 +85,7 @@ class WriterProcess:
         return read_answer(answer, where)
 
     def _answer(self, job: WriteJob, progress: Progress | None) -> bytes:
-        """Its answer; a process whose answer nobody took would give it to the next job."""
+        """Returns the answer. An error ends the process: its answer would be taken for the next."""
         try:
             self._connection.send_bytes(job_message(job))
             _follow(self._connection, self._arena, progress)
@@ -96,7 +96,7 @@ class WriterProcess:
 
 
 def _follow(connection: Connection, arena: Arena, progress: Progress | None) -> None:
-    """Return when there is an answer; `progress` is told of what was written meanwhile."""
+    """Returns once there is an answer, and calls `progress` with the bytes written meanwhile."""
     told = 0
     while not connection.poll(None if progress is None else POLL_SECONDS):
         told = _tell(progress, told, arena.progress())
@@ -112,7 +112,7 @@ def _tell(progress: Progress | None, told: int, done: int) -> int:
 def write_here(
     job: WriteJob, data: memoryview, arena: Arena, progress: Progress | None
 ) -> ShardSummary:
-    """The same by the calling thread."""
+    """As `WriterProcess.write`, by the calling thread."""
     told = 0
 
     def advance(done_bytes: int) -> None:

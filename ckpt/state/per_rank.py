@@ -47,7 +47,7 @@ class PerRank:
         self.install({rank: state_dict[key] for rank, key in ranks_in(state_dict).items()})
 
     def problem(self, saved: Collection[int], here: Collection[int]) -> str | None:
-        """Returns why the ranks `here` cannot load states of the ranks `saved`; None if they can."""
+        """Returns why the ranks `here` cannot load states of the ranks `saved`, or None."""
         if self.on_resize != "refuse" or set(saved) == set(here):
             return None
         return (

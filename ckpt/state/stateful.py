@@ -139,8 +139,8 @@ def _check_undivided(parameters: list[torch.Tensor]) -> None:
         if is_divided(parameter):
             raise StateError(
                 f"the optimizer's parameter {index} of shape {tuple(parameter.shape)} is this "
-                "rank's part of several parameters, and their module, which knows the names, is not "
-                "in the state: put the module into the state"
+                "rank's part of several parameters, and their module, which knows their names, is "
+                "not in the state: put the module into the state"
             )
 
 

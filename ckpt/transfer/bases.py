@@ -1,10 +1,11 @@
-"""Checkpoints that borrow from one another: those of one run, in folders side by side.
+"""Checkpoints of one run that borrow from one another, in folders side by side.
 
 Rules:
 
-1. A base lies beside what borrows from it: the folders move together or not at all.
-2. A checkpoint that another borrows from is neither deleted nor overwritten. Who borrows stands in
-   the dependents' manifests alone, and they are looked through each time: no list is out of date.
+1. A base lies beside its dependents, the checkpoints that borrow from it: the folders move together
+   or not at all.
+2. A checkpoint with dependents is neither deleted nor overwritten. Only the dependents' manifests
+   name their bases, and are searched each time, so that no list can be out of date.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from sharding.url_secrets import without_secrets
 
 SHOWN_NAMES = 5
 HEAD_BYTES = 128
-"""Of a manifest: digest, format and version come first, and version 1 borrows nothing."""
+"""The bytes of a manifest that show its version; version 1 borrows no chunks."""
 
 
 def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> str:
-    """The name of the folder of `base`, which lies in the folder that `url` lies in.
+    """Returns the name of the folder of `base`, which lies in the same folder as `url`.
 
-    Raises ArgumentError where it lies elsewhere, or is `url` itself.
+    Raises ArgumentError if `base` lies elsewhere, or is `url` itself.
 
     >>> folder_beside("s3://bucket/run/step-2", "s3://bucket/run/step-1/")
     'step-1'
@@ -44,8 +45,8 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
     if parent != split_url(own)[0] or own == other or not name:
         raise ArgumentError(
             without_secrets(
-                f"base={os.fspath(base)!r} does not lie beside {os.fspath(url)!r}: what borrows "
-                "from a checkpoint must be in the same folder as that"
+                f"base={os.fspath(base)!r} does not lie beside {os.fspath(url)!r}: a checkpoint "
+                "must be in the same folder as its base"
             )
         )
     return name
@@ -55,9 +56,9 @@ def folder_beside(url: str | os.PathLike[str], base: str | os.PathLike[str]) -> 
 def opened_base(
     url: str | os.PathLike[str], base: str | os.PathLike[str], options: Options = None
 ) -> Iterator[Lender]:
-    """The base of a checkpoint at `url`, opened for the time of the block.
+    """Yields the base of a checkpoint at `url`, open for the time of the block.
 
-    Raises as `folder_beside` does, and NotACheckpointError where there is no base.
+    Raises as `folder_beside` does, and NotACheckpointError if the base does not exist.
     """
     folder = folder_beside(url, base)
     with open_store(base, options) as store:
@@ -85,10 +86,10 @@ def bases_used(
     used: Mapping[str, int],
     options: Options = None,
 ) -> tuple[Base | None, ...]:
-    """The bases for the manifest of a checkpoint at `url`.
+    """Returns the bases for the manifest of a checkpoint at `url`.
 
-    `used` has a bit for every number of a base that something was borrowed from, by the digest of
-    the base's manifest as whoever borrowed saw it. Raises StoreError where it is another one now.
+    `used` has a bit for the number of each base that lent chunks, by the digest of the base's
+    manifest at that time. Raises StoreError if the manifest is another one now.
     """
     if not used:
         return ()
@@ -102,7 +103,7 @@ def bases_used(
 
 
 def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
-    """Whether the manifest of a base still has this digest."""
+    """Returns whether the manifest of a base still has this digest."""
     with open_store(base, options) as store:
         try:
             return store.read_whole(MANIFEST, current().manifest_bytes)[11:43] == digest.encode()
@@ -111,19 +112,19 @@ def is_as_it_was(base: str, digest: str, options: Options = None) -> bool:
 
 
 def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
-    """Raise InUseError when a checkpoint beside this one borrows from it."""
+    """Raises InUseError if a checkpoint beside this one borrows from it."""
     found = dependents(url, options)
     if found:
         more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
         raise InUseError(
             f"{os.fspath(url)}: {', '.join(found[:SHOWN_NAMES])}{more} beside it borrow from it "
-            "and cannot be read without it: delete those first, or make each whole with "
+            "and cannot be read without it: delete them first, or make each of them whole with "
             "`ckpt convert`"
         )
 
 
 def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str]:
-    """The folders beside a checkpoint whose manifests say that they borrow from it, sorted."""
+    """Returns the names of the folders beside a checkpoint that borrow from it, sorted."""
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
         return [folder for folder in store.folders() if _borrows(store, folder, name)]
@@ -131,21 +132,21 @@ def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class BaseFiles:
-    """The files that checkpoints side by side need of one another."""
+    """The files that checkpoints in one folder need from one another."""
 
     files: frozenset[tuple[str, str]]
-    """Folder and file."""
+    """The needed files: folder and name."""
     damaged: tuple[bytes, ...]
-    """Manifests that nobody can read: what they seem to name is taken to be needed."""
+    """Manifests that cannot be read: all files of folders that they seem to name are needed."""
 
     def cover(self, folder: str, file: str) -> bool:
-        """Whether somebody needs this file."""
+        """Returns whether a checkpoint needs this file."""
         named = _quoted(folder)
         return (folder, file) in self.files or any(named in data for data in self.damaged)
 
 
 def base_files(parent: Store) -> BaseFiles:
-    """The files that the checkpoints whose folders lie directly in `parent` need as bases."""
+    """Returns the files that checkpoints in folders directly below `parent` borrow from."""
     files: set[tuple[str, str]] = set()
     damaged = []
     for folder in parent.folders():
@@ -160,7 +161,7 @@ def base_files(parent: Store) -> BaseFiles:
 def base_files_beside(
     url: str | os.PathLike[str], options: Options = None
 ) -> tuple[BaseFiles, str]:
-    """The files that a checkpoint and those beside it need as bases; the name of its folder."""
+    """As `base_files`, for the folder around a checkpoint; also returns the checkpoint's name."""
     parent, name = split_url(one_spelling(url))
     with open_store(parent, options) as store:
         return base_files(store), name
@@ -168,16 +169,16 @@ def base_files_beside(
 
 def _borrows(store: Store, folder: str, name: str) -> bool:
     found = () if folder == name else _bases_of(store, folder)
-    if isinstance(found, bytes):  # it is taken at its word
+    if isinstance(found, bytes):  # a damaged manifest counts as borrowing if it has the name
         return _quoted(name) in found
     return any(base.folder == name for base in found)
 
 
 def _bases_of(store: Store, folder: str) -> tuple[Base, ...] | bytes:
-    """What the checkpoint in a folder borrows from; its whole manifest where that is damaged."""
+    """Returns the bases of the checkpoint in a folder; its whole manifest if that is damaged."""
     manifest = f"{folder}/{MANIFEST}"
     try:
-        with suppress(CorruptError):  # shorter than that: it is read whole
+        with suppress(CorruptError):  # a shorter manifest is read whole
             if b'"version":1,' in store.read(manifest, 0, HEAD_BYTES):
                 return ()
         data = read_manifest(store, manifest)
@@ -190,5 +191,5 @@ def _bases_of(store: Store, folder: str) -> tuple[Base, ...] | bytes:
 
 
 def _quoted(folder: str) -> bytes:
-    """The name of a folder as a manifest has it."""
+    """Returns the name of a folder as manifests write it."""
     return json.dumps(folder).encode()

@@ -27,7 +27,7 @@ from sharding.agreement.ranks import Ranks
 
 
 def catalog_of(whole: StateSpec) -> Catalog:
-    """The state of all ranks as a catalog without files."""
+    """Returns the state of all ranks as a catalog without files."""
     records = {
         name: TensorRecord(
             name, tensor.shape, tensor.dtype, PeerPieces(tensor.layout), tensor.layout
@@ -81,7 +81,7 @@ def fill_from_peers(
 def beside(
     groups: Iterable[Sequence[LoadItem]], targets: list[Target]
 ) -> list[list[tuple[LoadItem, Placed]]]:
-    """Items like those of targets that share memory, each with a new target of its own."""
+    """Returns items like those of targets that share memory, each with new memory as its target."""
     found = []
     for group in groups:
         apart = []
@@ -95,7 +95,7 @@ def beside(
 
 
 def _wanted(items: Iterable[LoadItem], saved: Saved) -> StateSpec:
-    """This rank's items as a description, which ranks can merge."""
+    """Returns this rank's items as a state spec, which ranks can merge."""
     records = saved.catalog.tensors
     tensors = {
         item.name: StoredTensor(item.layout.shape, records[item.source].dtype, item.layout)
@@ -107,7 +107,7 @@ def _wanted(items: Iterable[LoadItem], saved: Saved) -> StateSpec:
 def _planned(
     items: Sequence[LoadItem], wanted: StateSpec, saved: Saved, ranks: Ranks, budget: int
 ) -> LoadPlan:
-    """The plan for the tensors that all ranks want."""
+    """Returns the plan for the tensors that all ranks want."""
     own = {item.name: item.target for item in items}
     every = [
         LoadItem(name, _source(saved, name), own.get(name, NOWHERE), tensor.layout, (), False)
@@ -118,7 +118,7 @@ def _planned(
 
 
 def _source(saved: Saved, name: str) -> str:
-    """The name that a wanted tensor has in the state."""
+    """Returns the name of a wanted tensor in the state."""
     ref = saved.leaves[name]
     return ref.name if isinstance(ref, TensorRef) else name
 
@@ -126,7 +126,7 @@ def _source(saved: Saved, name: str) -> str:
 def _kept_apart(
     items: Sequence[LoadItem], targets: Sequence[Target], held: MergedState
 ) -> dict[str, torch.Tensor]:
-    """Copies of sources that lie in the memory of targets of other tensors."""
+    """Returns copies of sources that lie in the memory of targets of other tensors."""
     locals_ = [targets[item.target].local for item in items]
     filled = {_memory(local) for local in locals_ if local.numel()}
     found = {}
@@ -139,12 +139,12 @@ def _kept_apart(
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage."""
+    """Returns the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def held_locally(held: MergedState, name: str) -> torch.Tensor:
-    """This rank's part of a tensor; empty if it has none."""
+    """Returns this rank's part of a tensor; empty if the rank has none."""
     leaf = held.flat.leaves.get(name)
     if leaf is not None:
         return leaf.local

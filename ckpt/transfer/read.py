@@ -1,8 +1,8 @@
-"""Byte ranges of files into memory: read, verified and placed. The only code that reads tensors.
+"""Reads byte ranges of files, verifies and places them. The only code that reads tensors.
 
-`ckpt.plan.read_plan` decides which ranges of which files are read and where they belong. This
-module reads neighbouring ranges in one call, verifies checksums while the bytes are in the
-processor's cache, and places bytes that could not be read where they belong.
+`ckpt.plan.read_plan` decides the ranges of files and their places in targets. This module reads
+neighbouring ranges in one call, verifies checksums while the bytes are in the processor's cache,
+and copies bytes from scratch memory that could not be read directly into their places.
 
 Rules:
 
@@ -42,7 +42,7 @@ SCRATCH_BYTES = 2 << 20
 DIRECT_BYTES = 8 << 20
 """Bytes of a tensor that one thread reads at a time into the tensor's memory."""
 THREAD_BYTES = 32 << 20
-"""Reads of less than this, all together, are done by the caller: threads would cost more."""
+"""The caller itself reads fewer bytes than these in all: threads would cost more."""
 MAX_WORKERS = 4
 FAR_WORKERS = 4
 """Threads that wait for a server, which takes time to answer."""
@@ -87,7 +87,7 @@ class ReadPolicy:
 
     @classmethod
     def within(cls, budget: int, reader: Reader, ranks_here: int = 1) -> ReadPolicy:
-        """A policy that suits the store and takes no more than `budget` bytes of memory."""
+        """Returns a policy that suits the store and takes at most `budget` bytes of memory."""
         is_far = reader.read_bytes > LOCAL_READ_BYTES
         workers = FAR_WORKERS if is_far else workers_for(ranks_here)
         # Each thread has a scratch buffer and a buffer of decoded bytes.
@@ -112,7 +112,7 @@ class RangeReader:
     """
 
     def __init__(self, reader: Reader, sums: RecordSums, policy: ReadPolicy | None = None) -> None:
-        """`sums` decides what is verified, and knows what other readers have read of records."""
+        """`sums` decides on verification, and knows the reads of records by other readers."""
         policy = ReadPolicy.within(memory_budget(), reader) if policy is None else policy
         self._reader = reader
         self._sums = sums
@@ -132,7 +132,7 @@ class RangeReader:
     def finish(self, progress: Progress | None = None) -> None:
         """Reads records to their ends for their checksums, with `verify="all"`.
 
-        To be called once all requests are fulfilled. Raises as `read_requests` does.
+        Called once all requests are fulfilled. Raises as `read_requests` does.
         """
         most = min(self._limits.read_bytes, self._limits.scratch_bytes)
         self._read(self._sums.rest(most), (), progress)
@@ -161,7 +161,7 @@ class RangeReader:
         if first.direct and len(group) == 1:
             self._do_direct(first, _own(first, targets))
             return
-        # In the order of the file: memory of targets, and lengths of the scratch between them.
+        # Buffers in the order of the file: memory of targets, and lengths of scratch between them.
         ends: list[memoryview | int] = []
         stored: list[memoryview | int] = []  # of each range: its target, or its place in scratch
         used, begin, end = 0, first.lo, first.lo
@@ -201,7 +201,7 @@ class RangeReader:
                 _place(one, self._decoded(one, data), targets[one.request.target])
 
     def _do_direct(self, one: ByteRange, target: memoryview) -> None:
-        """Reads one range into its target, in parts that are verified as they come."""
+        """Reads one range into its target, in parts that are verified one by one."""
         step, chunk, chunks = self._limits.read_bytes, one.chunk, one.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
@@ -233,7 +233,7 @@ class RangeReader:
             raise changed(self._reader.url, one.request.extent, part.names, wrong)
 
     def _decoded(self, one: ByteRange, stored: memoryview) -> memoryview:
-        """The bytes of the extent from `one.at` on."""
+        """Returns the bytes of the extent from `one.at` on."""
         extent = one.request.extent
         chunks = extent.chunks
         if chunks is None or not chunks.compressed:
@@ -252,10 +252,10 @@ class RangeReader:
         return decoded
 
     def _buffer(self, nbytes: int, use: str = "stored") -> memoryview:
-        """This thread's scratch memory: aligned for any dtype, and kept, for new memory is slow."""
+        """Returns this thread's scratch memory, aligned for any dtype; kept: new memory is slow."""
         held: mmap | None = getattr(self._scratch, use, None)
         if held is None or len(held) < nbytes:
-            held = None  # let go before there are two
+            held = None  # freed before the new memory is allocated
             setattr(self._scratch, use, held)
             held = mmap(-1, max(nbytes, SCRATCH_BYTES))
             setattr(self._scratch, use, held)
@@ -285,12 +285,12 @@ class _SharedGroups:
 
 
 def bytes_of(array: Array) -> memoryview:
-    """The bytes of a one-dimensional array, in its own memory."""
+    """Returns the bytes of a one-dimensional array, in its own memory."""
     return memoryview(array.view("u1").data)
 
 
 def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
-    """The error for a chunk whose bytes are not as they were written."""
+    """Returns the error for a chunk whose bytes are not as they were written."""
     return CorruptError(
         f"{url}/{extent.file}: {name}: bytes {chunk.offset}:{chunk.offset + chunk.stored_bytes} do "
         f"not have the checksum {chunk.digest.hex()} they were written with: they were changed "
@@ -299,7 +299,7 @@ def damaged(url: str, extent: Extent, name: str, chunk: Chunk) -> CorruptError:
 
 
 def _own(one: ByteRange, targets: Targets) -> memoryview:
-    """The bytes of the target that a direct range fills."""
+    """Returns the memory of the target that a direct range fills."""
     at = one.at
     return targets[one.request.target][at : at + one.hi - one.lo]
 

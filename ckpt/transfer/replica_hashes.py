@@ -82,7 +82,7 @@ class ReplicaHashes:
     rank: int
     """The rank in the default process group, as in layouts."""
     _names: list[str] = field(default_factory=list)
-    """The tensors of which this rank has a replica."""
+    """The names of the tensors of which this rank has a replica."""
     _rows: Bytes = field(default_factory=lambda: sampled([]))
     """For each of these tensors its sample, or the hash of all its bytes."""
     _hashes: dict[str, bytes] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class ReplicaHashes:
 def _groups(tensors: Mapping[str, StoredTensor], rank: int) -> dict[_Place, list[str]]:
     """The tensors of which a rank has a replica that others have too, by its place among them."""
     found: dict[int, list[str] | None] = {}
-    """By the id of a layout: the names in its group; None where nothing is to be compared."""
+    """By the id of a layout: the names in its group; None if the layout has no replicas here."""
     groups: dict[_Place, list[str]] = {}
     for name, tensor in tensors.items():
         key = id(tensor.layout)

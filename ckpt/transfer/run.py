@@ -6,7 +6,7 @@ lie in the memory of ranks. A plan names its targets by number; `LoadRun` has th
 Rules:
 
 1. Bytes are verified by the rank that reads them, before they travel.
-2. All that is staged at once stays within `stage_bytes`.
+2. The memory of all tensors that are staged at once stays within `stage_bytes`.
 3. A read that fails in a scatter round does not stop the round: the other ranks wait for its
    messages. The error is raised after the last round.
 4. `half_loaded` and `failed_elsewhere` make the errors of a load that failed half-way.
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def half_loaded(touched: Iterable[str], reads: bool = True) -> Iterator[None]:
-    """Errors in the block name the tensors in `touched`, which is read when an error comes.
+    """Errors in the block name the tensors that `touched` has at the time of the error.
 
-    `reads` says whether the block reads the checkpoint, so that its errors may be the checkpoint's.
+    `reads` tells whether the block reads the checkpoint, whose damage its errors may show.
 
     Raises:
         DamagedLoadError: bytes of the checkpoint are missing or changed.
@@ -82,7 +82,7 @@ class LoadRun:
     """The execution of plans for one set of targets."""
 
     targets: Sequence[Target]
-    """By the numbers that plans have for them."""
+    """The targets, by their numbers in plans."""
     group: ProcessGroup | None = None
     """The ranks that exchange tensors."""
     touched: dict[str, None] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class LoadRun:
         redistribute(moves, group=self.group, budget=budget)
 
     def _share(self, move: TensorMove) -> Move:
-        """A move from this rank's share of a target into the whole of it."""
+        """Returns a move from this rank's share of a target into the whole target."""
         local = self.targets[move.target].local
         lo, hi = move.source
         return Move(move.name, local.reshape(-1)[lo:hi], move.have, local, move.want)
@@ -161,7 +161,7 @@ class LoadRun:
         names: Sequence[str],
         failed: list[Exception],
     ) -> None:
-        """One round; the memory of its sources is let go at the end (rule 3)."""
+        """Executes one round, and frees the memory of its sources (rule 3)."""
         moves = []
         for name, _, (lo, hi), have, target, want in scatter_round.moves:
             local = self.targets[target].local
@@ -207,12 +207,12 @@ class FileSource:
     progress: Progress | None
 
     def range_reader(self) -> RangeReader:
-        """A reader of byte ranges with scratch memory of its own."""
+        """Returns a reader of byte ranges with scratch memory of its own."""
         return RangeReader(self.reader, self.sums, self.policy)
 
 
 def _batches(reads: Sequence[TensorRead], stage_bytes: int) -> Iterator[Sequence[TensorRead]]:
-    """Reads that are done together: their staged memory stays within `stage_bytes`."""
+    """Yields reads that run together: their staged memory stays within `stage_bytes`."""
     first, staged = 0, 0
     for at, read in enumerate(reads):
         nbytes = 0 if read.stage is None else read.stage.nbytes

@@ -1,4 +1,4 @@
-"""The bytes that one rank writes of its tensors, as a format's writer takes them."""
+"""One rank's tensors as streams of bytes for a format's writer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from formats.dtypes import DType
 from formats.outgoing import OutgoingTensor
 
 STAGE_BYTES = 16 << 20
-"""Bytes of a tensor that are copied at once where its memory cannot be written as it lies."""
+"""Bytes that are copied at once of a tensor whose memory cannot be written as it lies."""
 NUMPY_TYPES = frozenset(
     (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )
-"""Types whose memory Python sees as bytes without a view by torch."""
+"""Dtypes whose memory is available as bytes through numpy, without another view by torch."""
 
 
 def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
-    """An item as a writer takes it, straight from the tensor's memory where that can be.
+    """Returns an item for a format's writer, without a copy if the tensor's memory allows it.
 
     `local` is the rank's part of the tensor, detached.
     """
@@ -32,15 +32,15 @@ def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
 
 
 def outgoing_whole(name: str, dtype: DType, local: torch.Tensor) -> OutgoingTensor:
-    """All elements of a tensor as a writer takes them."""
+    """Returns all elements of a tensor for a format's writer."""
     numel, shape = local.numel(), tuple(local.shape)
     return outgoing(WriteItem(name, 0, dtype, 0, numel, shape, 0), local)
 
 
 def blocks(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
-    """Elements `[lo, hi)` of a tensor in row-major order, as blocks of host memory.
+    """Returns elements `[lo, hi)` of a tensor in row-major order, as blocks of host memory.
 
-    The memory is the tensor's own where that can be; else what is copied from it block by block.
+    The blocks are the tensor's own memory if possible; else copies, made one at a time.
     """
     if is_plain(local):
         return iter((_bytes_of(local)[lo * dtype.itemsize : hi * dtype.itemsize],))
@@ -48,7 +48,7 @@ def blocks(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memo
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Returns the memory of a contiguous CPU tensor."""
     if tensor.dtype in NUMPY_TYPES and tensor.numel():
         return tensor.numpy().data.cast("B")
     flat = (
@@ -60,7 +60,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
-    """Elements `[lo, hi)` of a tensor in row-major order, copied to the CPU block by block."""
+    """Yields elements `[lo, hi)` of a tensor in row-major order, copied to the CPU in blocks."""
     if local.is_contiguous() and not is_lazy(local):
         flat = local.reshape(-1)
         step = max(1, STAGE_BYTES // dtype.itemsize)
@@ -69,7 +69,7 @@ def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[mem
         return
     from sharding.torch_versions import movable  # imports torch's DTensor
 
-    # Rows are the unit here: a strided view cannot be flattened without copying all of it.
+    # A block is whole rows: a strided view cannot be flattened without a copy of all of it.
     rows = local.shape[0] if local.ndim else 1
     inner = local.numel() // rows
     step = max(1, STAGE_BYTES // max(1, inner * dtype.itemsize))

@@ -1,8 +1,8 @@
-"""One rank's shard file: the job of writing it, and the writing, here or in the writer process.
+"""The job of writing one rank's shard file, and its execution in any process.
 
-A blocking save runs its job in place, from the tensors' memory. A save in the background sends the
-job to the writer process, which writes from staged memory. A job and its answer travel as JSON:
-they are names and numbers. Imports no torch.
+A blocking save runs its job in place, from the tensors' memory. A background save sends the job to
+the writer process, which writes from staged memory. A job and its answer are names and numbers, and
+travel as JSON. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
 
 STEP_BYTES = 8 << 20
-"""Bytes between two calls of `advance`: whole chunks, so that none is cut in two."""
+"""Bytes between two calls of `advance`: a whole number of chunks."""
 
 
 Compress = bool | Literal["delta"]
-"""Whether chunks are compressed, and by what they differ in from a base's where that is less."""
+"""Whether chunks are compressed; "delta" also stores differences from a base's chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What to write, and where."""
+    """The content and the place of one shard file."""
 
     url: str
     """The folder, as the writer reaches it."""
     name: str
-    """The file in it."""
+    """The name of the file."""
     compress: Compress
     plan: SavePlan
     base: str | None = None
     """The checkpoint to borrow from."""
     rank: int = 0
-    """Whose part of the tensors this is, in their layouts."""
+    """The rank in the layouts whose part is written."""
     layouts: Mapping[str, StoredTensor] = field(default_factory=dict)
-    """All tensors in their stored layouts: only for a base."""
+    """All tensors in their stored layouts; empty without a base."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The driver's: secrets among them, which is why they are never shown."""
+    """The driver's options; never shown, because they may have secrets."""
 
 
 def write(
@@ -61,10 +61,10 @@ def write(
     progress: Progress | None = None,
     overlap: bool = True,
 ) -> ShardSummary:
-    """The job's file in the folder of `store`, complete and durable.
+    """Writes the job's file in the folder of `store`: complete and durable when this returns.
 
-    `tensors` are the streams of the plan's items. What `progress`, or a stream, raises ends the
-    writing and leaves no file. `overlap` is for a writer that has a second core.
+    `tensors` are the streams of the plan's items. An exception of `progress` or of a stream ends
+    the writing and leaves no file. `overlap` is for a writer that has a second core.
     """
     chunks = _base_chunks(job)
     compress, deltas = bool(job.compress), job.compress == "delta"
@@ -73,9 +73,9 @@ def write(
 
 
 def write_staged(job: WriteJob, data: memoryview, advance: Callable[[int], None]) -> ShardSummary:
-    """As `write`, from memory in which the plan's items lie end to end, and stay as they are.
+    """As `write`, from memory with the plan's items end to end, which does not change meanwhile.
 
-    `advance` is told how many bytes have been dealt with; what it raises ends the writing.
+    `advance` is called with the number of bytes done so far; an exception of it ends the writing.
     """
     tensors = [
         OutgoingTensor(item.name, item.shape, item.dtype, _stream(data, item, advance), stable=True)
@@ -88,7 +88,7 @@ def write_staged(job: WriteJob, data: memoryview, advance: Callable[[int], None]
 
 
 def _base_chunks(job: WriteJob) -> Lent | None:
-    """The chunks that the base has of the tensors to be written."""
+    """Returns the chunks of the tensors that the base can lend; None without a base."""
     if job.base is None:
         return None
     with opened_base(job.url, job.base, job.options) as found:
@@ -109,7 +109,7 @@ def _stream(
 
 
 def job_message(job: WriteJob) -> bytes:
-    """A job on its way to the writer."""
+    """Returns a job as bytes for the writer process."""
     fields = {field.name: getattr(job, field.name) for field in dataclass_fields(job)}
     fields["plan"] = [item._replace(dtype=item.dtype.name) for item in job.plan.items]  # type: ignore[arg-type]
     named: Tree = {name: TensorRef(name) for name in job.layouts}
@@ -118,7 +118,7 @@ def job_message(job: WriteJob) -> bytes:
 
 
 def read_job(message: bytes) -> WriteJob:
-    """A job that has arrived."""
+    """Returns the job in the bytes of `job_message`."""
     fields = json.loads(message)
     items = (WriteItem(*values) for values in fields["plan"])
     plan = SavePlan(
@@ -132,18 +132,18 @@ def read_job(message: bytes) -> WriteJob:
 
 
 def summary_message(summary: ShardSummary) -> bytes:
-    """What was written, on its way back."""
+    """Returns the summary of a written file as an answer in bytes."""
     return json.dumps({"written": asdict(summary)}).encode()
 
 
 def error_message(error: Exception) -> bytes:
-    """Why nothing was written, on its way back."""
+    """Returns the reason for a missing file as an answer in bytes."""
     said = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
     return json.dumps({"error": said}).encode()
 
 
 def read_answer(message: bytes, where: str) -> ShardSummary:
-    """The answer that has arrived. Raises StoreError where it is an error."""
+    """Returns the summary in an answer. Raises StoreError if the answer is an error."""
     answer = json.loads(message)
     if "error" in answer:
         said = answer["error"]
