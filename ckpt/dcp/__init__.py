@@ -1,10 +1,10 @@
-"""torch.distributed.checkpoint on `ckpt`, by the import line alone.
+"""torch.distributed.checkpoint on `ckpt`: only the import line changes.
 
     import ckpt.dcp as dcp  # was: import torch.distributed.checkpoint as dcp
 
-Programs that speak DCP write the native format, with its atomic commit and checksums, and read
-every format. The modules have the names of torch's: `ckpt.dcp.state_dict` is
-`torch.distributed.checkpoint.state_dict`. docs/dcp.md says of each function and argument whether
+Programs that use DCP write the native format, with its atomic commit and checksums, and read every
+format. The modules have the names of torch's: `ckpt.dcp.state_dict` is
+`torch.distributed.checkpoint.state_dict`. docs/dcp.md lists for each function and argument whether
 it is the same, better or refused.
 """
 
@@ -64,7 +64,7 @@ _OF_HF_STORAGE = ("HuggingFaceStorageReader", "HuggingFaceStorageWriter")
 
 
 def __getattr__(name: str) -> object:
-    """Modules of this package, and what this version of torch has beside the names above."""
+    """Returns modules of this package, and names that only this version of torch has."""
     if name.startswith("_") or not hasattr(_torch, name):
         raise AttributeError(f"module 'ckpt.dcp' has no attribute {name!r}, nor has torch's")
     if name in _OF_HF_STORAGE:

@@ -1,8 +1,8 @@
-"""The arguments of DCP's functions, and who serves a call: `ckpt`, or torch with our storage.
+"""The arguments of DCP's functions, and the choice between `ckpt` and torch to serve a call.
 
-A call goes to `ckpt.save` or `ckpt.load` when storage and planner are DCP's defaults or ours. A
-planner of the program's own plans by torch's functions, with our storage. A storage class of the
-program's own is used by torch's functions as ever.
+`ckpt.save` or `ckpt.load` serves a call if storage and planner are DCP's defaults or ours. With a
+user's planner, torch's functions plan and our storage reads or writes. With a user's storage class,
+torch's functions do all of it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 def storage_of(
     given: T | None, kind: type[T], checkpoint_id: str | os.PathLike[str] | None, argument: str
 ) -> T:
-    """The storage of a call, at `checkpoint_id` where it is ours; by default a new one of `kind`.
+    """Returns the storage of a call; by default a new one of `kind` at `checkpoint_id`.
 
-    Raises ArgumentError where nothing says where the checkpoint is.
+    Raises ArgumentError if neither argument gives the place of the checkpoint.
     """
     if given is None:
         if not checkpoint_id:
@@ -41,7 +41,7 @@ def storage_of(
 
 
 def check_state(state_dict: object) -> None:
-    """Raise ArgumentTypeError unless this is a mapping."""
+    """Raises ArgumentTypeError unless the state dict is a mapping."""
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(f"state_dict is a dict, not a {type(state_dict).__name__}")
 
@@ -49,10 +49,10 @@ def check_state(state_dict: object) -> None:
 def on_all_ranks(
     name: str, group: Group, action: Callable[[], T], is_served: Callable[[T], bool] = bool
 ) -> T:
-    """What an action returns, once it has succeeded on all ranks, which call this.
+    """Returns the action's result, once the action has succeeded on all ranks, which call this.
 
-    For what runs methods of the program: what fails on one rank is an error on all. Raises
-    ArgumentError where `ckpt` serves the call of one rank, and torch that of another.
+    The action runs methods of the user; a failure on one rank is an error on all. Raises
+    ArgumentError if `ckpt` serves the call of one rank, and torch the call of another.
     """
     ranks = Ranks(group)
     with ranks.call(name):
@@ -66,12 +66,12 @@ def on_all_ranks(
 
 
 def group_of(process_group: ProcessGroup | None, no_dist: bool) -> Group:
-    """The `group=` of `ckpt.save` and `ckpt.load`."""
+    """Returns the `group=` of `ckpt.save` and `ckpt.load`."""
     return "self" if no_dist else process_group
 
 
 def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
-    """The state dict, with `state_dict()` called of each Stateful entry."""
+    """Returns the state dict with the result of `state_dict()` for each Stateful entry."""
     return {
         key: entry.state_dict() if isinstance(entry, Stateful) else entry
         for key, entry in state_dict.items()
@@ -79,11 +79,11 @@ def state_of(state_dict: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_coordinator(rank: int) -> None:
-    """Raise ArgumentError for another coordinator than rank 0, which commits."""
+    """Raises ArgumentError for another coordinator than rank 0, which commits."""
     if rank != 0:
         raise ArgumentError(f"coordinator_rank is {rank}; rank 0 commits: leave it out")
 
 
 def taken(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were given: older versions of torch lack the newer ones."""
+    """Returns the arguments that were given: older versions of torch lack the newer ones."""
     return {name: value for name, value in arguments.items() if value not in (None, False)}

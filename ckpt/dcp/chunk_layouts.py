@@ -1,8 +1,9 @@
-"""Layouts that describe the parts in which DCP's planners divide a tensor.
+"""Layouts for the parts into which DCP's planners divide a tensor.
 
-DCP lists a box for each part and the native format has symbolic layouts. Parts that form a grid,
-each dimension of which is cut by torch.chunk's rule, perhaps again and again, have a layout: all
-that DTensors and the sharded tensors of FSDP give. Parts of other sizes are refused by name.
+DCP lists a box for each part, and the native format has symbolic layouts. Parts have a layout if
+they form a grid and torch.chunk's rule, applied once or repeatedly, cuts each dimension. All parts
+of DTensors and of FSDP's sharded tensors do. Parts of other sizes are an error with the tensor's
+name.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from sharding.layout.segments import chunk
 
 
 def layout_of(name: str, shape: Shape, ranks: Mapping[Box, int]) -> Layout:
-    """The layout in which each of these boxes, none of them empty, lies at its rank.
+    """Returns the layout in which each of these non-empty boxes lies at its rank.
 
-    Raises UnsupportedError where no layout has these boxes; it names the tensor.
+    Raises UnsupportedError, with the tensor's name, if no layout has these boxes.
 
     >>> boxes = {Box((0, 0), (3, 2)): 1, Box((3, 0), (5, 2)): 0}
     >>> layout = layout_of("w", (5, 2), boxes)
@@ -46,14 +47,14 @@ def layout_of(name: str, shape: Shape, ranks: Mapping[Box, int]) -> Layout:
 
 
 def _axes(cut: Sequence[tuple[int, int]], size: int) -> tuple[int, ...] | None:
-    """The sizes of the mesh axes that cut a dimension so, the outermost first; None if none do."""
+    """Returns the sizes of mesh axes that make this cut, the outermost first; None without any."""
     if cut[0][0] != 0 or cut[-1][1] != size or any(a[1] != b[0] for a, b in pairwise(cut)):
         return None
     return _nested(tuple(hi - lo for lo, hi in cut))
 
 
 def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The numbers of chunks, cut one in the other, that have these lengths.
+    """Returns the numbers of nested chunks that give these lengths; None if none do.
 
     >>> _nested((3, 3, 3, 1)), _nested((3, 2, 3, 2)), _nested((1, 3))
     ((4,), (2, 2), None)
@@ -76,5 +77,5 @@ def _nested(lengths: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _chunks(size: int, count: int) -> tuple[int, ...]:
-    """The lengths of torch.chunk's chunks."""
+    """Returns the lengths of torch.chunk's chunks."""
     return tuple(hi - lo for lo, hi in (chunk(size, count, i) for i in range(count)))

@@ -1,7 +1,7 @@
-"""DCP's Metadata of any checkpoint, and of a state that was saved.
+"""DCP's Metadata for any checkpoint, and for a state that was saved.
 
-Each tensor is one chunk, whatever files it lies in: a planner of DCP asks for a part of that chunk,
-and the reader finds the files.
+Each tensor is one chunk in the Metadata, even if it lies in several files: a planner of DCP asks
+for a part of the chunk, and the reader finds the files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
 def items_of(catalog: Catalog) -> dict[str, tuple[KeyPath, Tree]]:
-    """The key path and the node of each item, by its name in DCP.
+    """Returns the key path and the node of each item, by its name in DCP.
 
-    Raises UnsupportedError for a state that is no dict, StateError where two names are the same.
+    Raises UnsupportedError for a state that is not a dict, StateError for two equal names.
     """
     return by_name(
         (".".join(map(str, path)), (path, node)) for path, node in flattened(catalog.tree)
@@ -38,7 +38,7 @@ def items_of(catalog: Catalog) -> dict[str, tuple[KeyPath, Tree]]:
 
 
 def metadata_of(catalog: Catalog, items: Mapping[str, tuple[KeyPath, Tree]]) -> Metadata:
-    """DCP's Metadata of a checkpoint of any format."""
+    """Returns DCP's Metadata for a checkpoint of any format."""
 
     def entry(node: Tree) -> Entry:
         if not isinstance(node, TensorRef):
@@ -51,7 +51,7 @@ def metadata_of(catalog: Catalog, items: Mapping[str, tuple[KeyPath, Tree]]) -> 
 
 
 def metadata_of_state(state: Mapping[str, object]) -> Metadata:
-    """DCP's Metadata of a state, by the names that this rank has. Communicates nothing."""
+    """Returns DCP's Metadata for a state, by this rank's names. Does not communicate."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state))
     entries: dict[str, Entry] = {

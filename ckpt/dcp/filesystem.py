@@ -18,8 +18,8 @@ __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter
 class FileSystemWriter(CkptStorageWriter):
     """Writes the native format, at any path or URL, with the arguments of torch's class.
 
-    `overwrite` is honoured. The others tell torch how to write files, and have no effect: a rank
-    writes one file, flushes it, and copies from a device block by block. Raises ArgumentError for
+    Only `overwrite` has an effect. The other arguments tune torch's own files: here a rank writes
+    one file, flushes it, and copies from a device block by block. Raises ArgumentError for
     extensions, which transform the bytes.
     """
 
@@ -37,8 +37,8 @@ class FileSystemWriter(CkptStorageWriter):
     ) -> None:
         if _extensions:
             raise ArgumentError(
-                "_extensions transform the stream of a file, which then no reader of the format "
-                "opens; pass storage_writer=CkptStorageWriter(path, compress=True) for zstd, or "
+                "_extensions transform the stream of a file, so that no reader of the format "
+                "opens it; pass storage_writer=CkptStorageWriter(path, compress=True) for zstd, or "
                 "torch's own FileSystemWriter"
             )
         super().__init__(path, overwrite=overwrite)

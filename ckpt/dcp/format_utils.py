@@ -22,12 +22,12 @@ __all__ = [
 def dcp_to_torch_save(
     dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]
 ) -> None:
-    """The checkpoint, of any format, as a torch.save file; streamed, in little memory."""
+    """Converts a checkpoint of any format to a torch.save file; streams it, in little memory."""
     convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
 
 
 def torch_save_to_dcp(
     torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]
 ) -> None:
-    """The torch.save file as a checkpoint of the native format, which `ckpt.dcp.load` reads."""
+    """Converts a torch.save file to the native format, which `ckpt.dcp.load` reads."""
     convert(torch_save_path, dcp_checkpoint_dir, to="ckpt", overwrite=True)

@@ -1,11 +1,11 @@
-"""The items of a rank's plan as the native format takes them: parts of tensors, and values.
+"""Turns the items of a rank's plan into parts of tensors and values of the native format.
 
 Rules:
 
-1. `resolve_data` may take memory. A planner that may do more than look a tensor up is asked when
-   the tensor's turn to be written has come.
-2. A value that the planner has as an object is stored as it is. Another planner's bytes are read
-   by torch's restricted unpickler: they come from this process, and still run no code.
+1. `resolve_data` may take memory. A planner whose `resolve_data` may do more than look a tensor up
+   is therefore called when the tensor is written, and not before.
+2. A value that the planner returns as an object is stored as it is. If a planner returns bytes,
+   torch's restricted unpickler reads them: they run no code, although they come from this process.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class OutgoingPart:
     """A box of a tensor on its way to a file."""
 
     tensor: OutgoingTensor
-    """Its elements, under the whole tensor's name."""
+    """The elements, under the whole tensor's name."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     box: Box
 
 
 def outgoing_item(item: WriteItem, planner: SavePlanner) -> tuple[Tree, list[OutgoingPart]]:
-    """The value of an item, with a reference for each tensor in it, and the tensors to write.
+    """Returns the value of an item, with a reference for each tensor in it, and these tensors.
 
-    Of an item that is a tensor or a part of one the value is None. Raises StateError for a value
-    that cannot be stored, UnsupportedError for such a dtype.
+    The value is None if the item is a tensor or a part of one. Raises StateError for a value that
+    cannot be stored, UnsupportedError for a dtype that cannot.
     """
     if item.type == WriteItemType.BYTE_IO:
         return _value(item, planner)
     data, name = item.tensor_data, item.index.fqn
-    assert data is not None  # by DCP's definition of an item that is no value
+    assert data is not None  # DCP defines it for every item that is not a value
     lo, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     box = Box(lo, tuple(start + size for start, size in zip(lo, shape, strict=True)))
     dtype = dtype_of_torch(str(data.properties.dtype), name)
@@ -104,7 +104,7 @@ def _unpickled(name: str, data: object) -> object:
 
 
 def _only_looks_up(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
-    """Whether what a planner resolves is what it looks up, as DCP's own does."""
+    """Whether a planner only looks tensors up to resolve them, like DCP's own planner."""
     if not isinstance(planner, DefaultSavePlanner):
         return False
     kind, default = type(planner), DefaultSavePlanner

@@ -1,3 +1,3 @@
-"""What planners are made of: torch's module, as it is."""
+"""The parts of planners: torch's module, as it is."""
 
 from torch.distributed.checkpoint.planner_helpers import *

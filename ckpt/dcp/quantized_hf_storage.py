@@ -1,4 +1,4 @@
-"""A reader of quantised Hugging Face folders: torch's module, as it is."""
+"""A reader of quantized Hugging Face folders: torch's module, as it is."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""The future of a save in the background, as concurrent.futures has them."""
+"""The future of a background save, by the interface of concurrent.futures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SaveFuture(Future[Metadata]):
-    """Done when the checkpoint exists, or never will. Whoever asks for its end has been told."""
+    """A future that is done once the save is over. A caller that asks for it sees its error."""
 
     def __init__(self, handle: SaveHandle, metadata: Metadata) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class SaveFuture(Future[Metadata]):
         handle.when_finished(self._end)
 
     def result(self, timeout: float | None = None) -> Metadata:
-        """The names, shapes and dtypes that were saved; raises what the save failed with."""
+        """Returns the names, shapes and dtypes that were saved; raises the error of the save."""
         try:
             return super().result(timeout)
         finally:
             self._tell()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the save failed with, or None."""
+        """Returns the error of the save, or None."""
         try:
             return super().exception(timeout)
         finally:
@@ -51,7 +51,7 @@ class SaveFuture(Future[Metadata]):
 
 
 def translated_future(found: Future[Any], group: ProcessGroup | None, no_dist: bool) -> Future[Any]:
-    """A future with the end of another, its CheckpointException an error of this package."""
+    """Returns a future that ends like another, with errors of this package."""
     told: Future[Any] = Future()
     told.set_running_or_notify_cancel()
 

@@ -1,9 +1,8 @@
-"""`load` with the name and arguments of torch.distributed.checkpoint, from every format.
+"""`load` by the name and arguments of torch.distributed.checkpoint, for every format.
 
-DCP's own planner takes the state dict apart, and the parts are the target of a load: tensors are
-filled in place, values take their places in the nest. Names that only the checkpoint has stay
-there. With a planner of the program's own torch's function plans and our StorageReader reads
-(`ckpt.dcp.arguments`).
+DCP's own planner flattens the state dict, and its entries are the target of a load: tensors are
+filled in place, values are replaced in the nest. Names that only the checkpoint has are ignored.
+With a user's planner, torch's function plans and our StorageReader reads (`ckpt.dcp.arguments`).
 """
 
 from __future__ import annotations
@@ -55,15 +54,15 @@ def load(
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """`state_dict` holds what was saved under its names, in any format, by any number of ranks.
+    """Fills `state_dict`, by its names, from a checkpoint of any format and any number of ranks.
 
-    As torch's function of this name; docs/dcp.md compares the two, argument by argument. To be
-    called by all ranks of `process_group`, or with `no_dist=True` by any rank by itself. Tensors
-    are filled in place, Stateful entries get `load_state_dict`, values are replaced. Nothing is
-    touched before all ranks have found all names with their shapes.
+    docs/dcp.md compares this function with torch's, argument by argument. All ranks of
+    `process_group` call this, or with `no_dist=True` one rank alone. Tensors are filled in place,
+    Stateful entries get `load_state_dict`, values are replaced. The state dict is unchanged until
+    all ranks have found all names with their shapes.
 
     Raises:
-        ArgumentError: no place was given, or an argument asks for what is not done.
+        ArgumentError: no place was given, or an argument is not supported.
         MismatchError: names are missing, unless the planner allows that, or shapes differ.
         NotACheckpointError, CorruptError, RankError: as `ckpt.load`.
 
@@ -106,7 +105,7 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """As `load`, which takes its place. Raises ArgumentError for a coordinator but rank 0."""
+    """Calls `load`, which replaces it. Raises ArgumentError for another coordinator than rank 0."""
     warn("load_state_dict is deprecated: call load instead", FutureWarning, stacklevel=2)
     check_coordinator(coordinator_rank)
     load(
@@ -119,10 +118,10 @@ def load_state_dict(
 
 
 class _Target(NamedTuple):
-    """A state dict taken apart."""
+    """A flattened state dict."""
 
     nests: dict[str, Any]
-    """Its entries, of Stateful ones their state dicts, in an order that all ranks have."""
+    """The entries, or the state dicts of Stateful entries, in the same order on all ranks."""
     parts: dict[str, object]
     """The tensors, and the places of the values, by DCP's names."""
     allows_missing: bool
@@ -137,15 +136,15 @@ def _begin(
     checkpoint_id: str | os.PathLike[str] | None,
     planner: LoadPlanner | None,
 ) -> _Begun:
-    """The reader, and the target where `ckpt.load` serves the call.
+    """Returns the reader, and the target if `ckpt.load` serves the call.
 
-    Raises ArgumentError for what is not done.
+    Raises ArgumentError for an argument that is not supported.
     """
     reader = storage_of(given, CkptStorageReader, checkpoint_id, "storage_reader")
     check_state(state_dict)
     if not isinstance(reader, CkptStorageReader):
         return reader, None
-    _ = reader.checkpoint_id  # is there one?
+    _ = reader.checkpoint_id  # raises if there is none
     taking = DefaultLoadPlanner() if planner is None else planner
     if type(taking) is not DefaultLoadPlanner:
         return reader, None
@@ -154,11 +153,11 @@ def _begin(
 
 
 def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, object]:
-    """What nests are taken apart into: tensors to fill, and places for values.
+    """Returns the entries of flattened nests: tensors to fill, and places for values.
 
-    Raises StateError where two names are the same, or a tensor on the meta device cannot be made.
+    Raises StateError for two equal names, or for a tensor on the meta device that cannot be made.
     """
-    # The planner of saves: that of loads puts None in the place of objects that it does not know.
+    # The planner of saves, because the planner of loads replaces unknown objects by None.
     taking = DefaultSavePlanner(planner.flatten_state_dict, planner.flatten_sharded_tensors)
     try:
         taking.set_up_planner(nests)
@@ -167,7 +166,7 @@ def _parts(nests: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, obje
             DefaultLoadPlanner().set_up_planner(real)
     except ValueError as error:
         raise StateError(
-            f"torch's planner cannot take the state dict apart: {error}; rename one of two keys "
+            f"torch's planner cannot flatten the state dict: {error}; rename one of two keys "
             "that make the same name, and give tensors on the meta device memory, by to_empty()"
         ) from error
     parts: dict[str, object] = {}
@@ -185,7 +184,7 @@ def _is_meta(leaf: object) -> bool:
 
 
 def _install(state_dict: dict[str, Any], nests: Mapping[str, Any]) -> None:
-    """Stateful entries get their nests, which take the places of the others."""
+    """Loads nests into Stateful entries, and puts them in the places of the other entries."""
     for key, nest in nests.items():
         entry = state_dict[key]
         if isinstance(entry, Stateful):
@@ -200,22 +199,22 @@ def _is_served(begun: _Begun) -> bool:
 
 
 class _Value:
-    """The place of a value in a nest, as a target that takes whatever was saved there."""
+    """The place of a value in a nest: a target that takes any saved value."""
 
     def __init__(self, nests: dict[str, Any], path: KeyPath, own: object) -> None:
         self._nests, self._path, self._own = nests, tuple(path), own
 
     def state_dict(self) -> dict[str, object]:
-        """Nothing to fill in place."""
+        """Returns an empty dict: no tensor is filled in place."""
         return {}
 
     def load_state_dict(self, loaded: object) -> None:
-        """The value is in the nest."""
+        """Puts the value into the nest."""
         _put(self._nests, self._path, like_target(self._own, loaded))
 
 
 def _put(nests: dict[str, Any], path: KeyPath, value: object) -> None:
-    """The value is in the nest at a key path of DCP's."""
+    """Puts a value into the nests at a key path of DCP's."""
     *outer, last = path
     node: Any = nests
     for key in outer:
@@ -224,7 +223,7 @@ def _put(nests: dict[str, Any], path: KeyPath, value: object) -> None:
 
 
 def _own_key(node: Mapping[Any, object] | list[object], key: str | int) -> object:
-    """The key of a container that DCP has made this text of."""
+    """Returns the key of a container that DCP has turned into this text."""
     if isinstance(node, list) or key in node:
         return key
     with suppress(ValueError):
@@ -234,7 +233,7 @@ def _own_key(node: Mapping[Any, object] | list[object], key: str | int) -> objec
 
 
 def _empty_dicts(nest: dict[Any, Any], path: str = "") -> dict[str, dict[Any, Any]]:
-    """The empty dicts of a nest by name: they take what was saved in their places."""
+    """Returns the empty dicts of a nest by name: they take all that was saved at their names."""
     found: dict[str, dict[Any, Any]] = {}
     for key, item in nest.items():
         name = f"{path}.{key}" if path else str(key)

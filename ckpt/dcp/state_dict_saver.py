@@ -1,7 +1,7 @@
-"""`save` and `async_save` with the names and arguments of torch.distributed.checkpoint.
+"""`save` and `async_save` by the names and arguments of torch.distributed.checkpoint.
 
-A save is one of `ckpt.save`, which plans without collectives and commits atomically. With a planner
-of the program's own torch's function plans and our StorageWriter writes (`ckpt.dcp.arguments`).
+`ckpt.save` saves: it plans without collectives and commits atomically. With a user's planner,
+torch's function plans and our StorageWriter writes (`ckpt.dcp.arguments`).
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """The names, shapes and dtypes of a state that is committed at `checkpoint_id`, on every rank.
+    """Commits a state at `checkpoint_id`; returns its names, shapes and dtypes on every rank.
 
-    As torch's function of this name; docs/dcp.md compares the two, argument by argument. To be
-    called by all ranks of `process_group`, or with `no_dist=True` by any rank by itself. An earlier
-    checkpoint at the place stays readable until the new one is complete.
+    docs/dcp.md compares this function with torch's, argument by argument. All ranks of
+    `process_group` call this, or with `no_dist=True` one rank alone. An earlier checkpoint at the
+    place stays readable until the new one is complete.
 
     Raises:
-        ArgumentError: no place was given, or an argument asks for what is not done.
-        StateError: a value cannot be stored, as no pickle is; its key path is named.
-        RankError: another rank failed; its number and error are named.
+        ArgumentError: no place was given, or an argument is not supported.
+        StateError: a value cannot be stored without a pickle; the error names its key path.
+        RankError: another rank failed; the error names the rank and its error.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -106,11 +106,11 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Future[Metadata] | AsyncSaveResponse:
-    """A future of the Metadata that `save` returns; the state may change when this returns.
+    """Returns a future of the Metadata that `save` returns; the state may change from now on.
 
-    As torch's function of this name (docs/dcp.md). With an `async_stager` that stages in the
-    background, torch's AsyncSaveResponse with two futures. A save that failed and whose future
-    nobody asked is told by the next save, as a BackgroundError. Raises as `save` does.
+    docs/dcp.md compares this function with torch's. With an `async_stager` that stages in the
+    background, returns torch's AsyncSaveResponse with two futures. If a save fails and no caller
+    asks its future, the next save raises a BackgroundError. Raises as `save` does.
     """
     group = group_of(process_group, no_dist)
     own = planner if async_stager is None else async_stager
@@ -140,7 +140,7 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """As `save`, which takes its place. Raises ArgumentError for a coordinator but rank 0."""
+    """Calls `save`, which replaces it. Raises ArgumentError for another coordinator than rank 0."""
     warn("save_state_dict is deprecated: call save instead", FutureWarning, stacklevel=2)
     check_coordinator(coordinator_rank)
     return save(
@@ -159,16 +159,17 @@ def _begin(
     own: object,
     use_collectives: bool,
 ) -> _Begun:
-    """The writer, and the state where `ckpt.save` serves the call, as it does without `own` ways.
+    """Returns the writer, and the state if `ckpt.save` serves the call.
 
-    Raises ArgumentError for what is not done.
+    `own` is the user's planner or stager; torch serves a call with one. Raises ArgumentError for an
+    argument that is not supported.
     """
     check_collectives(use_collectives)
     writer = storage_of(given, CkptStorageWriter, checkpoint_id, "storage_writer")
     check_state(state_dict)
     if not isinstance(writer, CkptStorageWriter):
         return writer, None
-    _ = writer.checkpoint_id  # is there one?
+    _ = writer.checkpoint_id  # raises if there is none
     is_default = own is None or type(own) is DefaultSavePlanner
     return writer, state_of(state_dict) if is_default else None
 
@@ -179,7 +180,7 @@ def _is_served(begun: _Begun) -> bool:
 
 
 def _ways(writer: CkptStorageWriter) -> dict[str, Any]:
-    """What a writer of ours says of the way to save, as arguments of `ckpt.save`."""
+    """Returns the options of a writer of ours as arguments of `ckpt.save`."""
     return {
         "overwrite": writer.overwrite,
         "compress": writer.compress,
@@ -195,7 +196,7 @@ def _given(
     process_group: ProcessGroup | None,
     no_dist: bool,
 ) -> dict[str, Any]:
-    """The arguments for torch's function: without `no_dist` where torch finds out by itself."""
+    """Returns the arguments for torch's function, without `no_dist` if torch finds out itself."""
     return taken(
         storage_writer=writer,
         checkpoint_id=checkpoint_id,

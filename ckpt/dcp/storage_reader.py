@@ -1,8 +1,7 @@
 """A StorageReader for torch.distributed.checkpoint that reads every format.
 
-DCP's planner says which box of which tensor goes where, and this class finds the bytes: it reads
-what each box needs, verified, in few large reads. Nothing from a file is unpickled but by the
-restricted reader of `formats`.
+DCP's planner lists boxes of tensors with their targets. This class finds the bytes of each box, and
+reads and verifies them in few large reads. Only the restricted reader of `formats` reads pickles.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from sharding.layout import Box
 
 
 class _Wanted(NamedTuple):
-    """A box of a stored tensor, the memory that it is read into, and where it goes from there."""
+    """A box of a stored tensor, the memory that it is read into, and the target it is copied to."""
 
     record: TensorRecord
     box: Box
@@ -45,10 +44,10 @@ class _Wanted(NamedTuple):
 class CkptStorageReader(StorageReader):
     """Reads any checkpoint for `torch.distributed.checkpoint.load(..., storage_reader=)`.
 
-    The native format, safetensors files and Hugging Face folders, torch.save files and folders of
-    DCP, at any path or URL. Each rank makes one. `verify` is that of `ckpt.load`,
-    `storage_options` are the fsspec driver's. The caller of torch's function gets errors in a
-    CheckpointException, the caller of `ckpt.dcp.load` those of `ckpt`.
+    Reads the native format, safetensors files and Hugging Face folders, torch.save files and
+    folders of DCP, at any path or URL. Each rank makes a reader. `verify` is as in `ckpt.load`,
+    `storage_options` are the fsspec driver's. torch's function raises errors in a
+    CheckpointException, `ckpt.dcp.load` raises those of `ckpt`.
     """
 
     def __init__(
@@ -67,31 +66,31 @@ class CkptStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint that is read next. Raises ArgumentError where none was given."""
+        """The checkpoint that is read next. Raises ArgumentError if none was given."""
         if self.path is None:
             raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True: any path or URL will do."""
+        """Returns True: every path and URL is valid."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next load reads this checkpoint, by default the last one again."""
+        """Sets the checkpoint that the next load reads; by default the last one again."""
         self.close()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Closes the files."""
         if self._checkpoint is not None:
             self._checkpoint.close()
         self._checkpoint = None
 
     @sendable_errors
     def read_metadata(self) -> Metadata:
-        """Names, shapes and dtypes. Each tensor is one chunk, whatever files it lies in."""
+        """Returns names, shapes and dtypes. Each tensor is one chunk, even in several files."""
         self.close()
         found = Checkpoint(self.checkpoint_id, self.verify, self.storage_options)
         self._items = items_of(found.catalog)
@@ -103,19 +102,19 @@ class CkptStorageReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing: what was read with the metadata is known."""
+        """Does nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Returns the plans as they are."""
         return plans
 
     @sendable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """A future that is done: the items of the plan are where the planner wants them."""
+        """Reads the items of the plan into the planner's targets; returns a future that is done."""
         if self._checkpoint is None:
             self.read_metadata()
         try:
@@ -136,7 +135,7 @@ class CkptStorageReader(StorageReader):
         return self._items[name][1]
 
     def _pickled(self, name: str) -> BytesIO:
-        """A saved value as DCP's planners take it, which unpickle it: of plain types alone."""
+        """Returns a saved value as a pickle of plain types, which DCP's planners read."""
         checkpoint, data = self._opened, BytesIO()
 
         def leaf(node: Tree) -> object:
@@ -154,7 +153,7 @@ class CkptStorageReader(StorageReader):
             name, lo, shape = item.storage_index.fqn, tuple(item.storage_offsets), item.lengths
             node = self._node(name)
             if not isinstance(node, TensorRef):
-                raise StateError(f"{name} is no tensor in {self.checkpoint_id}")
+                raise StateError(f"{name} is not a tensor in {self.checkpoint_id}")
             record, target = catalog.tensors[node.name], planner.resolve_tensor(item).detach()
             if target.shape != shape:
                 raise StateError(
@@ -182,7 +181,7 @@ class CkptStorageReader(StorageReader):
 
 
 def _batches(wanted: Iterator[_Wanted], most_bytes: int) -> Iterator[list[_Wanted]]:
-    """Batches that take at most so much memory beside the targets, or hold one tensor."""
+    """Yields batches that take at most so much memory beside the targets, or have one tensor."""
     batch: list[_Wanted] = []
     nbytes = 0
     for one in wanted:

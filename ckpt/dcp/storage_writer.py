@@ -1,14 +1,15 @@
 """A StorageWriter for torch.distributed.checkpoint that writes the native format.
 
-DCP plans, and this class writes: each rank its items into a shard file, and the coordinator the
-manifest when all ranks have written.
+DCP plans, and this class writes: each rank writes its items into a shard file, and the coordinator
+writes the manifest when all ranks have written.
 
 Rules:
 
-1. The manifest is the commit point. Until then an earlier checkpoint at the same place is whole.
+1. The manifest is the commit point. Until then an earlier checkpoint at the place stays whole.
 2. Values are stored as values, never as pickles. A value that cannot be stored is a StateError.
-3. A file has one part of a tensor at most. A rank's second part goes into a second file.
-4. Every rank draws a number of its own for its files: a planner may keep a plan for later saves.
+3. A file has at most one part of a tensor. A rank's second part goes into a second file.
+4. Every rank draws a random number for its files, because a planner may reuse a plan for later
+   saves.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from sharding.layout import Box
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a rank among those that save: `SavePlan.storage_data`."""
+    """The position of a rank among those that save: `SavePlan.storage_data`."""
 
     rank: int
     world_size: int
@@ -56,16 +57,16 @@ class _WrittenPart:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: DType
     box: Box
     file: ShardFile | None
-    """None for an empty box."""
+    """The file; None for an empty box."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WrittenItem:
-    """What the coordinator is told of an item: `WriteResult.storage_data`."""
+    """A rank's report of an item to the coordinator: `WriteResult.storage_data`."""
 
     value: Tree
     parts: tuple[_WrittenPart, ...]
@@ -74,11 +75,11 @@ class _WrittenItem:
 class CkptStorageWriter(StorageWriter):
     """Writes native checkpoints for `torch.distributed.checkpoint.save(..., storage_writer=)`.
 
-    Each rank that saves makes one, with equal arguments. It may be used again, for the same or
-    another `checkpoint_id`. `overwrite` replaces the checkpoint that is there, which stays readable
-    until the new one is complete. `compress` and `metadata` are those of `ckpt.save`,
-    `storage_options` the fsspec driver's. The caller of torch's function gets errors in a
-    CheckpointException, the caller of `ckpt.dcp.save` those of `ckpt`.
+    Each rank that saves makes a writer, with equal arguments. A writer may be used again, for the
+    same or another `checkpoint_id`. `overwrite` replaces an existing checkpoint, which stays
+    readable until the new one is complete. `compress` and `metadata` are as in `ckpt.save`,
+    `storage_options` are the fsspec driver's. torch's function raises errors in a
+    CheckpointException, `ckpt.dcp.save` raises those of `ckpt`.
     """
 
     def __init__(
@@ -99,28 +100,28 @@ class CkptStorageWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder that is written next. Raises ArgumentError where none was given."""
+        """The folder that is written next. Raises ArgumentError if none was given."""
         if self.path is None:
             raise ArgumentError(f"{type(self).__name__} has no path: pass one, or checkpoint_id=")
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True: any path or URL will do."""
+        """Returns True: every path and URL is valid."""
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """The place, for the planner."""
+        """Returns the folder, for the planner."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save goes to this place, by default to that of the last one."""
+        """Sets the folder that the next save writes; by default the last one again."""
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
     @sendable_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise ArgumentError for `use_collectives=False`, ExistsError as `ckpt.save`."""
+        """Raises ArgumentError for `use_collectives=False`, ExistsError as `ckpt.save`."""
         check_collectives(bool(kwargs.get("use_collectives", True)))
         self._began = now()
         if is_coordinator:
@@ -128,18 +129,18 @@ class CkptStorageWriter(StorageWriter):
                 check_place(store, self.overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Returns the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, each with the place of its rank."""
+        """Returns the plans, each with the position of its rank."""
         return [
             replace(plan, storage_data=_Place(rank, len(plans))) for rank, plan in enumerate(plans)
         ]
 
     @sendable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """A future that is done: this rank's files are complete and durable."""
+        """Writes this rank's files, complete and durable; returns a future that is done."""
         items = [(item.index, *outgoing_item(item, planner)) for item in plan.items]
         files = self._write(plan.storage_data, [part for *_, parts in items for part in parts])
         results = []
@@ -155,7 +156,7 @@ class CkptStorageWriter(StorageWriter):
         return future
 
     def _write(self, place: _Place, parts: Sequence[OutgoingPart]) -> dict[int, ShardFile]:
-        """The files of the parts that are not empty, by the part's id (rules 3 and 4)."""
+        """Returns the files of the parts that are not empty, by the part's id (rules 3 and 4)."""
         turns: dict[str, int] = defaultdict(int)
         groups: dict[int, list[OutgoingPart]] = defaultdict(list)
         for part in filter(lambda one: one.box.numel, parts):
@@ -176,7 +177,7 @@ class CkptStorageWriter(StorageWriter):
         return found
 
     def _delete(self, files: Iterable[ShardFile]) -> None:
-        """The files are gone that no manifest will name, where the store lets go of them."""
+        """Deletes files that no manifest will name, as far as the store allows."""
         with open_store(self.checkpoint_id, self.storage_options) as store:
             for name in {file.name for file in files}:
                 with suppress(OSError):
@@ -184,7 +185,7 @@ class CkptStorageWriter(StorageWriter):
 
     @sendable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The checkpoint exists when this returns. To be called by the coordinator alone."""
+        """Writes the manifest: then the checkpoint exists. The coordinator alone calls this."""
         items = [(one.index.fqn, one.storage_data) for rank in results for one in rank]
         parts = [part for _, item in items for part in item.parts]
         files = {part.file.name: part.file for part in parts if part.file is not None}
@@ -202,7 +203,7 @@ class CkptStorageWriter(StorageWriter):
 
 
 def _stored(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, StoredTensor]:
-    """The tensors as the manifest has them. Raises UnsupportedError as `layout_of` does."""
+    """Returns the tensors for the manifest. Raises UnsupportedError as `layout_of` does."""
     known: dict[str, tuple[tuple[int, ...], DType]] = {
         name: (tuple(entry.size), dtype_of_torch(str(entry.properties.dtype), name))
         for name, entry in metadata.state_dict_metadata.items()
@@ -222,22 +223,22 @@ def _stored(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, Stor
 def _tree(
     metadata: Metadata, tensors: Mapping[str, StoredTensor], values: Mapping[str, Tree]
 ) -> Tree:
-    """The nest of a state, by the key paths that the planner has put together; flat without."""
+    """Returns the nest of a state by the planner's key paths; a flat dict without them."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     leaves: dict[KeyPath, Tree] = {}
     for name, entry in metadata.state_dict_metadata.items():
         is_tensor = isinstance(entry, TensorStorageMetadata)
         if not is_tensor and name not in values:
-            raise StateError(f"{name}: it is in the plan of all ranks and no rank has written it")
+            raise StateError(f"{name}: it is in the plan of all ranks, and no rank has written it")
         leaves[key_path(name, paths)] = TensorRef(name) if is_tensor else values[name]
     return nested(leaves)
 
 
 def check_collectives(use_collectives: bool) -> None:
-    """Raise ArgumentError where each rank is to save a checkpoint of its own."""
+    """Raises ArgumentError for `use_collectives=False`: each rank would save its own checkpoint."""
     if not use_collectives:
         raise ArgumentError(
-            "use_collectives=False would make a checkpoint of each rank by itself, which nothing "
-            "else reads: leave it out (ckpt.dcp.save uses no collectives in any case), or pass "
+            "use_collectives=False would make a separate checkpoint of each rank, which no other "
+            "rank reads: leave it out (ckpt.dcp.save uses no collectives in any case), or pass "
             "no_dist=True with another checkpoint_id for each rank"
         )

@@ -1,4 +1,4 @@
-"""Errors on their way through torch.distributed.checkpoint, which pickles them between ranks."""
+"""Errors that pass through torch.distributed.checkpoint, which pickles them between ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def sendable(error: CkptError) -> CkptError:
-    """The error, or one of its nearest base class that is made of its text alone.
+    """Returns the error, or one of its nearest base class whose only argument is the text.
 
-    torch unpickles an exception from its text, and one that takes more would not come back.
+    torch unpickles an exception from its text: an exception with more arguments would be lost.
     """
     for kind in type(error).__mro__:
         if kind is type(error) and kind.__init__ is CkptError.__init__:
@@ -33,7 +33,7 @@ def sendable(error: CkptError) -> CkptError:
 
 
 def sendable_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose errors can be told to other ranks by torch."""
+    """Returns the function with errors that torch can send to other ranks."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,7 +49,7 @@ def sendable_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def translated(error: CheckpointException, group: ProcessGroup | None, no_dist: bool) -> CkptError:
-    """The error of this package for one of DCP: this rank's own, or a RankError that tells it."""
+    """Returns this rank's own error, or a RankError with the text of another rank's error."""
     is_alone = no_dist or not dist.is_initialized()
     rank = 0 if is_alone else dist.get_rank(group)
     failed = error.failures
@@ -63,7 +63,7 @@ def translated(error: CheckpointException, group: ProcessGroup | None, no_dist: 
 
 @contextmanager
 def translated_errors(group: ProcessGroup | None, no_dist: bool) -> Iterator[None]:
-    """Inside, a CheckpointException of torch becomes an error of this package."""
+    """Raises errors of this package in the place of torch's CheckpointException in the block."""
     try:
         yield
     except CheckpointException as error:

@@ -202,7 +202,7 @@ def known(
     """Returns a nest that has just been described, for the next save.
 
     `names` are those of its leaves. Returns None if the nest holds other values than ordinary
-    tensors, DTensors and plain values, or if its tensors share memory in any way but ties within it.
+    tensors, DTensors and plain values, or shares memory other than by ties inside the nest.
     """
     found = Found.of(nest)
     is_tensor = [isinstance(value, torch.Tensor) for value in found.values]
