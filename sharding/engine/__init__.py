@@ -1,6 +1,6 @@
 """The part of the runtime that runs while a module trains: all-gather, compute, reduce, free.
 
-`sharding.fsdp1`, `sharding.fsdp2` and `sharding.composable` build its units of a user's module.
+`sharding.fsdp1`, `sharding.fsdp2` and `sharding.composable` turn a user's modules into its units.
 
 [Note: tensor names]
 The words for tensors in the engine, with their shapes:
@@ -16,7 +16,7 @@ The words for tensors in the engine, with their shapes:
     all-gather input     flat, this rank's spans of the unsharded buffer, in `dtype`
     all-gather output    by rank, flat, the ranges of the unsharded buffer that its input fills
     unsharded gradient   `Parameter.shape`, `.grad` of the unsharded parameter
-    reduce-scatter input by rank, flat, the part of the unsharded gradients that it gets, in
+    reduce-scatter input by rank, flat, the part of the unsharded gradients that the rank gets, in
                          `reduce_dtype`; the last tensor has a flag for each parameter
-    accumulated grad     `.grad` of the sharded parameter, with the shape of that; backwards add
+    accumulated grad     `.grad` of the sharded parameter, with the parameter's shape; backwards add
 """

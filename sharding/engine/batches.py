@@ -1,11 +1,11 @@
-"""Small parameter groups travel together: one message each way between two ranks.
+"""Batches: small parameter groups share one message each way between two ranks.
 
-A message has a fixed price, whatever its size: system calls, and processes that wake each other.
+Each message has a fixed cost beside its bytes: system calls, and processes that wake each other.
 Parameter groups with the same process groups and the same dtype share one message.
 
 Rules:
 
-1. All ranks put the same groups into a batch, in the same order. Then their messages fit.
+1. All ranks put the same groups into a batch, in the same order, so that their messages fit.
 2. A batch sends nothing before it starts.
 3. The tags of its messages name all groups in it (composition.py).
 4. Only small groups share a batch. All ranks count bytes alike, so they form the same batches.
@@ -29,7 +29,7 @@ PREFETCH_BYTES = 2 << 20
 BATCH_BYTES = 1 << 20
 """Reductions start once this many bytes of unsharded gradients wait."""
 IN_FLIGHT = 1
-"""The number of batches of reductions that may be on their way."""
+"""The number of batches of reductions that may be in flight."""
 
 Tensors = Sequence[torch.Tensor]
 
@@ -77,7 +77,7 @@ class JointAllGather:
             of_rank += more
 
     def start(self) -> None:
-        """Start it. All ranks of the shard group call it."""
+        """Start the exchange. All ranks of the shard group call this."""
         try:
             composition = Composition(tuple(self._items))
             self._all_gather = self._transport.all_gather(self._mine, self._places, composition)
@@ -87,12 +87,12 @@ class JointAllGather:
         self._mine, self._places = [], []
 
     def wait(self) -> None:
-        """Wait until the places are filled. Every parameter group in it calls this."""
+        """Wait until the places are filled. Every parameter group of the all-gather calls it."""
         if self._arrived:
             return
         if self._error is not None:
             raise self._error
-        if self._all_gather is None:  # the start of one before it raised an error
+        if self._all_gather is None:  # the start of an earlier all-gather raised an error
             self.start()
         assert self._all_gather is not None
         try:
@@ -105,7 +105,7 @@ class JointAllGather:
 
 
 class ReduceScatters:
-    """The reduce-scatters of a backward: in order, small ones together, few on their way."""
+    """The reduce-scatters of a backward: in order, small ones together, few in flight."""
 
     def __init__(self) -> None:
         self._joint: dict[object, JointReduceScatter] = {}
@@ -115,7 +115,7 @@ class ReduceScatters:
         self._in_flight: deque[list[Reduction]] = deque()
 
     def reduce(self, nbytes: int, reduction: Callable[[ReduceScatters], Reduction | None]) -> None:
-        """Start the reduction of a group, now or with a later batch; may wait for an earlier."""
+        """Start the reduction of a group now or with a later batch; may wait for an earlier one."""
         if self._nbytes + nbytes > BATCH_BYTES:
             self.start()
             self._finish_all_but(IN_FLIGHT - 1)
@@ -146,12 +146,12 @@ class ReduceScatters:
         self._joint, self._waiting, self._nbytes = {}, [], 0
 
     def finish(self) -> None:
-        """Wait until the shards have all gradients."""
+        """Wait until the shards have all their gradients."""
         self.start()
         self._finish_all_but(0)
 
     def forget(self) -> None:
-        """After a backward that failed, wait for what is on its way and drop it."""
+        """After a backward that failed, wait for the reductions in flight and drop them."""
         while self._in_flight:
             for reduction in self._in_flight.popleft():
                 with suppress(TransferError):  # the next use of the process group raises it
@@ -185,13 +185,13 @@ class JointReduceScatter:
         return _GroupSums(self, first, len(own))
 
     def start(self) -> None:
-        """Start it. All ranks of the shard group call it."""
+        """Start the exchange. All ranks of the shard group call this."""
         self._summing = self._transport.reduce_scatter(self._parts, Composition(tuple(self._items)))
         self._parts = []
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums for all groups. Waits. Every parameter group in it calls this."""
-        if self._error is not None:  # waiting twice for it is not possible
+        """The sums for all groups. Waits. Every parameter group of the exchange calls it."""
+        if self._error is not None:  # a reduce-scatter cannot be awaited twice
             raise self._error
         if self._summing is not None:
             summing, self._summing = self._summing, None

@@ -1,11 +1,11 @@
-"""The calls of units in a forward, in the order they ended: the order for backward to go back.
+"""The calls of units in a forward, in the order of their ends: backward visits them in reverse.
 
 [Note: order of backward]
-Autograd's engine runs the ready node that was made last, and the node made last is always ready. So
-it goes through a graph in the exact reverse of the order of its making. When backward comes to the
-output of a call, each later call has begun its backward or never will, and each call that began
-after the end of this one is done. This holds on every rank: two ranks that ran the same forward go
-back the same way, though autograd may skip calls on one of them that had no part in the loss there.
+Autograd's engine runs the ready node that was made last, and the node made last is always ready.
+The engine thus visits the nodes of a graph in the exact reverse of their creation. When backward
+reaches the output of a call, each later call has begun its backward or never will, and each call
+that began after the end of this one is done. The order is the same on all ranks that ran the same
+forward, although autograd may skip calls without a part in the loss on one rank.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class UnitCall:
         self.index = -1
         """Its place in `run.calls`; -1 for a call that backward recomputes."""
         self.visible = False
-        """Whether autograd will tell when backward comes to it."""
+        """Whether autograd will tell when backward reaches it."""
         self.comes_back = False
-        """Whether backward is expected to come to its outputs or to its recomputation."""
+        """Whether backward is expected to reach its outputs or its recomputation."""
         self.recomputed = False
         """Whether a checkpoint runs it in backward, perhaps not to its end."""
         self.imminent = False
         """Whether it is a reentrant checkpoint's recomputation, whose backward follows at once."""
         self.begun = False
-        """Whether backward has come to it."""
+        """Whether backward has reached it."""
         self.kept = False
         """Whether its parameters stay unsharded after forward."""
         self.versions: list[list[int]] = []
@@ -64,7 +64,7 @@ class UnitCall:
         """Calls of other ranks, gathered with this one, and whether those ranks train them."""
         self.given: dict[int, tuple[torch.Tensor, int]] = {}
         """Its input tensors and their versions, by id, while it runs: an output that is an input
-        unchanged is handed on, not made."""
+        unchanged is passed on, not made."""
 
 
 class ForwardPass:
@@ -76,33 +76,33 @@ class ForwardPass:
         self.differentiable = differentiable
         """Whether the root ran with gradients enabled."""
         self.calls: list[UnitCall] = []
-        """The calls that backward may come to, in the order in which they ended."""
+        """The calls that backward may reach, in the order of their ends."""
         self.started: list[Unit] = []
-        """The units in the order in which they began; the next forward prefetches by it."""
+        """The units in the order of their begins; the next forward prefetches by this order."""
         self.cursor = -1
-        """The index of the last call that backward has come to."""
+        """The index of the last call that backward has reached."""
         self.open: list[UnitCall] = []
-        """Calls that backward has come to and not yet left."""
+        """Calls that backward has reached and not yet left."""
 
     def ended(self, call: UnitCall) -> None:
-        """Add a call that has ended and that backward may come to."""
+        """Add a call that has ended and that backward may reach."""
         call.index = len(self.calls)
         self.calls.append(call)
         self.cursor = len(self.calls)
 
     def skipped(self, index: int) -> list[UnitCall]:
-        """The visible calls that backward would have come to between the last one and this."""
+        """The visible calls that backward has skipped between the last one and this one."""
         between = self.calls[index + 1 : self.cursor]
         return [call for call in reversed(between) if call.visible and not call.begun]
 
     def before(self, call: UnitCall) -> Iterator[UnitCall]:
-        """The calls that backward comes to next, in order."""
+        """The calls that backward reaches next, in order."""
         for index in range(call.index - 1, -1, -1):
             if self.calls[index].visible:
                 yield self.calls[index]
 
     def rewind(self) -> None:
-        """Prepare for another backward: the graph was retained, or there is another loss."""
+        """Prepare for another backward, of a retained graph or of another loss."""
         self.cursor = len(self.calls)
         self.open.clear()
         for call in self.calls:

@@ -5,11 +5,11 @@ to end, padded to the largest, and copied to their places. The library decides t
 
 [Note: marks]
 A collective has no tag: a rank that runs another unit of the same size would take part without an
-error. So each rank keeps a hash of the compositions of all its collectives in a process group. 32
-bits of the hash travel with each reduction, as 32 zeros or ones and their 32 complements, and are
-summed. Where this rank has a zero, a sum that is not zero shows that another rank has another hash:
-in every dtype, a sum of numbers that are not negative is zero only where all of them are zero. The
-marks do not detect collectives of different sizes: those fail in the library, or wait.
+error. Each rank therefore keeps a hash of the compositions of all its collectives in a process
+group. 32 bits of the hash travel with each reduction, as 32 zeros or ones and their 32 complements,
+and are summed. If this rank has a zero and the sum is not zero, another rank has another hash: in
+every dtype, a sum of numbers that are not negative is zero only if all of them are zero. The marks
+do not detect collectives of different sizes: those fail in the library, or wait.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sharding.engine.shard_group import ShardGroup
 from sharding.engine.waits import report_unlike
 
 Tensors = Sequence[torch.Tensor]
-# torch 2.13 gave them other names, and warns of the former ones.
+# torch 2.13 renames these functions, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _parts: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
-"""Groups of some of a group's members, by their ranks in it."""
+"""For each group: the groups of a part of its members, by their ranks in the group."""
 _histories: WeakKeyDictionary[ProcessGroup, bytes] = WeakKeyDictionary()
 """By group, a hash of all collectives that this rank has taken part in."""
 BITS = 32
@@ -41,7 +41,7 @@ MARKS = 2 * BITS
 
 
 class CollectiveAllGather:
-    """An all-gather on its way."""
+    """An all-gather in flight."""
 
     def __init__(
         self, work: Work | None, packed: torch.Tensor, places: Sequence[Tensors], size: int
@@ -62,7 +62,7 @@ class CollectiveAllGather:
 
 
 class CollectiveReduceScatter:
-    """A reduce-scatter on its way."""
+    """A reduce-scatter in flight."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class CollectiveReduceScatter:
         self._marks = marks
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums of this rank's parts. Raises TransferError where ranks reduced other units."""
+        """The sums of this rank's parts. Raises TransferError if ranks have reduced other units."""
         if self._work is not None:
             self._work.wait()
             summed = self._result[-MARKS:].tolist()
@@ -137,7 +137,7 @@ class CollectiveTransport:
             dist.all_reduce(flat, group=_group_of(self.shard_group))
 
     def _note(self, composition: Composition) -> list[int]:
-        """One more collective of this rank; the marks of all of them."""
+        """Add a collective to this rank's hash; the marks of all its collectives."""
         group = _group_of(self.shard_group)
         assert group is not None
         told = _histories.get(group, b"") + composition.digest
@@ -149,7 +149,7 @@ class CollectiveTransport:
 
 
 def _group_of(shard_group: ShardGroup) -> ProcessGroup | None:
-    """The process group of exactly these ranks; they make it when it is first asked for."""
+    """The process group of exactly these ranks, which make it on the first call."""
     group = shard_group.group
     if group is None or shard_group.size == dist.get_world_size(group):
         return group

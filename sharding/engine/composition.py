@@ -2,22 +2,21 @@
 
 An exchange is an all-gather or a reduction of one parameter group, or of several small ones. Its
 composition lists these groups, each with the purpose and the sequence number of its part. Gloo
-delivers a message to the receive with the same tag, and ends the process where the lengths of the
-two differ.
+delivers a message to the receive with the same tag, and ends the process if their lengths differ.
 
 Rules:
 
 1. A tag is a hash of the composition, the dtype and the lengths of all messages that one exchange
-   sends from one rank to another. The receiver computes it from the tensors that it expects. So
-   messages that differ in any of these never take each other's place.
+   sends from one rank to another. The receiver computes the tag from the tensors that it expects,
+   so that no message takes the place of one that differs in any of these.
 2. A composition is the same on all ranks that run the same program. It holds no address, no time
    and no value that depends on Python's randomized hashes.
 
 [Note: 30 bits]
 torch takes tags from 0 to 2**31 - 1. These messages use the upper half; user
 programs number their messages from 0. Two different messages have the same tag with a probability
-of 1 in 10**9. That does harm only where ranks disagree, and only to the few messages that are on
-their way at the same time between the same two ranks. Where ranks agree, messages with the same tag
+of 1 in 10**9. Equal tags do harm only if ranks disagree, and only to the few messages that are in
+flight at the same time between the same two ranks. If ranks agree, messages with the same tag
 arrive in the order in which they were sent.
 """
 
@@ -42,7 +41,7 @@ SHOWN = 4
 
 
 class Purpose(IntEnum):
-    """Why a parameter group takes part in an exchange."""
+    """The purpose of a parameter group's part in an exchange."""
 
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
@@ -70,7 +69,7 @@ class Item:
     """Identifies the parameter group: see `key_of`."""
     purpose: Purpose
     sequence: int
-    """Counts the exchanges of this parameter group for this purpose, from 1."""
+    """The number of this exchange among those of the group for this purpose, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Composition:
 
     items: tuple[Item, ...]
     stage: int = 0
-    """1 for the second of two exchanges that one operation consists of."""
+    """1 for the second of an operation's two exchanges, else 0."""
 
     @property
     def digest(self) -> bytes:
@@ -104,7 +103,7 @@ class GroupTags:
 
     def __init__(self) -> None:
         self.key = 0
-        """See `key_of`; 0: not known yet."""
+        """The key of `key_of`; 0 before it is known."""
         self._sequence = [0] * len(Purpose)
 
     def next_item(self, name: str, purpose: Purpose) -> Item:

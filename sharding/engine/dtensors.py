@@ -1,4 +1,4 @@
-"""DTensors and their local tensors, where tensor parallelism divides parameters."""
+"""DTensors and their local tensors, for parameters that tensor parallelism divides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """This rank's part of a tensor that may be a DTensor, placed as a spec says."""
+    """This rank's part of a tensor; a DTensor is first placed by the spec."""
     if spec is None or not isinstance(tensor, DTensor):
         return tensor
     if tensor.placements != spec.placements:
@@ -25,11 +25,11 @@ def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
 
 
 def shard_in_front(dim: int, behind: DTensorSpec | None) -> Placement:
-    """The placement on a mesh dimension in front of those of tensor parallelism, which cut first.
+    """The placement on a mesh dimension in front of those of tensor parallelism.
 
     [Note: which dimension comes first]
-    Where tensor parallelism and sharding cut the same dimension, tensor parallelism cut it first,
-    though its mesh dimension stands behind. torch expresses this order by `_StridedShard`.
+    If tensor parallelism and sharding cut the same dimension, tensor parallelism cuts first,
+    although its mesh dimension comes after. torch expresses this order by `_StridedShard`.
     """
     cuts = 1
     if behind is not None:

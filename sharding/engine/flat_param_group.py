@@ -2,8 +2,8 @@
 
 The flat parameter is this rank's shard. The optimizer sees the flat parameter itself or, with
 `use_orig_params`, the original parameters. Each original parameter is then a view of its elements
-in this rank's shard, possibly of none. Over one rank (NO_SHARD) the shard is the unsharded buffer:
-nothing is copied, and original parameters keep their shapes.
+in this rank's shard, possibly of none. Over one rank (NO_SHARD) the shard is the unsharded buffer,
+without a copy, and original parameters keep their shapes.
 
 Rules:
 
@@ -37,13 +37,14 @@ from sharding.engine.unsharded_buffer import UnshardedBuffer
 from sharding.errors import ArgumentTypeError, MisuseError
 
 FLATTENED = "_sharding_flattened"
-"""The attribute of a module that lists the flat parameter groups which have its parameters."""
+"""The attribute of a module that lists the flat parameter groups with its parameters."""
 
 
 class FlatParameter(nn.Parameter):
     """This rank's shard of several parameters, end to end, padded to the same size on all ranks.
 
-    `_fqns`, `_shapes` and `_numels` say which, in order, by their names in the wrapped module.
+    `_fqns`, `_shapes` and `_numels` list these parameters, in order, by their names in the wrapped
+    module.
     """
 
     _fqns: tuple[str, ...]
@@ -65,10 +66,10 @@ class FlatForm:
 
     use_orig_params: bool
     home: nn.Module
-    """The module that has the flat parameter, where a user sees it."""
+    """The module whose flat parameter a user sees."""
     name: str = "_flat_param"
     unsafe_setattr: bool = False
-    """Whether views go past a module's own `__setattr__`."""
+    """Whether views are set without a module's own `__setattr__`."""
 
 
 class FlatParamGroup(ParamGroup):
@@ -90,7 +91,7 @@ class FlatParamGroup(ParamGroup):
         shapes = [parameter.shape for parameter in parameters]
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), groups.shard.size)
         self.keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
-        """The order of each module's parameters before."""
+        """The order of each module's parameters before they were flattened."""
         if not form.use_orig_params:
             for owner in self.keys:
                 owner.__dict__.setdefault(FLATTENED, []).append(self)
@@ -106,7 +107,7 @@ class FlatParamGroup(ParamGroup):
             self._buffer(self.dtype).free()
         self.place_sharded()
 
-    # What the kinds of parameter group say.
+    # Methods that each kind of parameter group defines.
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -120,7 +121,7 @@ class FlatParamGroup(ParamGroup):
 
     @property
     def is_divided(self) -> bool:
-        """False where every rank has everything."""
+        """False if every rank has all elements."""
         return self.groups.shard.size > 1
 
     def versions(self) -> list[int]:
@@ -211,7 +212,7 @@ class FlatParamGroup(ParamGroup):
                 _step_in_backward(parameter.sharded)
 
     def reduce(self, batch: ReduceScatters) -> Reduction | None:
-        """Start reducing; or, with a communication hook, have it done by that."""
+        """Start the reduction; with a communication hook, the hook does all of it."""
         if self.hook is None:
             return super().reduce(batch)
         self.backward.start_reduction()
@@ -232,7 +233,7 @@ class FlatParamGroup(ParamGroup):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are sent and summed; a hook that casts does so itself."""
+        """The dtype of gradients in messages and sums; the group's own if a hook casts."""
         return self.dtype if self._hook_casts else super().reduce_dtype
 
     @property
@@ -245,11 +246,11 @@ class FlatParamGroup(ParamGroup):
         yield self.form.home, self.form.name
 
     def placed_more(self, parameter: Parameter) -> None:
-        """A parameter has more places than before."""
+        """Note that a parameter has got more places."""
         self._let_go_of_original(parameter)
         self._place_one(self.parameters.index(parameter), parameter, self._is_shown)
 
-    # Inside.
+    # Private parts.
 
     @property
     def _shard_numel(self) -> int:
@@ -281,7 +282,7 @@ class FlatParamGroup(ParamGroup):
         return view
 
     def as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        """The unsharded parameter: a DTensor, where it was divided before."""
+        """The unsharded parameter: a DTensor if tensor parallelism divides the parameter."""
         spec = self.parameters[index].distributed
         return view if spec is None else as_dtensor(view, spec)
 
@@ -320,7 +321,7 @@ class FlatParamGroup(ParamGroup):
         """The original parameters are views of the shard."""
         for index, parameter in enumerate(self.parameters):
             view = self.shard_view(index, self.flat.data)
-            if isinstance(parameter.sharded, DTensor):  # whose data cannot be other than it is
+            if isinstance(parameter.sharded, DTensor):  # a DTensor's data cannot be replaced
                 trained = parameter.sharded.requires_grad
                 parameter.sharded = nn.Parameter(view, requires_grad=trained)
             else:
@@ -354,7 +355,7 @@ class FlatParamGroup(ParamGroup):
         self._forget_forms()
 
     def _let_go_of_original(self, parameter: Parameter) -> None:
-        """Take the original parameter out of its modules, where the flat one replaces it."""
+        """Take the original parameter, which the flat one replaces, out of its modules."""
         if not self.form.use_orig_params:
             for module, attribute in parameter.owners:
                 module._parameters.pop(attribute, None)
@@ -392,23 +393,23 @@ def _first(one: nn.Parameter | None, other: nn.Parameter) -> nn.Parameter:
 
 
 def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient, which may have another dtype than the parameter."""
+    """Add to a parameter's gradient, whose dtype may differ from the parameter's."""
     if parameter.grad is not None:
         parameter.grad += gradient
     elif gradient.dtype == parameter.dtype:
         parameter.grad = gradient
-    else:  # torch checks the dtype where a gradient is set, not where its data is
+    else:  # torch checks the dtype when a gradient is set, not when its data is set
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
 
 
 def _step_in_backward(parameter: nn.Parameter) -> None:
-    """Run the optimizers that a user gave the parameter, to step as soon as there is a gradient."""
+    """Run the optimizers that a user gave the parameter, to step as soon as it has a gradient."""
     for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
 def flat_param_groups(param_groups: Sequence[ParamGroup]) -> list[FlatParamGroup]:
-    """The flat ones among parameter groups."""
+    """The flat groups among parameter groups."""
     return [param_group for param_group in param_groups if isinstance(param_group, FlatParamGroup)]

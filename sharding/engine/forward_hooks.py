@@ -1,9 +1,9 @@
 """The hooks around a unit's forward: they unshard its parameters in time and reshard them.
 
 [Note: checkpoints]
-A call that runs without gradients inside a root that runs with them may be
-recomputed in backward, by a reentrant checkpoint; its own backward follows at once. A checkpoint
-that is not reentrant recomputes only for the saved tensors; then backward goes on where it was.
+A call that runs without gradients inside a root that runs with gradients may be recomputed in
+backward, by a reentrant checkpoint; the call's own backward follows at once. A checkpoint that is
+not reentrant recomputes only the saved tensors; then backward continues.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ForwardHooks:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the parameters; the inputs in the policy's dtype. May wait for other ranks."""
+        """Unshard the parameters; returns the inputs in the policy's dtype. May wait."""
         unit = self._unit
         runtime, policy = runtime_of(unit), unit.policy
         self._returned = False
@@ -70,7 +70,7 @@ class ForwardHooks:
 
     @_disable_dynamo
     def after(self, module: nn.Module, args: object, output: Any) -> Any:
-        """Reshard the parameters, unless they stay until backward; the output."""
+        """Reshard the parameters, unless they stay until backward; returns the output."""
         unit = self._unit
         runtime = unit.runtime
         if not isinstance(runtime, Runtime) or unit not in runtime.running:
@@ -116,7 +116,7 @@ def _begin(call: UnitCall, runtime: Runtime) -> None:
 
 
 def _end(call: UnitCall, runtime: Runtime) -> None:
-    """File a call that has ended for backward; keep or reshard its parameters."""
+    """Record a call that has ended, for backward; keep or reshard its parameters."""
     call.end = runtime.tick()
     unit = call.unit
     if runtime.in_backward:
@@ -153,11 +153,11 @@ def _let_go(call: UnitCall) -> None:
         unit.release(call)
 
 
-# Where ranks may run different units: see order_check.py.
+# For ranks that may run different units: see order_check.py.
 
 
 def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
-    """Gather the units that any rank runs now, in one order, also those of other ranks."""
+    """Gather all units that any rank runs now, in one order."""
     place = runtime.units.index(call.unit)
     others = check.called(call.unit, runtime.units)
     for unit, trained in others:
@@ -174,7 +174,7 @@ def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
 
 
 def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
-    """End a call that only another rank has run: this rank takes part in its backward."""
+    """End a call that only another rank has run; this rank takes part in its backward."""
     for param_group in call.unit.param_groups:
         param_group.backward.trained_elsewhere |= trained
     call.visible = torch.is_grad_enabled()
@@ -182,7 +182,7 @@ def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
     _end(call, runtime)
 
 
-# Autograd's hooks: backward comes to a call, backward has left a call.
+# Autograd's hooks: backward reaches a call, backward leaves a call.
 
 
 def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -> None:
@@ -198,7 +198,7 @@ def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -
 
 
 def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
-    """Tell the runtime when backward comes to an output that this call made."""
+    """Tell the runtime when backward reaches an output that this call made."""
     differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     for tensor in differentiable:
         if _is_given(call, tensor):
@@ -208,18 +208,18 @@ def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
         if tensor.grad_fn is not None:
             tensor.register_hook(came)  # type: ignore[no-untyped-call]
             call.visible = True
-        # A view changed in place gets another grad_fn; its base keeps the one it had.
+        # A view that is changed in place gets another grad_fn; its base keeps the old one.
         if tensor._base is not None and tensor._base.grad_fn is not None:
             tensor._base.grad_fn.register_prehook(came)
             call.visible = True
     if call.visible:
         call.versions = call.unit.versions()
     if not differentiable and any(param_group.requires_grad for param_group in call.unit.used):
-        call.kept = True  # backward may come by a way that cannot be seen
+        call.kept = True  # backward may reach the call without a hook
 
 
 def _hands_out_parameters(call: UnitCall, output: object) -> bool:
-    """Whether parameters or views of them are used after forward: then they stay unsharded."""
+    """Whether the output has parameters or views of them, which must then stay unsharded."""
     unsharded = {
         id(parameter) for param_group in call.unit.used for parameter in param_group.unsharded
     }
@@ -227,7 +227,7 @@ def _hands_out_parameters(call: UnitCall, output: object) -> bool:
 
 
 def _is_given(call: UnitCall, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that the call was given, unchanged."""
+    """Whether a tensor is an unchanged input of the call."""
     given = call.given.get(id(tensor))
     return given is not None and given[1] == tensor._version
 
@@ -240,7 +240,7 @@ def _came(runtime: Runtime, call: UnitCall, gradients: object) -> None:
 
 
 def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
-    """Tell the runtime, once, when backward comes to a tensor that a unit handed on."""
+    """Tell the runtime, once, when backward reaches a tensor that a unit passed on."""
 
     def came(gradient: object) -> None:
         handle.remove()

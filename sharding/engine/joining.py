@@ -1,11 +1,12 @@
-"""All-gather outputs of extensions: the inputs of all ranks, joined in memory that comes and goes.
+"""All-gather outputs of extensions: the inputs of all ranks, joined in memory that can be freed.
 
 Inputs are joined along one dimension. Ranks may have different numbers of indices along it, their
-*rows*. Inputs travel as bytes, rows first. The rows of a rank are then one range of bytes. It
-arrives in its final place where the joined dimension is the first, and is moved there otherwise.
+*rows*. Inputs travel as bytes, rows first, so that the rows of a rank are one range of bytes. The
+range arrives in its final place if the joined dimension is the first, and is moved there otherwise.
 
-The storage of an output stays the same object, so its users find the same tensor when it is filled
-again. Writes go through aliases with version counters of their own: autograd sees no change.
+The storage of an output stays the same object, so that its users find the same tensor when the
+storage is filled again. Writes use aliases with version counters of their own: autograd sees no
+change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Form:
     """The layout of the ranks' inputs in an output."""
 
     counts: tuple[int, ...]
-    """By rank, its rows: the indices of the dimension along which the inputs are joined."""
+    """By rank, the number of rows: indices of the dimension along which the inputs are joined."""
     rest: tuple[int, ...]
     """The sizes of the other dimensions."""
     along: int
@@ -49,13 +50,13 @@ class Form:
 
 
 class Output:
-    """One tensor that is gathered: its memory comes and goes, its storage stays ."""
+    """One tensor that is gathered: its memory is allocated and freed, its storage object stays."""
 
     def __init__(self, form: Form, device: torch.device) -> None:
         self.form = form
         self._tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
         self._storage = self._tensor.untyped_storage()
-        # What arrives is written through aliases that have version counters of their own.
+        # Bytes that arrive are written through aliases with version counters of their own.
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._bytes.set_(self._storage, 0, (form.nbytes,), (1,))
         self._alias = torch.empty(0, dtype=form.dtype, device=device)
@@ -74,7 +75,7 @@ class Output:
         return self._landing[lo : lo + self.form.counts[rank] * self.form.row_bytes]
 
     def joined(self) -> torch.Tensor:
-        """The ranks' inputs, joined; all have arrived."""
+        """The ranks' inputs, joined, once all have arrived."""
         if self._landing is not self._bytes:
             rows = self._landing.view(self.form.dtype).view(-1, *self.form.rest)
             self._alias.copy_(rows.movedim(0, self.form.along))

@@ -34,7 +34,7 @@ class Names:
         return "+".join(map(_shown, paths))
 
     def give(self, unit: Unit) -> None:
-        """Name a unit's groups like the unit, and after a parameter too where there are several."""
+        """Name a unit's groups like the unit; several groups also by a parameter of each."""
         name = self.unit(unit)
         for param_group in unit.param_groups:
             parameters = self.parameters(param_group)

@@ -1,11 +1,11 @@
 """A check, on request, that all ranks run the units of a model in the same order.
 
-`dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped asks for it. It checks
-forward, in training. In the first iteration, ranks that differ are an error on all of them. Later,
-a rank that leaves the order of the first iteration warns, once.
+`dist.set_debug_level(dist.DebugLevel.DETAIL)` before the module is wrapped turns the check on. It
+checks forward, in training. In the first iteration, ranks that differ are an error on all of them.
+Later, a rank that leaves the order of the first iteration warns, once.
 
-Under the check, ranks agree on a unit before each all-gather. All ranks then gather and reduce
-every unit that any of them runs, in the same order. So ranks that differ do not wait for ever and
+With the check, ranks agree on a unit before each all-gather. All ranks then gather and reduce every
+unit that any of them runs, in the same order. Ranks that differ therefore do not wait for ever, and
 do not take one unit's parameters for another's.
 """
 
@@ -34,14 +34,14 @@ class OrderCheck:
 
     @classmethod
     def if_wanted(cls) -> OrderCheck | None:
-        """A check, where the debug level asks for one now."""
+        """A check, if the debug level asks for one now."""
         return cls() if get_debug_level() == DebugLevel.DETAIL else None
 
     def called(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
-        """The units that other ranks run while this one runs `unit`; whether they train them.
+        """The units that other ranks run while this one runs `unit`, and whether they train them.
 
-        In the order of the units. All ranks call it, for every unit that has parameters. Raises
-        RuntimeError in the first iteration where ranks differ.
+        The result has the order of the units. All ranks call it, for every unit with parameters.
+        Raises RuntimeError in the first iteration if ranks differ.
         """
         index = units.index(unit)
         trained = any(param_group.requires_grad for param_group in unit.param_groups)

@@ -28,7 +28,7 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def mapped(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """The nest with every tensor changed; containers in which nothing changes stay as they are."""
+    """The nest with every tensor changed; containers without changes stay the same objects."""
     changed: object = nest
     if isinstance(nest, torch.Tensor):
         changed = change(nest)
@@ -49,7 +49,7 @@ def mapped(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
         if _differ(items, [getattr(nest, name) for name in names]):
             changed = copy(nest)
             for name, item in zip(names, items, strict=True):
-                object.__setattr__(changed, name, item)  # frozen ones too
+                object.__setattr__(changed, name, item)  # also for frozen dataclasses
     return cast(T, changed)
 
 

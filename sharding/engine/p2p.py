@@ -1,9 +1,9 @@
-"""The transport by point-to-point messages: each byte goes straight to its final place.
+"""The transport by point-to-point messages: each byte is received in its final place.
 
-On a group that offers point-to-point messages in host memory (gloo), each rank sends its spans from
-the shard itself and receives the others' into their final places in the unsharded buffer. Gradients
-go the other way and are summed in rank order, so that the sum does not depend on timing. Small
-spans for one rank travel together. gloo's own all-gather and reduce-scatter copy through fresh
+In a group with point-to-point messages in host memory (gloo), each rank sends its spans from the
+shard itself and receives the others' spans in their final places in the unsharded buffer. Gradients
+travel the other way and are summed in rank order, so that the sum does not depend on timing. Small
+spans for one rank travel together. gloo's own all-gather and reduce-scatter copy through new
 buffers and take 3 times as long.
 
 Rules:
@@ -14,7 +14,8 @@ Rules:
 3. `wait` raises TransferError when the process of another rank ends or the group's time-out is
    over. The error names the wait of this rank and those of others (waits.py). The memory of
    messages that did not arrive stays as it is: see `sharding.engine.pending_work`.
-4. Only `wait` and `all_reduce` wait. So ranks that call in the same order cannot block each other.
+4. Only `wait` and `all_reduce` wait, so that ranks that call in the same order never block each
+   other.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Way = Callable[..., "Work | None"]
 
 
 class P2PExchange:
-    """Messages on their way, all of one composition."""
+    """Messages in flight, all of one composition."""
 
     __slots__ = ("_composition", "_copies", "_digest", "_pending", "_shard_group", "_sides")
 
@@ -57,7 +58,7 @@ class P2PExchange:
         """Copies to make when all messages have arrived: sources, targets."""
 
     def wait(self) -> None:
-        """Wait for all messages; then they are in their places."""
+        """Wait until all messages are in their places."""
         try:
             self._pending.wait()
         except RuntimeError as error:
@@ -66,7 +67,7 @@ class P2PExchange:
             torch._foreach_copy_(self._copies[1], self._copies[0])
 
     def send(self, tensors: Tensors, other: int) -> None:
-        """Send flat tensors of one dtype to one other."""
+        """Send flat tensors of one dtype to one other rank."""
         small = _small(tensors)
         if small is None:
             self._post(dist.isend, tensors, other)
@@ -175,14 +176,14 @@ class P2PTransport:
 
 
 class P2PReduceScatter:
-    """The sums over ranks of this rank's part, on their way."""
+    """The sums of this rank's part over all ranks, in flight."""
 
     __slots__ = ("_exchange", "_parts", "_rank")
 
     def __init__(self, exchange: P2PExchange, parts: list[Tensors], rank: int) -> None:
         self._exchange = exchange
         self._parts = parts
-        """By rank, its summands of this rank's part."""
+        """By rank, the rank's summands for this rank's part."""
         self._rank = rank
 
     def wait(self) -> list[torch.Tensor]:
@@ -190,8 +191,8 @@ class P2PReduceScatter:
         self._exchange.wait()
         if len(self._parts) == 1:
             return [part.clone() for part in self._parts[0]]
-        # The result takes received memory: this rank's own summand is a view of a larger tensor,
-        # which would live as long as the result.
+        # The result uses received memory: this rank's own summand is a view of a larger tensor,
+        # which the result would keep alive.
         result = list(self._parts[1] if self._rank == 0 else self._parts[0])
         if self._rank == 0:
             torch._foreach_add_(result, list(self._parts[0]))
@@ -215,7 +216,7 @@ def _large(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _empty_like(tensors: Tensors) -> list[torch.Tensor]:
-    """Memory for tensors of the same sizes, in one piece, so that it lives and dies at once."""
+    """Memory for tensors of the same sizes, allocated and freed in one piece."""
     sizes = [tensor.numel() for tensor in tensors]
     buffer = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
     return list(torch.split(buffer, sizes))

@@ -1,15 +1,15 @@
 """The place of each parameter of a group in the unsharded buffer and in every rank's shard.
 
 The unsharded buffer holds the parameters end to end, each in one contiguous *slot*, so that a
-parameter is a view of it and is never copied out. A rank holds a list of *spans*, ranges of the
-unsharded buffer; end to end they are its shard. There are two ways to divide:
+parameter is a view of the buffer and is never copied. A rank holds a list of *spans*, ranges of the
+unsharded buffer; end to end they are its shard. There are two divisions:
 
 - `ChunkPacking`: each parameter by torch.chunk's rule along one dimension, a span per parameter. A
   slot's rows run along that dimension (a parameter sharded on another than its first lies
   transposed in its slot). A parameter without dimensions cannot be divided: every rank holds it.
 - `FlatPacking`: the whole buffer in equal parts, one span per rank, padded at the end.
 
-Pure integers.
+This module computes with integers only.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Elements of the unsharded parameter."""
+        """The number of elements of the unsharded parameter."""
         return prod(self.shape)
 
     @property
     def rows(self) -> int:
-        """Indices of the sharded dimension."""
+        """The number of indices of the sharded dimension."""
         return self.shape[self.dim] if self.shape else 1
 
     @property
@@ -80,7 +80,7 @@ class ChunkPacking:
 
     @property
     def numel(self) -> int:
-        """Elements of the unsharded buffer."""
+        """The number of elements of the unsharded buffer."""
         return _end(self.slots)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
@@ -118,12 +118,12 @@ class FlatPacking:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of every rank's shard."""
+        """The number of elements of every rank's shard."""
         return -(-_end(self.slots) // self.size)
 
     @property
     def numel(self) -> int:
-        """Elements of the unsharded buffer, with the padding."""
+        """The number of elements of the unsharded buffer, with padding."""
         return self.shard_numel * self.size
 
     def spans(self, rank: int) -> tuple[Span, ...]:
@@ -138,7 +138,7 @@ class FlatPacking:
 
 
 def slabs(slots: Sequence[Slot], numel: int, limit: int) -> tuple[Span, ...]:
-    """Ranges that tile a buffer, of whole slots and of `limit` elements at most where that can be.
+    """Ranges of whole slots that tile a buffer; longer than `limit` only for a longer slot.
 
     >>> slabs(pack([(3,), (2,), (9,), (1,)], [0, 0, 0, 0]), 16, 5)
     ((0, 5), (5, 14), (14, 16))
@@ -151,7 +151,7 @@ def slabs(slots: Sequence[Slot], numel: int, limit: int) -> tuple[Span, ...]:
 
 
 def chunk(rows: int, size: int, rank: int) -> Span:
-    """The rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; empty for the last of many."""
+    """The rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; the last chunks may be empty."""
     step = -(-rows // size)
     return min(rows, rank * step), min(rows, (rank + 1) * step)
 
@@ -159,7 +159,7 @@ def chunk(rows: int, size: int, rank: int) -> Span:
 def pack(
     shapes: Sequence[tuple[int, ...]], dims: Sequence[int], align: int = 1
 ) -> tuple[Slot, ...]:
-    """Slots for parameters of these shapes, one after the other, each beginning at a multiple.
+    """Slots for parameters of these shapes, in order, each at a multiple of `align`.
 
     >>> [slot.at for slot in pack([(3, 3), (4,)], [0, 0], align=8)]
     [0, 16]

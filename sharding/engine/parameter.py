@@ -1,4 +1,4 @@
-"""One parameter of a group, and the dtypes that a group works in."""
+"""One parameter of a group, and the dtypes of a group."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Parameter:
     dim: int
     """The dimension that is divided; 0 in a flat parameter."""
     shape: tuple[int, ...]
-    """Unsharded, on this rank: tensor parallelism may have divided it before."""
+    """The unsharded shape on this rank; tensor parallelism may have divided the parameter."""
     param_group: object = None
-    """The `ParamGroup` that has it, None before; a type here would be a circle of imports."""
+    """The parameter's `ParamGroup`, None before; its type here would make an import circle."""
     distributed: DTensorSpec | None = None
-    """The spec of the unsharded parameter, where tensor parallelism divides it; else None."""
+    """The spec of the unsharded parameter if tensor parallelism divides it; else None."""
 
     def place(self, tensor: torch.Tensor) -> None:
         """Put the sharded or the unsharded parameter into its modules."""
         for module, attribute in self.owners:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]
-            else:  # nn.LSTM for one keeps a list of its parameters
+            else:  # nn.LSTM, for example, keeps a list of its parameters
                 setattr(module, attribute, tensor)
 
 

@@ -1,4 +1,4 @@
-"""Messages on their way: memory that gloo may still read or write outlives the messages.
+"""Messages in flight: memory that gloo may still read or write outlives the messages.
 
 gloo's thread copies between a connection and the address that a message was posted with. A message
 without a waiter stays posted, after an interrupt or the failure of another message of
@@ -44,13 +44,13 @@ class PendingWork:
 
     @property
     def arrived(self) -> int:
-        """The number of messages, in the order of `add`, known to have arrived or to be sent."""
+        """The number of messages, in the order of `add`, that have surely arrived or been sent."""
         return len(self._arrived)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all have arrived or are sent, for `seconds` each; by default the group's.
+        """Wait until all have arrived or are sent: `seconds` each, by default the group's time-out.
 
-        Raises RuntimeError of the first that has not: the message at index `arrived`.
+        Raises the RuntimeError of the first message that has not: the one at index `arrived`.
         """
         awaited = methodcaller("wait", *([] if seconds is None else [timedelta(seconds=seconds)]))
         works = [work for work, _ in self._messages[self.arrived :]]

@@ -6,8 +6,8 @@ Rules:
    contributes zeros once backward has passed it (calls.py).
 2. All ranks gather every unit of a backward in the same order, also one that autograd skips on this
    rank: another rank may need it.
-3. At most `IN_FLIGHT` batches of reductions are on their way when the next starts. So the size of
-   units bounds memory, not the size of the model. Waiting cannot block: all ranks start all
+3. At most `IN_FLIGHT` batches of reductions are in flight when the next starts, so that the size of
+   units bounds memory, not the size of the model. Waits cannot deadlock: all ranks start all
    batches, in order. All ranks form the same batches of small units (batches.py).
 4. The next forward or backward forgets a backward that failed.
 5. No state is global to the process.
@@ -34,7 +34,7 @@ from sharding.policies import BackwardPrefetch
 
 
 class Runtime:
-    """One per tree of modules, made by the first unit of it that runs."""
+    """The runtime of one tree of modules; the first unit of the tree that runs makes it."""
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
@@ -42,7 +42,7 @@ class Runtime:
         self._names = Names(root)
         self.order_check: OrderCheck | None = None
         self.running: dict[Unit, list[UnitCall]] = {}
-        """By unit, the calls that run now, the innermost last; no unit without one."""
+        """By unit, the calls that run now, the innermost last; only units with such calls."""
         self.pending_recomputes: Counter[Unit] = Counter()
         """By unit, its calls without gradients that a checkpoint may run again."""
         self.run = ForwardPass(False)
@@ -50,20 +50,20 @@ class Runtime:
         """The forward before, whose order guides prefetch."""
         self._clock = 0
         self._ending: ref[partial[None]] | None = None
-        """The callback for the end of a backward, which only autograd's engine keeps alive. Dead
-        and not None: the backward ended with an error."""
+        """The callback for the end of a backward, which only autograd's engine keeps alive. If the
+        reference is dead and not None, the backward ended with an error."""
         self._reached: list[ForwardPass] = []
         self._schedule: list[ParamGroup] = []
-        """The groups that this backward has still to reduce, in order."""
+        """The groups that this backward must still reduce, in order."""
         self._passed = 0
-        """The lowest end of the calls that backward has come to; later calls are done."""
+        """The lowest end of the calls that backward has reached; later calls are done."""
         self._reductions = ReduceScatters()
         self._halfway: Unit | None = None
         """The unit, among those gathered ahead, whose forward prefetches more."""
 
     @classmethod
     def rooted_at(cls, root: Unit) -> Runtime:
-        """The runtime of a unit and all units below it, which leave the ones they had."""
+        """The runtime of a unit and all units below it, which leave their former runtimes."""
         runtime = cls(root, list(units_of(root.modules)))
         for unit in runtime.units:
             unit.runtime = runtime
@@ -73,7 +73,7 @@ class Runtime:
         return runtime
 
     def number_param_groups(self) -> None:
-        """Give every parameter group its index and name, which are the same on all ranks."""
+        """Give every parameter group its index and name, which are equal on all ranks."""
         for index, param_group in enumerate(self._param_groups()):
             param_group.index = index
         for unit in self.units:
@@ -96,11 +96,11 @@ class Runtime:
         return bool(self.running)
 
     def started(self, call: UnitCall) -> None:
-        """A call's forward runs now."""
+        """Note that a call's forward has begun."""
         self.running.setdefault(call.unit, []).append(call)
 
     def stopped(self, unit: Unit) -> UnitCall:
-        """The innermost call of a unit, which does not run any more."""
+        """Note the end of the innermost call of a unit; returns the call."""
         calls = self.running[unit]
         call = calls.pop()
         if not calls:
@@ -119,7 +119,7 @@ class Runtime:
             unit.refresh()
 
     def end_forward(self) -> None:
-        """End a forward of the outermost unit: reshard what was prefetched and not used."""
+        """End a forward of the outermost unit: reshard units that were prefetched and not used."""
         if not self.in_backward:
             for unit in self.units:
                 for param_group in unit.param_groups:
@@ -129,7 +129,7 @@ class Runtime:
                         param_group.show_sharded()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Start all-gathers while a unit computes: of units that began after it the last time."""
+        """Start all-gathers of the units that followed this one the last time."""
         position = len(self.run.started)
         self.run.started.append(unit)
         if unit.policy.units_to_forward_prefetch is not None:
@@ -140,9 +140,9 @@ class Runtime:
             self._prefetch(unit, islice(last, position + 1, None))
 
     def _prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
-        """Unshard the units that follow: one; or, of small ones, all that `PREFETCH_BYTES` hold.
+        """Unshard the next unit, or as many small ones as `PREFETCH_BYTES` hold.
 
-        Prefetches again when half of them have run, so that messages have time to arrive.
+        Prefetches again once half of these units have run, so that messages have time to arrive.
         """
         chosen: list[Unit] = []
         nbytes = 0
@@ -185,12 +185,12 @@ class Runtime:
             self._forget_backward()
 
     def begin(self, call: UnitCall) -> None:
-        """Unshard the parameters of a call that backward has come to. May wait."""
+        """Unshard the parameters of a call that backward has reached. May wait."""
         self.enter_backward()
         if call.begun:
             return
-        if call.index < 0:  # recomputed: it has no place in the order, and its backward is a run
-            self._come_to(call)  # of the engine by itself
+        if call.index < 0:  # recomputed: not in the order, because its backward is a separate
+            self._come_to(call)  # run of the engine
             Variable._execution_engine.queue_callback(partial(self.left, call))
             return
         self._reach(call.run)
@@ -213,7 +213,7 @@ class Runtime:
                 self._prefetch_backward(call)
 
     def _reach(self, run: ForwardPass) -> None:
-        """Schedule the reductions of the groups that a forward used, when backward comes to it."""
+        """Schedule the reductions of the groups that a forward used, when backward reaches it."""
         if run in self._reached:
             return
         self._reached.append(run)
@@ -250,7 +250,7 @@ class Runtime:
             self._prefetch_backward(call)
 
     def _prefetch_backward(self, call: UnitCall) -> None:
-        """Start all-gathers of units that backward comes to after a call."""
+        """Start all-gathers of units that backward reaches after a call."""
         if call.index >= 0:
             due = (before.unit for before in call.run.before(call) if not before.begun)
             self._prefetch(call.unit, (unit for unit in due if unit.policy.unshard_in_backward))
@@ -267,19 +267,19 @@ class Runtime:
             self._complete(param_group)
 
     def _complete(self, param_group: ParamGroup) -> None:
-        """Reduce a group that has all the gradients it will get, or keep them for later."""
+        """Reduce a group that gets no more gradients, or keep its gradients for later."""
         if param_group.reduces:
             self._reductions.reduce(param_group.gradient_bytes, param_group.reduce)
         else:
             param_group.hold_gradients()
 
     def _end_backward(self) -> None:
-        """End a backward: all shards have their gradients, all units are resharded. Waits."""
+        """End a backward: all shards get their gradients, all units are resharded. Waits."""
         for run in list(self._reached):
             for skipped in run.skipped(-1):
                 self._come_to(skipped)
         self._advance(to_the_end=True)
-        for param_group in self._param_groups():  # used in ways that forward did not show
+        for param_group in self._param_groups():  # also groups that no hook of forward has seen
             if param_group.backward.arrived and param_group.is_trained:
                 self._complete(param_group)
         self._reductions.finish()
@@ -295,7 +295,7 @@ class Runtime:
             unit.end_backward()
 
     def _stop_recomputed(self) -> None:
-        """Drop the calls that a checkpoint ran in backward: not all of them come to an end."""
+        """Drop the calls that a checkpoint ran in backward: a part of them never ends."""
         for unit, calls in list(self.running.items()):
             calls[:] = [call for call in calls if not call.recomputed]
             if not calls:

@@ -23,12 +23,12 @@ _numbers: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Some or all ranks of a process group, and the place of this process among them."""
+    """A part of the ranks of a process group, or all, and this process' place among them."""
 
     reference: GroupReference | None
-    """To the group; None: this process alone."""
+    """The reference to the group; None: this process alone."""
     members: tuple[int, ...]
-    """Ranks in the group."""
+    """The ranks of the members in the group."""
     rank: int
     """This process' index in `members`."""
 
@@ -39,7 +39,7 @@ class ShardGroup:
 
     @classmethod
     def alone(cls) -> ShardGroup:
-        """This process and no other: nothing is divided."""
+        """This process alone: no tensor is divided."""
         return cls(None, (0,), 0)
 
     @property
@@ -62,18 +62,18 @@ class ShardGroup:
 
     @property
     def others(self) -> list[int]:
-        """The other indices, from the next one on, so that not all ranks begin with one."""
+        """The other indices, from the next one on, so that ranks begin with different ones."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def part(self, size: int) -> ShardGroup:
-        """The run of `size` consecutive ranks that has this process."""
+        """The run of `size` consecutive ranks that contains this process."""
         first = self.rank // size * size
         return ShardGroup(self.reference, self.members[first : first + size], self.rank - first)
 
 
 @dataclass(frozen=True, slots=True)
 class HybridGroups:
-    """The ranks that a unit is sharded over, and those that it is replicated over."""
+    """The ranks over which a unit is sharded, and those over which it is replicated."""
 
     shard: ShardGroup
     replicate: ShardGroup
@@ -81,7 +81,7 @@ class HybridGroups:
 
     @property
     def size(self) -> int:
-        """Ranks whose gradients are summed."""
+        """The number of ranks whose gradients are summed."""
         return self.shard.size * self.replicate.size
 
     @property

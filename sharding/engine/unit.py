@@ -16,9 +16,9 @@ is a combination of `is_unsharded`, `holders` and `backward` of its parameter gr
 
 Rules:
 
-1. A unit that runs on one rank runs on all ranks, as often and in the same order. The program
-   promises that. Ranks may differ in the units that are part of the loss, and in the parameters
-   that get a gradient.
+1. A unit that runs on one rank runs on all ranks, as often and in the same order: the user's
+   program guarantees this. Ranks may differ in the units that are part of the loss, and in the
+   parameters that get a gradient.
 2. Parameters that changed between a forward and its backward are an error, as in plain PyTorch, as
    far as torch's version counters show it.
 3. The root's next forward gathers again the parameters that stayed unsharded after forward, unless
@@ -51,9 +51,9 @@ class UnitPolicy:
     """The options of a unit: set by its entry point, replaced when a user changes one."""
 
     cast_inputs: torch.dtype | None = None
-    """The dtype of its floating-point inputs; None leaves them alone."""
+    """The dtype for floating-point inputs; None leaves them alone."""
     cast_root_inputs: torch.dtype | None = None
-    """Replaces `cast_inputs` in the root."""
+    """The dtype in the place of `cast_inputs` in the root."""
     cast_outputs: torch.dtype | None = None
     reshard_after_forward: bool | int | None = None
     """None: all units but the root. A number: keep a part on each of that many ranks."""
@@ -63,24 +63,24 @@ class UnitPolicy:
     forward_prefetch: bool = True
     """Whether forward prefetches; the root's option counts for all units."""
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    """Whether backward prefetches when it comes to the unit, when it leaves it, or not at all."""
+    """Whether backward prefetches when it reaches the unit, when it leaves the unit, or never."""
     unshard_in_backward: bool = True
     always_show_sharded: bool = False
-    """Whether modules have the sharded parameters after the root's forward even where the
+    """Whether modules have the sharded parameters after the root's forward even if the
     unsharded ones stay in memory."""
     units_to_forward_prefetch: tuple[Unit, ...] | None = None
     """Units to gather while this one runs forward; None: those that followed the last time."""
     units_to_backward_prefetch: tuple[Unit, ...] | None = None
-    """The same for backward."""
+    """Units to gather while this one runs backward; None: those that backward reaches next."""
 
 
 class StepRuntime(Protocol):
-    """The part that a unit knows of its runtime (runtime.py)."""
+    """The part of the runtime that a unit uses (runtime.py)."""
 
     root: Unit
 
     def number_param_groups(self) -> None:
-        """Give every parameter group its index and name; the unit has new ones."""
+        """Give every parameter group its index and name, because the unit has new groups."""
         ...
 
 
@@ -97,12 +97,12 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.param_groups = param_groups
-        """The groups that it gathers and reduces."""
+        """The groups that the unit gathers and reduces."""
         self.borrowed = borrowed
         """Groups of other units that have tied parameters of its modules."""
         self.policy = policy
         self.prepare = prepare
-        """Called once, before the first forward, when the unit has its runtime."""
+        """A function, called once before the first forward, when the unit has its runtime."""
         self.runtime: StepRuntime | None = None
         self.summoned = False
         """True inside `summon_full_params`."""
@@ -122,11 +122,11 @@ class Unit:
         ):
             register(self._before_state_dict)  # type: ignore[no-untyped-call]
 
-    # Whole and sharded.
+    # Unshard and reshard.
 
     @property
     def full_precision(self) -> bool:
-        """Whether it computes in the dtype of its shards, whatever the policy."""
+        """Whether the unit computes in the dtype of its shards, despite the policy."""
         return any(param_group.full_precision for param_group in self.param_groups)
 
     @property
@@ -136,7 +136,7 @@ class Unit:
 
     @property
     def used(self) -> tuple[ParamGroup, ...]:
-        """All groups that it needs unsharded to run."""
+        """All groups that must be unsharded for the unit to run."""
         return (*self.param_groups, *self.borrowed)
 
     def unshard(self) -> None:
@@ -151,21 +151,21 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """True when all parameters it uses are unsharded or on their way."""
+        """True if all parameters of the unit are unsharded or in flight."""
         return all(param_group.is_gathered for param_group in self.used)
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffers that it uses."""
+        """The bytes of the unit's unsharded buffers."""
         return sum(param_group.unsharded_bytes for param_group in self.used)
 
     def wait(self) -> None:
-        """Wait until all parameters it uses are unsharded."""
+        """Wait until all parameters of the unit are unsharded."""
         for param_group in self.used:
             param_group.wait()
 
     def acquire(self, holder: object) -> None:
-        """Unshard all it uses until this holder releases it. All ranks call it; waits."""
+        """Unshard the unit until this holder releases it. All ranks call it; waits."""
         self.unshard()
         self.wait()
         for param_group in self.used:
@@ -179,7 +179,7 @@ class Unit:
             param_group.release(holder)
 
     def reshard(self) -> None:
-        """Reshard the unit's own groups, whatever their holders."""
+        """Reshard the unit's own groups, even if they have holders."""
         for param_group in self.param_groups:
             param_group.reshard()
 
@@ -217,11 +217,11 @@ class Unit:
     # Backward.
 
     def check_unchanged(self, versions: list[list[int]]) -> None:
-        """Raise MisuseError where parameters do not have these versions any more (rule 2)."""
+        """Raise MisuseError if parameters no longer have these versions (rule 2)."""
         if versions != self.versions():
             raise MisuseError(
                 f"the parameters of {type(self.modules[0]).__name__} were changed between a "
-                "forward and its backward, by an optimizer step for one; run backward before"
+                "forward and its backward, for example by an optimizer step; run backward before"
             )
 
     def leave(self, holder: object) -> None:
@@ -246,7 +246,7 @@ class Unit:
         return not (reshards and self.policy.reshard_after_unreduced_backward)
 
     def versions(self) -> list[list[int]]:
-        """The version counters of the shards of all groups it uses."""
+        """The version counters of the shards of all groups of the unit."""
         return [param_group.versions() for param_group in self.used]
 
 

@@ -1,14 +1,14 @@
-"""The unsharded buffer: unsharded parameters are views of it; its memory comes and goes.
+"""The unsharded buffer: unsharded parameters are views of it; its memory can be freed and refilled.
 
-Autograd saves views of parameters in forward and reads them in backward. In between the buffer is
-emptied, then filled again in the same storages, so the saved views are right again. Writes go
-through second tensors over the same storages, with version counters of their own: autograd never
-sees a parameter change.
+Autograd saves views of parameters in forward and reads them in backward. In between, the buffer is
+freed, and then filled again in the same storages, so that the saved views are valid again. Writes
+use second tensors over the same storages, with version counters of their own: autograd never sees a
+change of a parameter.
 
 [Note: slabs]
-A large buffer is several storages, slabs of at most `SLAB_BYTES` where parameters allow. The C
-library returns memory of more than 32 MiB to the system at once. New memory from the system costs a
-page fault for every 4 KiB, more than filling it. Smaller memory is kept and used again.
+A large buffer is several storages, slabs of at most `SLAB_BYTES` if parameters allow. The C
+library returns blocks of more than 32 MiB to the system at once, and new memory from the system
+costs a page fault for every 4 KiB, more than the fill. It keeps and reuses smaller blocks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sharding.engine.packing import ChunkPacking, FlatPacking, Slot, Span, chunk
 from sharding.engine.shard_group import ShardGroup
 
 SLAB_BYTES = 28 << 20
-"""Smaller slabs leave more holes between them: more memory, and no time gained."""
+"""The largest slab; smaller ones leave more holes between them, and save no time."""
 
 Leaf = Callable[[int, torch.Tensor], torch.Tensor]
-"""Makes the parameter of a slot's index and the view of its elements."""
+"""Makes the parameter from a slot's index and the view of its elements."""
 
 
 class UnshardedBuffer:
@@ -42,7 +42,7 @@ class UnshardedBuffer:
         over: torch.Tensor | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """Memory of its own; or, `over` a flat tensor, that tensor's, which is never given back."""
+        """Allocates memory; or, with a flat tensor `over`, uses its memory and never frees it."""
         self.slots = slots
         self.numel = numel
         self.dtype = dtype
@@ -63,23 +63,23 @@ class UnshardedBuffer:
     def of(
         cls, slots: tuple[Slot, ...], numel: int, dtype: torch.dtype, device: torch.device
     ) -> UnshardedBuffer:
-        """A buffer in one piece, whose leaves are plain tensors."""
+        """A buffer in one piece, with plain tensors as leaves."""
         return cls(slots, numel, dtype, device, plain, slab_bytes=numel * dtype.itemsize)
 
     @property
     def raw(self) -> torch.Tensor:
-        """All of a buffer in one piece, flat, for writing: the alias that autograd does not see."""
+        """A one-piece buffer as a flat tensor for writes, an alias that autograd does not see."""
         [slab] = self._slabs
         return slab.raw
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are live now."""
+        """The bytes that are allocated now."""
         return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the buffer when it has memory."""
+        """The bytes of the buffer when it has memory."""
         return self.numel * self.dtype.itemsize
 
     def allocate(self) -> None:
@@ -95,7 +95,7 @@ class UnshardedBuffer:
                 slab.free()
 
     def is_over(self, tensor: torch.Tensor) -> bool:
-        """Whether the buffer's memory is a tensor's."""
+        """Whether the buffer uses the memory of this tensor."""
         return self._slabs[0].raw.data_ptr() == tensor.data_ptr()
 
     def to(self, device: torch.device) -> UnshardedBuffer:
@@ -107,13 +107,13 @@ class UnshardedBuffer:
         return moved
 
     def places(self, packing: ChunkPacking | FlatPacking) -> list[list[torch.Tensor]]:
-        """By rank, its ranges of the buffer, to be filled; always the same tensors."""
+        """By rank, its ranges of the buffer, to fill; always the same tensors."""
         if not self._places:
             self._places = [self.parts(packing.spans(rank)) for rank in range(packing.size)]
         return self._places
 
     def parts(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Ranges of the buffer, to be filled: one for each span, or more where slabs divide it."""
+        """Ranges of the buffer, to fill: one for each span, or more if slabs divide the span."""
         with torch.inference_mode(False), torch.no_grad():
             return [self._slab_of(lo).part(lo, hi) for span in spans for lo, hi in self._cut(span)]
 
@@ -136,10 +136,10 @@ class UnshardedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """This rank's part of an unsharded buffer among fewer ranks than share the shards."""
+    """This rank's part of an unsharded buffer that fewer ranks share than share the shards."""
 
     part: list[torch.Tensor]
-    """Flat."""
+    """The part as flat tensors."""
     shard_group: ShardGroup
 
     @classmethod
@@ -149,7 +149,7 @@ class KeptPart:
         return cls([part.clone() for part in buffer.parts([span])], shard_group)
 
     def places(self, buffer: UnshardedBuffer) -> list[list[torch.Tensor]]:
-        """By rank of the shard group, the ranges of a buffer that its part fills."""
+        """By rank of the shard group, the ranges of a buffer that the rank's part fills."""
         spans = [
             chunk(buffer.numel, self.shard_group.size, r) for r in range(self.shard_group.size)
         ]
@@ -190,7 +190,7 @@ class _Slab:
         return self.raw[lo - self.lo : hi - self.lo]
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """A slot's parameter: a tensor of its own over the slab's memory."""
+        """A slot's parameter: a separate tensor over the slab's memory."""
         begin = slot.at - self.lo
         view = self._full[begin : begin + slot.numel].view(slot.stored_shape)
         return (view.movedim(0, slot.dim) if slot.shape else view.view(())).data

@@ -1,14 +1,14 @@
-"""The report of an exchange that failed: both sides, each rank with the exchange it waited for.
+"""The report of an exchange that failed: the ranks of both sides, with the exchange of each wait.
 
 A rank whose wait ends with an error leaves a note in the store where the processes have met, and
 looks for the notes of the others. gloo closes the connections of a rank whose time-out is over, so
-other ranks that wait at that moment fail at once and leave their notes within milliseconds.
+that waiting ranks fail at once and leave their notes within milliseconds.
 
 Rules:
 
 1. This module communicates only after an exchange has failed.
-2. A report needs no other rank. The first in a process group waits `ANSWER_SECONDS` at most, later
-   ones do not wait. It names the ranks that left no note.
+2. A report needs no other rank. The first report of a process group waits `ANSWER_SECONDS` at most,
+   later ones do not wait. A report names the ranks that left no note.
 3. A store that cannot be reached changes the report, not the type of the error.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 3.0
 """The time that a failed rank looks for the notes of others."""
 MOST_ASKED = 8
-"""The number of ranks that a report names."""
+"""The most ranks that a report names."""
 _KEY = "sharding/waits/"
 _ADVICE = (
     "All ranks must run the same units, as often and in the same order; "
@@ -52,12 +52,12 @@ class Note:
     """The name of the process group."""
     text: str
     digest: str
-    """Of the composition."""
+    """The hash of the composition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """The message that did not arrive, or was not taken."""
+    """The message that did not arrive, or was not received."""
 
     composition: Composition
     member: int
@@ -68,10 +68,10 @@ class Missed:
 
 
 def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> TransferError:
-    """The error for a rank whose exchange failed; it names this rank, the other, and both waits.
+    """The error for a rank whose exchange failed; it names both ranks and both waits.
 
-    Not a collective: the rank that failed calls it. It takes `ANSWER_SECONDS` where another rank
-    is silent.
+    Not a collective: the rank that failed calls it. It takes `ANSWER_SECONDS` if another rank is
+    silent.
     """
     group = shard_group.group
     assert group is not None
@@ -88,7 +88,7 @@ def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> Tra
 
 
 def report_unlike(shard_group: ShardGroup, composition: Composition) -> TransferError:
-    """The error for a rank that found, in a collective, that others did not take part in the same.
+    """The error for a rank that found that other ranks took part in another collective.
 
     Not a collective: every rank that finds the difference calls it.
     """
@@ -102,7 +102,7 @@ def report_unlike(shard_group: ShardGroup, composition: Composition) -> Transfer
 def _told_by_others(
     shard_group: ShardGroup, composition: Composition, waited: str, other: int | None
 ) -> str:
-    """Sentences on the waits of other ranks: the one that was missed, and a few more."""
+    """Sentences on the waits of other ranks: the missed one, and a few more."""
     assert shard_group.group is not None
     note = Note(shard_group.group.group_name, waited, composition.digest.hex())
     asked = [] if other is None else [other]
@@ -116,8 +116,8 @@ def _told_by_others(
 def _told(rank: int, note: Note | None, mine: Note) -> str:
     if note is None:
         return (
-            f"Rank {rank} has not said within {ANSWER_SECONDS:g} s what it waits for: it has "
-            "ended, or is busy elsewhere."
+            f"Rank {rank} has left no note of its wait within {ANSWER_SECONDS:g} s: it has ended, "
+            "or is busy elsewhere."
         )
     where = "" if note.group == mine.group else f" (in process group {note.group})"
     unlike = ""
@@ -132,14 +132,14 @@ def _told(rank: int, note: Note | None, mine: Note) -> str:
 
 
 def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
-    """The notes of other ranks, by rank; this rank's is in the store."""
+    """The notes of other ranks, by rank; stores this rank's note first."""
     found: dict[int, Note] = {}
-    with suppress(RuntimeError, ValueError):  # the store is lost: others are not named then
+    with suppress(RuntimeError, ValueError):  # the store is lost: the report names no others
         store = _store()
         if store is None:
             return found
         mine, until = _read(store, here), monotonic()
-        if mine is None or mine.group != note.group:  # the first to fail tells most
+        if mine is None or mine.group != note.group:  # the note of the first failure stays
             store.set(f"{_KEY}{here}", json.dumps(asdict(note)))
             until += ANSWER_SECONDS
         while True:
@@ -159,7 +159,7 @@ def _read(store: Store, rank: int) -> Note | None:
 
 
 def _store() -> Store | None:
-    """The store of the default process group; None where there is none, as with MPI."""
+    """The store of the default process group; None without one, as with MPI."""
     group = distributed_c10d._get_default_group()
     return cast("Store | None", distributed_c10d._get_process_group_store(group))
 
