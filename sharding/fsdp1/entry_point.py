@@ -33,7 +33,7 @@ class Ignored:
     """The modules and parameters that an instance leaves as they are."""
 
     modules: frozenset[nn.Module]
-    """Whole subtrees."""
+    """The ignored modules: whole subtrees."""
     parameters: frozenset[nn.Parameter]
 
 
@@ -48,10 +48,10 @@ class EntryPoint:
         self.module = module
         self.settings = settings
         self.prefix = prefix
-        """The prefix that it adds to the names in the module."""
+        """The prefix that the instance adds to the names in the module."""
         self.hook: CommHook | None = None
         self.has_outer = False
-        """Whether it is inside another instance."""
+        """Whether the instance is inside another one."""
         self.state_dict_settings: StateDictSettings = default_settings()
         self.full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self.order_check = OrderCheck.if_wanted()
@@ -78,7 +78,7 @@ class EntryPoint:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the unit, as a hook of `owner`; the inputs on its device and in its dtype."""
+        """Unshard the unit, as a hook of `owner`; returns the inputs, on its device, cast."""
         unit = self.unit
         runtime = runtime_of(unit)
         if unit.is_root:
@@ -94,7 +94,7 @@ class EntryPoint:
         return ready
 
     def choose_precision(self) -> None:
-        """Set full precision in evaluation, where the environment asks for it."""
+        """Set full precision in evaluation, if the environment asks for it."""
         full = self.full_precision_in_eval and not self.owner.training
         for param_group in self.unit.param_groups:
             param_group.full_precision = full
@@ -102,7 +102,7 @@ class EntryPoint:
             self._cast_buffers(None if full else self.settings.mixed_precision.buffer_dtype)
 
     def _cast_buffers(self, dtype: torch.dtype | None) -> None:
-        """Cast the buffers to a dtype; None: the dtype that they had at first."""
+        """Cast the buffers to a dtype; None: back to their original dtypes."""
         for part, name in self.buffers:
             buffer = part._buffers[name]
             if buffer is None or not buffer.is_floating_point():
@@ -129,7 +129,7 @@ class EntryPoint:
 
 
 def entry_point_of(module: nn.Module) -> EntryPoint | None:
-    """The instance that a module owns; None where it owns none."""
+    """The instance that a module owns, or None."""
     entry_point: EntryPoint | None = module.__dict__.get(ENTRY_POINT)
     return entry_point
 
@@ -149,7 +149,7 @@ def wrap_inside(
     root_kwargs: dict[str, Any],
     ignored: Ignored,
 ) -> None:
-    """Wrap the modules that a policy chooses inside of a module. Raises as `planned` does."""
+    """Wrap the modules that a policy chooses inside a module. Raises as `planned` does."""
     plan = planned(
         module,
         policy,
@@ -162,7 +162,7 @@ def wrap_inside(
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Raise ArgumentError where a module is a unit already."""
+    """Raise ArgumentError if a module is a unit already."""
     if entry_point_of(module) is not None or getattr(module, UNIT, None) is not None:
         raise ArgumentError(
             f"{type(module).__name__} is sharded already; wrap a module once, and inner modules "
@@ -175,7 +175,7 @@ def ignored_of(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """The modules and parameters that a user or an inner instance ignores, with all inside."""
+    """The modules and parameters that a user or an inner instance ignores, with all inner ones."""
     if modules is not None and states is not None:
         raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time.")
     parameters: set[nn.Parameter] = set()

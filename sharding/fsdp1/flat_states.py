@@ -1,14 +1,14 @@
-"""State laid out like a flat parameter, made into rows over its ranks, and back.
+"""Converts state with the layout of a flat parameter into rows over its ranks, and back.
 
 A flat parameter is cut evenly, regardless of the parameters in it. A sharded state dict has each
-parameter by rows, a DTensor. Elements that change their place between the two go from rank to rank;
-nothing is gathered.
+parameter by rows, a DTensor. Elements whose ranks differ between the two travel from rank to rank;
+no tensor is gathered.
 
 Rules:
 
 1. Only the ranks that share a parameter group communicate. Its replicas, and the ranks of tensor
    parallelism, do the same among themselves.
-2. These ranks call with the same parameters, names and dtypes, in one order.
+2. These ranks call with the same parameters, names and dtypes, in the same order.
 3. Undivided tensors, and tensors without dimensions, become plain tensors.
 """
 
@@ -41,17 +41,17 @@ from sharding.torch_versions import root_mesh, side_by_side
 _grids: WeakKeyDictionary[ProcessGroup, WeakKeyDictionary[ProcessGroup, DeviceMesh]] = (
     WeakKeyDictionary()
 )
-"""By the ranks that share and those that replicate; one each, so that they are equal."""
+"""By the ranks that share and those that replicate: one mesh each, so that meshes are equal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:
-    """This rank's elements of a state that is laid out as parameter `index` of a group."""
+    """This rank's elements of a state with the layout of parameter `index` of a group."""
 
     name: str
     index: int
     local: torch.Tensor
-    """One-dimensional."""
+    """The elements, one-dimensional."""
 
 
 def by_rows(
@@ -61,10 +61,10 @@ def by_rows(
     *,
     to_cpu: bool = False,
 ) -> list[torch.Tensor]:
-    """Each part's tensor as a DTensor of which this rank has a chunk of rows, in its own memory.
+    """Each part's tensor as a DTensor in new memory, of which this rank has a chunk of rows.
 
-    Over `mesh`, which the parameter group's wrapper was given, or one over the ranks that share the
-    parameter group.
+    The DTensors are over `mesh`, the argument of the parameter group's wrapper, or over a mesh of
+    the ranks that share the parameter group.
     """
     results: list[torch.Tensor] = []
 
@@ -109,7 +109,7 @@ def held_in_shard_group(
     name: str,
     mesh: DeviceMesh | None,
 ) -> Held | None:
-    """A tensor as the ranks of the group hold it; None where other ranks hold some of it.
+    """A tensor as the ranks of the group hold it; None if other ranks hold a part of it.
 
     `name` is for messages. Raises as `sharding.describe.describing.describe` does.
     """
@@ -126,7 +126,7 @@ def held_in_shard_group(
 def is_by_rows(
     param_group: FlatParamGroup, index: int, tensor: DTensor, mesh: DeviceMesh | None
 ) -> bool:
-    """Whether a DTensor is placed as those that `by_rows` makes of this parameter."""
+    """Whether a DTensor is placed like the results of `by_rows` for this parameter."""
     if not param_group.is_divided or not param_group.packing.slots[index].shape:
         return False
     spec = _spec(param_group, index, tensor.dtype, mesh)
@@ -135,13 +135,13 @@ def is_by_rows(
 
 
 def unsharded_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
-    """A parameter's shape before anything divided it."""
+    """A parameter's whole shape, also before tensor parallelism."""
     spec = param_group.parameters[index].distributed
     return param_group.packing.slots[index].shape if spec is None else tuple(spec.shape)
 
 
 def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
-    """Of a parameter, among the ranks that share: cut flat, and by rows."""
+    """A parameter's two layouts over the ranks that share: cut flat, and by rows."""
     slot, shard_group = param_group.packing.slots[index], param_group.groups.shard
     if shard_group.group is None:
         alone = Mesh.grid((), (), dist.get_rank())
@@ -185,9 +185,9 @@ def _spec(
 
 
 def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh:
-    """A mesh over the ranks of a group; the last of two dimensions where it is replicated.
+    """A mesh over the ranks of a group; the last of two dimensions if the group is replicated.
 
-    Where tensor parallelism has a mesh of which those ranks are a dimension, it is that dimension.
+    If those ranks are a dimension of tensor parallelism's mesh, the result is this dimension.
     """
     shard_group, replicas = param_group.groups.shard, param_group.groups.replicate
     if before is not None and replicas.group is None:
@@ -218,7 +218,7 @@ def _joined(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
 def _from_groups(
     groups: list[ProcessGroup], device_type: str, names: tuple[str, ...]
 ) -> DeviceMesh:
-    """The mesh whose dimensions are these groups, all in step with those this rank is in."""
+    """The mesh whose dimensions are these groups and their counterparts on other ranks."""
     me = dist.get_rank()
     ranks = torch.tensor(me, device="cpu")
     for group in groups:

@@ -1,12 +1,12 @@
-"""Saved parameter groups as an optimizer here has them, matched by their parameters.
+"""Matches saved parameter groups with an optimizer's groups, by their parameters.
 
 Rules:
 
-1. The groups are the optimizer's own, in its order, each with the saved options of its parameters,
-   which must have been in one group. Where the optimizer is not known, the groups are the saved
-   ones.
-2. The optimizer has exactly the parameters that were saved. A parameter without state is in a group
-   all the same.
+1. The result has the optimizer's own groups, in its order, each with the saved options of its
+   parameters, which must have been in one group. If the optimizer is not known, the result has the
+   saved groups.
+2. The optimizer has exactly the parameters that were saved. A parameter without state is also in a
+   group.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class SavedGroups:
     names: Sequence[Sequence[str]]
     options: Sequence[Mapping[str, Any]]
     group_of: Mapping[str, int]
-    """By name, where it is."""
+    """The index of each parameter's group, by name."""
 
     @classmethod
     def of(cls, saved: OptimState, first: Mapping[str, str]) -> SavedGroups | None:
-        """The groups of a state dict, parameters by their first names; None where it has none."""
+        """The groups of a state dict, with parameters by their first names; None without groups."""
         if "param_groups" not in saved:
             return None
         groups = saved["param_groups"]
@@ -46,12 +46,12 @@ class SavedGroups:
         return self.names[self.group_of[name]] if name in self.group_of else ()
 
     def check_names(self, known: Keyed, first: Mapping[str, str]) -> None:
-        """Raise where they have other parameters than the optimizer (rule 2)."""
+        """Raise if the groups have other parameters than the optimizer (rule 2)."""
         mine = known.key_of()
         strange = [name for name in self.group_of if name not in first]
         elsewhere = [name for name in self.group_of if name in first and name not in mine]
         lacking = [name for name in mine if name not in self.group_of]
-        if known.groups is None:  # it may have fewer; but of a flat parameter all or none
+        if known.groups is None:  # the optimizer may have fewer, but all or none of a flat one
             used = {mine[name] for name in self.group_of if name in mine}
             lacking = [name for name in lacking if mine[name] in used]
         complaints = [
@@ -69,7 +69,7 @@ class SavedGroups:
             )
 
     def matched(self, known: Keyed, optim: Optimizer | None) -> list[dict[str, Any]]:
-        """The groups with keys for parameters. Raises where some were in several (rule 1)."""
+        """The groups with keys for parameters. Raises if one group was several (rule 1)."""
         if known.groups is None:
             return self._as_saved(known)
         matched = []
@@ -93,7 +93,7 @@ class SavedGroups:
         return groups
 
     def _one_of(self, keys: Sequence[Key], known: Keyed) -> int | None:
-        """The one saved group that these parameters were in; None of no parameters."""
+        """The one saved group of these parameters; None without parameters."""
         names = [name for key in keys for name in known.parameters[key].names]
         found = {self.group_of[name]: name for name in names if name in self.group_of}
         if len(found) > 1:

@@ -2,11 +2,11 @@
 
 Rules:
 
-1. A parameter's name is its first in the module, without the parts that wrappers add. A flat
+1. A parameter's name is its first name in the module, without the parts that wrappers add. A flat
    parameter has the names of all parameters in it, in order.
 2. A position counts the parameters in the optimizer's groups, end to end.
 3. An optimizer that keys its state by names uses the present names of the module's parameters, with
-   the parts that wrappers add: a flat parameter is `_flat_param`.
+   the parts that wrappers add: a flat parameter's name ends with `_flat_param`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = int | str
 OptimState = dict[str, Any]
 """An optimizer's state dict: `state`, by key, and `param_groups`."""
 OptimInput = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-"""The parameters or groups that an optimizer was made with."""
+"""The parameters or groups in the call that made an optimizer."""
 SHOWN = 5
 """The most names in a message."""
 
@@ -41,9 +41,9 @@ class ModelNames:
 
     by_identity: Mapping[int, NamedParameter]
     first: Mapping[str, str]
-    """For every name of a parameter, of tied ones too, its first."""
+    """For every name of a parameter, also of tied ones: its first name."""
     current: Mapping[str, torch.Tensor]
-    """By the names that parameters have now (rule 3)."""
+    """The parameters by their present names (rule 3)."""
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelNames:
@@ -63,7 +63,7 @@ class ModelNames:
         return cls(by_identity, first, current)
 
     def of_parameter(self, parameter: torch.Tensor, position: int) -> NamedParameter:
-        """The names of a parameter that an optimizer has. Raises OptimizerMismatchError."""
+        """The names of an optimizer's parameter. Raises OptimizerMismatchError if it has none."""
         found = self.by_identity.get(id(parameter))
         if found is None:
             raise OptimizerMismatchError(
@@ -76,12 +76,12 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """An optimizer's parameters: their keys, and how they are grouped."""
+    """An optimizer's parameters: their keys and their groups."""
 
     parameters: Mapping[Key, NamedParameter]
-    """In the order of the groups."""
+    """The parameters by key, in the order of the groups."""
     groups: Sequence[Sequence[Key]] | None
-    """None: not known."""
+    """The keys of each group; None if the groups are not known."""
 
     def key_of(self) -> dict[str, Key]:
         """The key of each name."""
@@ -91,9 +91,9 @@ class Keyed:
 def keyed(
     names: ModelNames, optim: Optimizer | None, optim_input: OptimInput | None, by_name: bool
 ) -> Keyed:
-    """The parameters that an optimizer was made with, or has.
+    """The parameters of an optimizer, or of the call that made it.
 
-    Without either, the module's. A list of parameters says nothing of groups.
+    Without either, those of the module. A list of parameters does not show groups.
     """
     groups: list[list[torch.Tensor]]
     if optim_input is None and optim is not None:
@@ -149,9 +149,9 @@ def rekeyed(
     optim_input: OptimInput | None,
     optim: Optimizer | None,
 ) -> OptimState:
-    """The state dict of an optimizer with names for its keys, or with positions.
+    """An optimizer's state dict with names as its keys, or with positions.
 
-    Groups list them sorted. The result is the state dict itself where its keys are of that kind.
+    Groups list their keys sorted. The result is the state dict itself if its keys are of that kind.
     Raises ValueError for keys of mixed kinds, and OptimizerMismatchError for keys that are not
     those of the module's parameters.
     """
@@ -171,7 +171,7 @@ def rekeyed(
     if lacking:
         raise OptimizerMismatchError(
             f"the optimizer's state has {some_of(lacking)}, which the module and its optimizer do "
-            "not have: pass the module and the optimizer that it is the state of"
+            "not have: pass the module and the optimizer of this state"
         )
     return {
         "state": {table[key]: value for key, value in state["state"].items()},
@@ -183,7 +183,7 @@ def rekeyed(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters, and their keys in its state dict."""
+    """A group's options, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

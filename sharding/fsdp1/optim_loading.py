@@ -1,17 +1,17 @@
-"""An optimizer's state by parameter names, made into a state dict that an optimizer here can load.
+"""Makes an optimizer's state by parameter names into a state dict that an optimizer can load.
 
 The inverse of `sharding.fsdp1.optim_state_dicts`: full tensors, rows or parts of each name fill
 slices of zeros like the optimizer's parameters. `sharding.fsdp1.optim_groups` matches the groups.
 
 Rules:
 
-1. A parameter in a flat one may have no state while others there have. It gets zeros and the
-   others' numbers, as before its first step. The others must have the same entries, with equal
+1. A parameter in a flat parameter may lack state while others in it have state. It gets zeros and
+   the others' numbers, as before its first step. The others must have the same entries, with equal
    numbers.
-2. All misfits are one error, on all ranks, before anything moves or changes. The caller's state is
-   never changed, nor shared with the result.
-3. Where only the first rank has the state, it sends names, shapes and values to the others first;
-   then each rank gets the elements that it needs.
+2. All misfits are one error, on all ranks, before any tensor moves or changes. The result shares no
+   memory with the caller's state, which does not change.
+3. If only the first rank has the state, it first sends names, shapes and values to the others; then
+   each rank gets the elements that it needs.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def state_to_load(
     group: ProcessGroup | None = None,
     optim_input: OptimInput | None = None,
 ) -> OptimState:
-    """A state dict for `optim.load_state_dict` (see the rules above). All ranks call it.
+    """A state dict for `optim.load_state_dict` (see the rules above). All ranks call this.
 
     Args:
         saved: the result of `optim_state_of`; with `rank0_only`, on the first rank of the group.
         by_name: whether the keys of the result are the names of the module's parameters.
 
     Raises:
-        OptimizerMismatchError: the state does not fit this optimizer. RankError where another rank
-            found so.
-        ArgumentError: it is no optimizer's state.
+        OptimizerMismatchError: the state does not fit this optimizer. RankError: it does not on
+            another rank.
+        ArgumentError: `saved` is not an optimizer's state.
     """
     ranks = Ranks(group)
     if rank0_only:
@@ -103,7 +103,7 @@ def _keys(saved: object) -> str:
 
 
 def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | None) -> OptimState:
-    """The first rank's state; on other ranks with tensors without memory (rule 3)."""
+    """The first rank's state; other ranks get tensors without memory (rule 3)."""
 
     def outline() -> list[Any]:
         if ranks.rank:
@@ -129,8 +129,8 @@ def _without_memory(value: object) -> object:
         return value
     if isinstance(value, DTensor) or is_sharded(value):
         raise OptimizerMismatchError(
-            f"a {type(value).__name__} is divided among ranks, and the first rank alone was to "
-            "have the state: load it without rank0_only"
+            f"a {type(value).__name__} is divided among ranks, and with rank0_only the first "
+            "rank alone has the state: load it without rank0_only"
         )
     return value.cpu() if value.numel() == 1 else torch.empty_like(value, device="meta")
 
@@ -148,7 +148,7 @@ class _Loading:
     result: OptimState = field(default_factory=dict)
 
     def plan(self, optim_input: OptimInput | None, by_name: bool) -> None:
-        """Everything but the elements is in the result. Raises OptimizerMismatchError."""
+        """Make the result, except for the elements. Raises OptimizerMismatchError."""
         known = keyed(self.names, self.optim, optim_input, by_name)
         first = self.names.first
         entries = {first.get(name, name): value for name, value in self.saved["state"].items()}
@@ -184,7 +184,7 @@ class _Loading:
         every: Mapping[str, Entries],
         groups: SavedGroups,
     ) -> None:
-        """Raise where an entry is lacking that the optimizer has, and others in the group."""
+        """Raise if an entry is missing that the optimizer and others in the group have."""
         if self.optim is None:
             return
         mine = self.optim.state.get(named.parameter, {})
@@ -196,7 +196,7 @@ class _Loading:
                         f"of its group have; it has {list(entries)}"
                     )
 
-    # State of a part of one parameter, or of several end to end.
+    # State of a part of one parameter, or of several parameters end to end.
 
     def _sliced(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
         (first, entries), *others = held.items()
@@ -253,7 +253,7 @@ class _Loading:
             self._move(f"{name}.{entry}", value, part.local, part.layout)
         return target
 
-    # State of a parameter that is itself.
+    # State of a parameter that is not divided by a flat parameter.
 
     def _own(self, named: NamedParameter, held: Mapping[str, Entries]) -> Entries:
         [(name, entries)] = held.items()
@@ -283,7 +283,7 @@ class _Loading:
         return full
 
     def _copied(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
-        """A full tensor of this rank, in new memory; None where it has none."""
+        """A full tensor of this rank, in new memory; None if it has none."""
         if isinstance(value, LocalPart | DTensor) or is_sharded(value):
             return None
         if self.from_first and value.numel() != 1:
@@ -303,7 +303,7 @@ class _Loading:
 
 
 def _check_equal(values: Mapping[str, object], entry: object) -> None:
-    """Raise where parameters that are in one flat parameter have several values."""
+    """Raise if the parameters in one flat parameter have several values."""
     (first, wanted), *others = values.items()
     for name, value in others:
         if value != wanted:

@@ -1,8 +1,8 @@
 """The methods of `FullyShardedDataParallel` for optimizers' state, with torch's names.
 
-They take any module that has this runtime inside: wrapped, given to either `fully_shard`, or a
-module around such. `sharding.fsdp1.optim_state_dicts` and `sharding.fsdp1.optim_loading` do the
-work.
+They take any module that contains units of this runtime: a wrapped one, one of either
+`fully_shard`, or a module around these. `sharding.fsdp1.optim_state_dicts` and
+`sharding.fsdp1.optim_loading` do the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding.state_dict_settings import KIND_OF, member_of
 
 
 class OptimStateDicts:
-    """Optimizers' state by the names of parameters, and back. See the top of this file."""
+    """The methods for optimizers' state. See the top of this file."""
 
     @staticmethod
     def optim_state_dict(
@@ -32,14 +32,14 @@ class OptimStateDicts:
         optim_state_dict: OptimState | None = None,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """The optimizer's state by the names of parameters, of the kind that is set for the model.
+        """The optimizer's state by the names of parameters, of the kind set for the model.
 
         Full: full tensors; with `rank0_only` on the first rank, and an empty dict on the others.
         Sharded: DTensors by rows. Local: `LocalPart`s on the optimizer's memory, not collective.
-        All ranks of `group` call it. `optim_state_dict` is `optim.state_dict()`, if it is changed.
+        All ranks of `group` call this. `optim_state_dict` replaces `optim.state_dict()`.
 
-        Raises OptimizerMismatchError where it is not the state
-        of the model's parameters, or cannot be divided; on all ranks, before anything moves.
+        Raises OptimizerMismatchError, on all ranks, before any tensor moves, if the state is not
+        that of the model's parameters or cannot be divided.
         """
         settings = get_state_dict_type(model)
         config = settings.optim_state_dict_config
@@ -61,14 +61,15 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """The result of `optim_state_dict`, of any kind, as a state dict that `optim` can load.
+        """A result of `optim_state_dict`, of any kind, as a state dict that `optim` can load.
 
-        Wrapping, ranks and kind may differ from those that made it. With `rank0_only` in the
-        model's settings, the first rank's is used. All ranks of `group` call it. `load_directly`
-        makes the optimizer load it; `is_named_optimizer` is for one whose keys are names.
+        Wrapping, ranks and kind may differ from those of the save. With `rank0_only` in the model's
+        settings, the first rank's state is used. All ranks of `group` call this. `load_directly`
+        makes the optimizer load the result; `is_named_optimizer` is for an optimizer whose keys are
+        names.
 
-        Raises OptimizerMismatchError where it is not the state
-        of this optimizer: on all ranks, before anything is changed.
+        Raises OptimizerMismatchError, on all ranks, before any change, if the state is not that of
+        this optimizer.
         """
         result = state_to_load(
             model,
@@ -90,7 +91,7 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """The optimizer's state with full tensors on the CPU, ignoring the model's settings."""
+        """The optimizer's state with full tensors on the CPU, whatever the model's settings."""
         wanted = OptimRequest(Kind.FULL, rank0_only, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted, optim_input)
 
@@ -98,7 +99,7 @@ class OptimStateDicts:
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
     ) -> OptimState:
-        """The optimizer's state as DTensors on the CPU, ignoring the model's settings."""
+        """The optimizer's state as DTensors on the CPU, whatever the model's settings."""
         wanted = OptimRequest(Kind.SHARDED, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted)
 
@@ -109,9 +110,9 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> OptimState:
-        """A state dict that an optimizer can load, of full tensors that every rank has.
+        """A state dict that an optimizer can load, from full tensors that every rank has.
 
-        Without `optim` and `optim_input` it is for one of all of the model's parameters.
+        Without `optim` and `optim_input`, the optimizer has all of the model's parameters.
         """
         return state_to_load(model, optim, full_optim_state_dict, optim_input=optim_input)
 
@@ -123,7 +124,7 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """A state dict to load, of full tensors that the first rank of `group` has."""
+        """A state dict to load, from full tensors that the first rank of `group` has."""
         return state_to_load(
             model,
             optim,
@@ -137,7 +138,7 @@ class OptimStateDicts:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: OptimState, model: nn.Module, optim: Optimizer
     ) -> OptimState:
-        """A state dict that an optimizer can load, of DTensors."""
+        """A state dict that an optimizer can load, from DTensors."""
         return state_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -148,10 +149,10 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> OptimState:
-        """The state dict of an optimizer of a module that is not wrapped, with other keys.
+        """The state dict of an optimizer of an unwrapped module, with other keys.
 
-        Names, as `full_optim_state_dict` has them, or positions, as the optimizer itself. Nothing
-        is communicated.
+        The keys are names, like those of `full_optim_state_dict`, or positions, like the
+        optimizer's own. Does not communicate.
         """
         kind: Any = member_of(OptimStateKeyType, optim_state_key_type)
         return rekeyed(optim_state_dict, kind, model, optim_input, optim)

@@ -1,17 +1,17 @@
 """An optimizer's state by the names of the parameters: full, by rows, or local.
 
-An optimizer's state for a flat parameter is laid out like it. So it is, in slices, the state of
-every parameter in it. Numbers, such as steps, belong to each of them.
+An optimizer's state for a flat parameter has the parameter's layout: its slices are the state of
+the parameters in it. Numbers, such as steps, belong to each of them.
 
 Rules:
 
 1. The result is `{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`, in the
    order of the optimizer's groups. Parameters without state are only in groups. State under other
-   keys than parameters is passed through.
+   keys than parameters stays as it is.
 2. Tensors are in new memory, except local state, which shares the optimizer's memory.
 3. Every rank with elements of a divided parameter must have state for it, with the same entries and
-   numbers. A rank without elements of it may have no state, or another.
-4. An error of one rank is an error on all of them, before anything has moved. Local state does not
+   numbers. A rank without its elements may have no state, or other state.
+4. An error of one rank is an error on all ranks, before any tensor moves. Local state does not
    communicate.
 """
 
@@ -54,7 +54,7 @@ from sharding.kind import Kind
 from sharding.reshard.kinds import converted
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Entries of torch's optimizers that are one number for a parameter, even of no dimensions."""
+"""Entries of torch's optimizers that are one number for any parameter."""
 
 COMPARING = "comparing optimizers' states"
 Entries = dict[Any, Any]
@@ -67,7 +67,7 @@ class OptimRequest:
 
     kind: Kind
     rank0_only: bool = False
-    """Full tensors on the first rank of the group alone; the others get an empty dict."""
+    """Whether the first rank alone gets full tensors, and the others an empty dict."""
     to_cpu: bool = False
     group: ProcessGroup | None = None
     """The ranks that call."""
@@ -85,10 +85,10 @@ def optim_state_of(
     wanted: OptimRequest,
     optim_input: OptimInput | None = None,
 ) -> OptimState:
-    """An optimizer's state dict by names (see the rules above). All ranks call it.
+    """An optimizer's state dict by names (see the rules above). All ranks call this.
 
-    Raises OptimizerMismatchError where the optimizer is not the module's, state cannot be divided,
-    or ranks have different states (rule 3); RankError where another rank found so.
+    Raises OptimizerMismatchError if the optimizer is not the module's, state cannot be divided, or
+    ranks have different states (rule 3); RankError if another rank fails.
     """
     local = wanted.kind is Kind.LOCAL
 
@@ -108,11 +108,11 @@ def optim_state_of(
     )
     if not agreement.same[1]:
         raise OptimizerMismatchError(
-            "the ranks ask for different state dicts of the optimizer: this one for a "
+            "the ranks ask for different state dicts of the optimizer: this one asks for a "
             f"{wanted.kind.value} one with rank0_only={wanted.rank0_only}; set the same on all"
         )
     if not agreement.same[0]:
-        ranks.run_on_all(COMPARING, lambda: pickle.dumps(plan.described))  # all of it can travel
+        ranks.run_on_all(COMPARING, lambda: pickle.dumps(plan.described))  # fails on all ranks
         everyone: list[dict[str, _Described]] = [{} for _ in range(ranks.world_size)]
         dist.all_gather_object(everyone, plan.described, group=wanted.group)
         ranks.run_on_all(COMPARING, lambda: plan.complete(everyone))
@@ -146,9 +146,9 @@ class _Plan:
     known: Keyed
     entries: dict[str, Entries] = field(default_factory=dict)
     described: dict[str, _Described] = field(default_factory=dict)
-    """By name, the state of divided parameters on this rank."""
+    """The state of divided parameters on this rank, by name."""
     others: dict[Any, Any] = field(default_factory=dict)
-    """State under keys that are no parameters."""
+    """State under other keys than parameters."""
 
     @classmethod
     def of(cls, known: Keyed, state: OptimState) -> _Plan:
@@ -180,7 +180,7 @@ class _Plan:
         return crc32(repr(seen).encode())
 
     def complete(self, everyone: list[dict[str, _Described]]) -> None:
-        """This rank has the entries that the others have (rule 3)."""
+        """Add the entries that other ranks have (rule 3)."""
         for named in self.known.parameters.values():
             for name, part in zip(named.names, named.slices, strict=bool(named.slices)):
                 said = {r: each[name] for r, each in enumerate(everyone) if name in each}
@@ -217,7 +217,7 @@ class _Plan:
 
 
 def _is_divided(named: NamedParameter, entry: object, value: object) -> bool:
-    """Whether an entry has an element for each of its parameter's."""
+    """Whether an entry has an element for each element of its parameter."""
     if not isinstance(value, torch.Tensor) or entry in NUMBERS:
         return False
     return value.shape == named.parameter.shape
@@ -251,7 +251,7 @@ Made = dict[tuple[str, Any], Any]
 
 
 def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
-    """The divided tensors that are not made yet, of the wanted kind. All ranks call it."""
+    """The divided tensors that are not made yet, of the wanted kind. All ranks call this."""
     places = [
         (name, entry)
         for name, entries in plan.entries.items()
@@ -283,7 +283,7 @@ def _memory(value: torch.Tensor | LocalPart) -> int:
 
 
 def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
-    """State laid out like flat parameters, by rows. The ranks that share them call it."""
+    """State with the layout of flat parameters, by rows. The ranks that share them call this."""
     param_groups: dict[int, tuple[FlatParamGroup, DeviceMesh | None]] = {}
     for entry_point in entry_points(module):
         for param_group in flat_param_groups(entry_point.unit.param_groups):
@@ -309,7 +309,7 @@ def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
 
 
 def _copied(value: Any, to_cpu: bool) -> Any:
-    """A value that no other holds."""
+    """A copy of a value, which shares no memory."""
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
     value = value.detach().clone()
@@ -317,7 +317,7 @@ def _copied(value: Any, to_cpu: bool) -> Any:
 
 
 def _groups(known: Keyed, state: OptimState) -> dict[str, list[dict[str, Any]]]:
-    """The groups with names for parameters; nothing where the state dict has none."""
+    """The groups with names for parameters; empty if the state dict has no groups."""
     if "param_groups" not in state:
         return {}
 

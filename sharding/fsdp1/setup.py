@@ -1,4 +1,4 @@
-"""Makes a unit with flat parameters of a module, for both entry points.
+"""Makes a unit with flat parameters from a module, for both entry points.
 
 choose the groups    ->  the ranks that share and those that replicate
 materialize          ->  no parameter is on the meta device
@@ -58,10 +58,10 @@ class FlatSettings:
 def make_flat_unit(
     module: nn.Module, owner: nn.Module, settings: FlatSettings, prepare: Callable[[], None]
 ) -> Unit:
-    """The unit of a module's own parameters, which lie in flat ones from now on.
+    """The unit of a module's own parameters, which are in flat parameters from now on.
 
     `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
-    groups call it.
+    groups call this.
     """
     groups = settings.groups
     ignored_params, ignored_modules = settings.ignored_params, settings.ignored_modules

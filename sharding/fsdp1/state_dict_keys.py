@@ -1,7 +1,7 @@
 """The keys of the state dicts of modules with flat parameters, and their order.
 
 The order is that of the module before it was wrapped: the parameters, buffers and extra state of a
-module, then those of the modules inside it.
+module, then those of its inner modules.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXTRA_STATE = "_extra_state"
 
 
 def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
-    """The groups that an instance puts into a state dict and takes from one.
+    """The groups that an instance puts into a state dict and takes from a state dict.
 
-    Its unit's own parameter groups; and those that it uses of another unit, for tied parameters,
-    unless that unit is around it and sees to all of their places.
+    These are its unit's own parameter groups, and those of other units with tied parameters of its
+    modules, unless the other unit is around this one and serves all places of the parameters.
     """
     param_groups = flat_param_groups(entry_point.unit.param_groups)
     for param_group in flat_param_groups(entry_point.unit.borrowed):
@@ -48,7 +48,7 @@ def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
 
 
 def in_order(module: nn.Module, keys: list[str]) -> list[str]:
-    """Keys in the order of the module; keys that it does not have keep their predecessor."""
+    """Keys in the order of the module; a key that it lacks follows the same key as before."""
     place = {key: at for at, key in enumerate(_expected(module))}
     places: dict[str, int] = {}
     last = -1

@@ -1,12 +1,12 @@
-"""Makes values of a state dict into this rank's shard of a flat parameter, without an all-gather.
+"""Turns values of a state dict into this rank's shard of a flat parameter, without an all-gather.
 
 `load_state_dict` copies values into the tensors of modules: a flat parameter, or this rank's
-elements of the original ones. Before it does, values are made into that form here:
+elements of the original ones. This module first brings values into that form:
 
-    plain tensors                        their elements are taken; nothing is sent
-    DTensors and torch's ShardedTensors  sent among the ranks that share the flat parameter, where
-                                         those have all elements, as of sharded state dicts; among
-                                         all ranks otherwise
+    plain tensors                        this rank's elements are copied, without communication
+    DTensors and torch's ShardedTensors  sent among the ranks that share the flat parameter if they
+                                         have all elements, as in sharded state dicts; otherwise
+                                         among all ranks
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from sharding.torch_versions import cut
 
 @dataclass(slots=True)
 class _Given:
-    """The values of a state dict for a group's parameters, by their way to the shard."""
+    """The values of a state dict for a group's parameters, by the ranks that exchange them."""
 
     near: list[tuple[FlatPart, Held]] = field(default_factory=list)
     spread: list[tuple[FlatPart, torch.Tensor]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class _Given:
 
     @property
     def parts(self) -> Iterator[FlatPart]:
-        """Everything that is filled."""
+        """All parts that are filled."""
         for pairs in (self.near, self.spread, self.full):
             yield from (part for part, _ in pairs)
 
@@ -68,7 +68,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class RowLoading:
-    """One parameter group's values in a state dict, whose keys have `inside` in front."""
+    """One parameter group's values in a state dict, whose keys begin with `inside`."""
 
     own: OwnKeys
     mesh: DeviceMesh | None
@@ -78,9 +78,9 @@ class RowLoading:
     def load(self, strict: bool, missing: list[str], errors: list[str]) -> None:
         """Fill the flat parameter; or put this rank's elements of original ones in the state dict.
 
-        All ranks call it. Parameters without a value keep their elements; with `strict` they are
-        noted as missing where the modules would not note it. Raises ShardingError, on all ranks,
-        where ranks load different names.
+        All ranks call this. Parameters without a value keep their elements; with `strict` they are
+        noted as missing if the modules would not note this. Raises ShardingError, on all ranks, if
+        ranks load different names.
         """
         param_group, keys = self.own.param_group, self.own.keys
         flat = param_group.flat.detach().clone()
@@ -104,7 +104,7 @@ class RowLoading:
         self._fill(given)
         for part in given.parts:
             view = param_group.shard_view(part.index, flat).reshape(-1)
-            if view.data_ptr() != part.local.data_ptr():  # of another dtype
+            if view.data_ptr() != part.local.data_ptr():  # a copy, of another dtype
                 view.copy_(part.local)
         if param_group.form.use_orig_params:
             for index, names in enumerate(keys):
@@ -156,7 +156,7 @@ class RowLoading:
         return given
 
     def _fill(self, given: _Given) -> None:
-        """Every part has its elements. All ranks that share the parameter group call it alike."""
+        """Fill every part. All ranks that share the parameter group call this alike."""
         param_group = self.own.param_group
         fill_parts(param_group, given.near)
         if given.spread:
@@ -171,7 +171,7 @@ class RowLoading:
 
 
 def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.Tensor]]) -> None:
-    """Fill parts from tensors that lie any way over all ranks, which all call it."""
+    """Fill parts from tensors with any layout over all ranks, which all call this."""
     ranks, slices = Ranks(), slices_of(param_group)
 
     def moves() -> list[Move]:
@@ -186,7 +186,7 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
 
 
 def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    """A loaded value as the unsharded parameter takes it."""
+    """A loaded value in the form of the unsharded parameter."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     spec = parameter.distributed

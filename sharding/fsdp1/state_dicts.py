@@ -6,13 +6,13 @@
 
 Rules:
 
-1. All ranks make and load a full or a sharded one together. A local one shares memory and does not
-   communicate; its metadata describes it (`sharding.describe.local_state_dicts`).
-2. A full one is made unit by unit, each tensor in new memory. Ranks that get nothing of it drop
-   each unit before the next is gathered.
-3. A sharded one is made and loaded without an all-gather (`sharding.fsdp1.flat_states`).
-4. A local one that does not fit is an error before anything is changed. `load_state_dict` reports
-   the misfits of the other kinds, with full shapes.
+1. All ranks make and load a full or a sharded state dict together. A local one shares memory and
+   does not communicate; its metadata describes it (`sharding.describe.local_state_dicts`).
+2. A full state dict is made unit by unit, each tensor in new memory. Ranks that get no tensors of
+   it drop each unit before the next is gathered.
+3. A sharded state dict is made and loaded without an all-gather (`sharding.fsdp1.flat_states`).
+4. A local state dict that does not fit is an error before any change. `load_state_dict` reports the
+   misfits of the other kinds, with full shapes.
 """
 
 from __future__ import annotations
@@ -107,20 +107,20 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 
 def default_settings_of(module: nn.Module) -> StateDictSettings:
-    """Full state dicts; sharded ones of a module whose parameters are DTensors."""
+    """The settings for full state dicts; for sharded ones if the parameters are DTensors."""
     if any(hasattr(p, UNIT) and entry_point_of(p) is None for p in module.modules()):
         return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     return default_settings()
 
 
 def mesh_given(entry_point: EntryPoint) -> DeviceMesh | None:
-    """The mesh that a user made an instance with: sharded state dicts are placed over it."""
+    """The mesh in the call that made an instance: sharded state dicts are placed over it."""
     mesh: DeviceMesh | None = getattr(entry_point.owner, "_device_mesh", None)
     return mesh
 
 
 def hook_state_dicts(entry_point: EntryPoint) -> None:
-    """Have the module's `state_dict()` and `load_state_dict()` mean unsharded parameters."""
+    """Make the module's `state_dict()` and `load_state_dict()` work with unsharded parameters."""
     hooks = _Hooks(entry_point)
     owner = entry_point.owner
     owner.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
@@ -140,7 +140,7 @@ class _Hooks:
         self._open: list[FlatParamGroup] = []
         """The groups that this instance has unsharded in the modules."""
         self._filled: list[str] = []
-        """Keys of flat parameters that were loaded before their modules look for them."""
+        """Keys of flat parameters that are loaded before their modules look for them."""
 
     @property
     def _settings(self) -> StateDictSettings:
@@ -152,18 +152,18 @@ class _Hooks:
 
     @property
     def _is_kept(self) -> bool:
-        """False where a full state dict is another rank's alone."""
+        """False if only another rank gets the full state dict."""
         config, settings = self._settings.state_dict_config, self._entry_point.settings
         if not isinstance(config, FullStateDictConfig) or not config.rank0_only:
             return True
         groups = settings.groups
         return groups.shard.rank == 0 and groups.replicate.rank == 0
 
-    # Making one.
+    # Making a state dict.
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """For a full state dict the unit's parameters are unsharded, else they are sharded."""
-        self._close()  # after a state dict that an error ended
+        """Unshard the unit's parameters for a full state dict, else reshard them."""
+        self._close()  # an error may have ended the last state dict
         self._own = own_keys(self._entry_point)
         if self._entry_point.unit.summoned:
             return
@@ -181,7 +181,7 @@ class _Hooks:
     def after_saving(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
-        """Give names of the module and values of the kind; reshard the unit. May communicate."""
+        """Set names of the module and values of the kind; reshard the unit. May communicate."""
         entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         config = self._settings.state_dict_config
         if entry_point.prefix:
@@ -207,20 +207,20 @@ class _Hooks:
                     state[key] = value.cpu()
 
     def _make_full(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
-        """Values of the unit's parameters are plain tensors in memory of their own."""
+        """Replace the unit's parameters by plain tensors in new memory."""
         for own in self._own:
             for keys in own.keys:
                 found = [prefix + key for key in keys if prefix + key in state]
                 if not found:
                     continue
                 value = state[found[0]].detach()
-                if isinstance(value, DTensor):  # divided by tensor parallelism besides
+                if isinstance(value, DTensor):  # tensor parallelism divides it too
                     value = value.full_tensor()
                 value = value.to("cpu" if to_cpu else value.device, copy=True)
                 state.update(dict.fromkeys(found, value))
 
     def _make_rows(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
-        """Values of the unit's parameters are DTensors; of flat ones there are as many as in it."""
+        """Replace the unit's parameters by DTensors, a flat one by all parameters in it."""
         for own in self._own:
             param_group = own.param_group
             parts, names = [], []
@@ -248,7 +248,7 @@ class _Hooks:
                 state[prefix + key] = state.pop(prefix + key)
 
     def _elements(self, param_group: FlatParamGroup, index: int, shown: Any) -> torch.Tensor:
-        """This rank's elements of a parameter; of the unsharded one inside `summon_full_params`."""
+        """This rank's elements of a parameter, unsharded inside `summon_full_params`."""
         if self._entry_point.unit.summoned and isinstance(shown, torch.Tensor):
             unsharded = local_of(shown.detach(), param_group.parameters[index].distributed)
             if unsharded.shape == param_group.packing.slots[index].shape:
@@ -257,7 +257,7 @@ class _Hooks:
         return param_group.shard_view(index, param_group.flat.detach()).reshape(-1)
 
     def _keep_buffers(self, state: dict[str, Any], prefix: str) -> None:
-        """Buffers have the dtype that they had before mixed precision cast them."""
+        """Give buffers the dtype that they had before mixed precision cast them."""
         if not self._entry_point.buffer_dtypes:
             return
         paths: dict[nn.Module, list[str]] = {}
@@ -268,7 +268,7 @@ class _Hooks:
                 if path + name in state:
                     state[path + name] = state[path + name].to(dtype)
 
-    # Loading one.
+    # Loading a state dict.
 
     def before_loading(
         self,
@@ -281,7 +281,7 @@ class _Hooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Give names inside the wrapper and values that the module can copy. May communicate."""
+        """Set names inside the wrapper and values that the module can copy. May communicate."""
         entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         self._close()
         self._own, self._filled = own_keys(entry_point), []
@@ -308,12 +308,12 @@ class _Hooks:
                 self._show(own.param_group)
             for parameter, keys in zip(own.param_group.parameters, own.keys, strict=True):
                 given = [key for key in keys if isinstance(state.get(inside + key), torch.Tensor)]
-                for key in keys if given else ():  # a tied name that is not there is another's
+                for key in keys if given else ():  # a missing tied name belongs to another unit
                     value = state[inside + (key if key in given else given[0])]
                     state[inside + key] = unsharded_as_used(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:
-        """Write loaded values into the shards; report names of the module."""
+        """Write loaded values into the shards; report misfits by names of the module."""
         self._close(writeback=True)
         for names in (incompatible.missing_keys, incompatible.unexpected_keys):
             names[:] = [key for key in map(state_key, names) if key not in self._filled]
@@ -330,10 +330,10 @@ class _Hooks:
                     own.param_group.flat.copy_(state.pop(key))
                 self._filled.append(state_key(key))
 
-    # unsharded parameters in the modules.
+    # Unsharded parameters in the modules.
 
     def _show(self, param_group: FlatParamGroup) -> None:
-        """The modules have unsharded parameters until `_close`. Waits for other ranks."""
+        """Put unsharded parameters into the modules until `_close`. Waits for other ranks."""
         _shown[param_group] = UnshardedParameters(param_group, with_grads=False, to_cpu=False)
         _shown[param_group].show()
         self._open.append(param_group)
@@ -350,7 +350,7 @@ class _Hooks:
 def _check_local(
     owner: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
 ) -> None:
-    """Raise where a local state dict does not fit an instance, or one in it (rule 4)."""
+    """Raise if a local state dict does not fit an instance, or an inner one (rule 4)."""
     every = {state_key(prefix): metadata}
     for path, found in (getattr(state, "_metadata", None) or {}).items():
         if FLAT_PARAMETERS in found:

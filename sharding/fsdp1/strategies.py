@@ -19,16 +19,16 @@ HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
 KEEPS_AFTER_FORWARD = {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
 
 Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup | None]
-"""One group, or for hybrid strategies the ranks to shard over and those to replicate over."""
+"""One group; or, for hybrid strategies, the ranks to shard over and those to replicate over."""
 
 
 def chosen_groups(
     strategy: ShardingStrategy, given: Groups | None, mesh: DeviceMesh | None, has_policy: bool
 ) -> Groups:
-    """The groups that a user names or means. All ranks call it: groups may have to be made.
+    """The groups that a user names or implies. All ranks call this, because it may make groups.
 
-    Raises ArgumentError where a hybrid strategy has no groups and no policy, since every instance
-    would make its own, or where group and mesh contradict the strategy.
+    Raises ArgumentError if a hybrid strategy has no groups and no policy, since every instance
+    would make its own, or if group and mesh contradict the strategy.
     """
     if given is not None and mesh is not None:
         raise ArgumentError("Cannot pass both process_group and device_mesh at the same time.")
@@ -69,7 +69,7 @@ def hybrid_groups_of(strategy: ShardingStrategy, groups: Groups) -> HybridGroups
 
 
 def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:
-    """The strategy; over one rank NO_SHARD, with a UserWarning where another was asked for."""
+    """The strategy; over one rank NO_SHARD, with a UserWarning if the user asked for another."""
     asked = strategy or ShardingStrategy.FULL_SHARD
     if isinstance(groups, tuple) or dist.get_world_size(groups) > 1:
         return asked
@@ -82,7 +82,7 @@ def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> Shard
 
 
 def _by_node() -> Groups:
-    """The ranks of a node, to shard over, and those in the same place in all nodes, to replicate.
+    """The ranks of a node, to shard over; the ranks at one place in all nodes, to replicate over.
 
     A node has LOCAL_WORLD_SIZE ranks, which torchrun sets; without it, the ranks of one host name.
     """

@@ -1,4 +1,4 @@
-"""unsharded parameters for a user to look at and to change: in memory of their own, for a while."""
+"""Temporary unsharded parameters in new memory, which a user may read and change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def summoned(
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> Iterator[None]:
-    """Inside, modules have unsharded parameters (`FullyShardedDataParallel.summon_full_params`)."""
+    """Give modules unsharded parameters (`FullyShardedDataParallel.summon_full_params`)."""
     if offload_to_cpu and not rank0_only:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in "
@@ -78,5 +78,5 @@ def _unsharded(
     finally:
         if shown:
             parameters.hide()
-        if writeback or not param_group.is_divided:  # else there would be nothing to go back to
+        if writeback or not param_group.is_divided:  # undivided parameters have no other copy
             parameters.write_back(rank0_only)

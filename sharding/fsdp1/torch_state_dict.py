@@ -1,12 +1,12 @@
 """Makes torch's helpers for state dicts work on modules with this runtime's flat parameters.
 
 `torch.distributed.checkpoint.state_dict` (`get_model_state_dict`, `set_optimizer_state_dict` and
-others) knows one class of wrapper, torch's, by the name under which it imported it. Of another
-wrapper it takes a rank's part of a parameter for the parameter, without an error. It has no hook.
-So `connect` replaces the four names by which it finds wrappers. For a module without our flat
-parameters, each replacement answers as torch does.
+others) knows one class of wrapper, torch's, by an imported name. With another wrapper it takes a
+rank's part of a parameter for the whole, without an error. It has no hook. `connect` therefore
+replaces the four names by which it finds wrappers. For a module without our flat parameters, each
+replacement answers as torch does.
 
-Modules of `sharding.fully_shard` need none of this: their parameters are DTensors.
+Modules of `sharding.fully_shard` do not need these replacements: their parameters are DTensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Context = AbstractContextManager[Any]
 STATE_OF = "_get_module_fsdp_state_if_fully_sharded_module"
 NAMES_OF = "_get_fqns"
 GROUP_OF = "_get_fsdp_process_group"
-"""Functions that torch's helpers call; older versions have no need of the last."""
+"""Functions that torch's helpers call; older versions do not call the last."""
 
 
 def connect() -> None:
-    """Torch's helpers know this runtime's modules. Any number of calls are as good as one."""
+    """Make torch's helpers know this runtime's modules. Further calls have no effect."""
     from torch.distributed.checkpoint import state_dict as helpers
 
     names = vars(helpers)
@@ -45,15 +45,15 @@ def connect() -> None:
     group_of = names.get(GROUP_OF, lambda model, info: None)
 
     def either_state(module: nn.Module) -> object:
-        """The object that shards a module; None where it is not sharded."""
+        """The object that shards a module; None if the module is not sharded."""
         return _entry_point_of(module) or state_of(module)
 
     def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
-        """The names of a parameter, or of those in a flat one, without the parts of wrappers."""
+        """The names of a parameter, or of all in a flat one, without the parts of wrappers."""
         return _names_in_flat(model, name) or names_of(model, name, *args, **kwargs)
 
     def either_group(model: nn.Module, info: Any) -> ProcessGroup | None:
-        """The ranks that share a module's shards; None for all there are."""
+        """The ranks that share a module's shards; None for all ranks."""
         entry_point = next(entry_points(model), None)
         return group_of(model, info) if entry_point is None else _group_of(entry_point)
 
@@ -63,7 +63,7 @@ def connect() -> None:
 
 
 class _KnowsBoth(type):
-    """The metaclass of a class whose instances are those of torch's wrapper and of ours."""
+    """The metaclass of a class that has the instances of torch's wrapper and of ours."""
 
     theirs: Any = None
     """Torch's wrapper class, once it is known."""
@@ -76,18 +76,18 @@ class _KnowsBoth(type):
 
 
 class _Either(metaclass=_KnowsBoth):
-    """Torch's wrapper class, as its helpers use it; calls about our modules go to ours."""
+    """Replaces torch's wrapper class in its helpers; calls for our modules use our class."""
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-        """The modules in a module that have flat parameters, of torch's or ours."""
+        """The modules in a module with flat parameters of torch's or ours."""
         instances = [d for d in entry_points(module) if not root_only or d.check_is_root()]
         found: list[nn.Module] = _Either.theirs.fsdp_modules(module, root_only)
         return found + [entry_point.owner for entry_point in instances]
 
     @staticmethod
     def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Context:
-        """Inside, state dicts made in a module are of a kind."""
+        """Set the kind of state dicts of a module inside the block."""
         made = state_dict_type if _is_ours(module) else _Either.theirs.state_dict_type
         inside: Context = made(module, *args, **kwargs)
         return inside
@@ -102,7 +102,7 @@ class _Either(metaclass=_KnowsBoth):
     def optim_state_dict_to_load(
         model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Such a state as the optimizer takes it."""
+        """The state by parameter names as a state dict that the optimizer can load."""
         answers = OptimStateDicts if _is_ours(model) else _Either.theirs
         return answers.optim_state_dict_to_load(model, optim, *args, **kwargs)
 

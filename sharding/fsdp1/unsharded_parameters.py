@@ -1,7 +1,7 @@
 """The unsharded parameters of a flat group, in new memory, for users and state dicts.
 
-They have the dtype of the shards. Users see them as parameters, in the places and in the order of
-the module before it was wrapped. Shards do not change until the parameters are written back.
+These parameters have the dtype of the shards. Users see them in the places and in the order of the
+module before it was wrapped. Shards do not change until the parameters are written back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sharding.engine.unsharded_buffer import UnshardedBuffer
 
 
 class UnshardedParameters:
-    """Gathered when made; all ranks make one. See the top of this file."""
+    """The constructor gathers the parameters; all ranks call it. See the top of this file."""
 
     def __init__(self, param_group: FlatParamGroup, with_grads: bool, to_cpu: bool) -> None:
         self._param_group = param_group
@@ -27,7 +27,7 @@ class UnshardedParameters:
             self._buffer = self._buffer.to(torch.device("cpu"))
 
     def show(self) -> None:
-        """Put them into the modules."""
+        """Put the unsharded parameters into the modules."""
         param_group = self._param_group
         if not param_group.form.use_orig_params:
             del param_group.form.home._parameters[param_group.form.name]
@@ -45,7 +45,7 @@ class UnshardedParameters:
             module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
 
     def hide(self) -> None:
-        """Put the sharded parameters back; keep the values that a user put in their place."""
+        """Put the sharded parameters back; keep values that a user has put into the modules."""
         param_group = self._param_group
         for index, parameter in enumerate(param_group.parameters):
             module, attribute = parameter.owners[0]
@@ -65,7 +65,7 @@ class UnshardedParameters:
         param_group.place_sharded()
 
     def write_back(self, from_first: bool) -> None:
-        """Write these into the shards and gradients; with `from_first` the first rank's. Waits."""
+        """Write the values into shards and gradients; with `from_first` the first rank's. Waits."""
         param_group, buffer = self._param_group, self._buffer
         if from_first:
             for shard_group in (param_group.groups.shard, param_group.groups.replicate):
@@ -88,7 +88,7 @@ def is_first(param_group: FlatParamGroup) -> bool:
 
 
 def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
-    """The unsharded gradients, None for those that no rank has. Waits."""
+    """The unsharded gradients; None for a gradient that no rank has. Waits."""
     packing = param_group.packing
     parts = [param_group.gradient_part(index) for index in range(len(param_group.parameters))]
     dtype = next((part.dtype for part in parts if part is not None), param_group.flat.dtype)

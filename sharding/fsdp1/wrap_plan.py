@@ -1,15 +1,15 @@
-"""A plan of the modules to wrap, made from a policy first and carried out afterwards.
+"""A plan of the modules to wrap, made from a policy before any module is wrapped.
 
-Rules that hold in this file:
+Rules:
 
 1. `planned` changes nothing. It asks the policy all questions and raises all errors before
    `auto_wrap` changes the first module.
 2. Children come before parents, siblings in the order of registration: a wrapper takes the
    parameters that the wrappers below it have not taken.
-3. A module found in several places is wrapped once, and the wrapper stands in all of them.
-4. Under mixed precision some classes (BatchNorm, unless the user says otherwise) are kept apart:
-   units of their own, without mixed precision, which compute in the dtype of their parameters and
-   answer in the dtype they were called with. They are found even where a policy does not look.
+3. A module in several places is wrapped once, and the wrapper is put into all of them.
+4. Under mixed precision, modules of certain classes (BatchNorm by default) are kept apart: they are
+   units without mixed precision, which compute in the dtype of their parameters and return the
+   dtype of their inputs. They are found even in modules that a policy does not visit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sharding.wrap import CallablePolicy
 
 @runtime_checkable
 class TreePolicy(Protocol):
-    """A policy that names its modules at once; torch's own policies are such too."""
+    """A policy that names its modules at once, like torch's own policies."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -43,9 +43,9 @@ class WrapPlan:
     """The modules to wrap, in order, with the arguments of the wrapper."""
 
     kwargs: Mapping[nn.Module, dict[str, Any]]
-    """For each module to wrap, children before parents, all that its wrapper is passed."""
+    """For each module to wrap, children before parents: the arguments of its wrapper."""
     kept_apart: tuple[nn.Module, ...] = ()
-    """The modules that compute without mixed precision; those that are ignored are not wrapped."""
+    """The modules that compute without mixed precision; ignored ones are not wrapped."""
 
 
 def planned(
@@ -58,14 +58,14 @@ def planned(
     include_root: bool = False,
     is_wrapped: Callable[[nn.Module], bool] = lambda module: False,
 ) -> WrapPlan:
-    """The plan that a policy gives for the modules below a root.
+    """The plan of a policy for the modules below a root.
 
     `root_kwargs` are the arguments of each wrapper unless the policy overrides them; their
     `mixed_precision` has the classes that are kept apart. `ignored_modules`, which must hold whole
     subtrees, are not wrapped, and `ignored_params` do not count. With `include_root` the policy
-    decides about the root too. Nothing is changed and nothing communicated.
+    decides about the root too. Changes no module, and does not communicate.
 
-    Raises: ValueError where `is_wrapped` says that a module was wrapped before.
+    Raises ValueError if `is_wrapped` is true of a module.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     >>> from sharding.wrap import ModuleWrapPolicy
@@ -100,10 +100,10 @@ def planned(
 def auto_wrap(
     root: nn.Module, plan: WrapPlan, wrap_fn: Callable[..., nn.Module | None]
 ) -> nn.Module:
-    """Carry out a plan; returns the root, or its wrapper where the plan wraps the root.
+    """Carry out a plan; returns the root, or its wrapper if the plan wraps the root.
 
-    `wrap_fn(module, **kwargs)` returns the replacement of the module in all its places, or None or
-    the module itself where it stays. A UserWarning names the modules that are kept apart.
+    `wrap_fn(module, **kwargs)` returns the replacement for the module in all its places; None or
+    the module itself if it stays. A UserWarning names the modules that are kept apart.
     """
     if plan.kept_apart:
         classes = sorted({repr(type(module)) for module in plan.kept_apart})
@@ -133,7 +133,7 @@ def auto_wrap(
 
 
 def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """The module and its descendants that were not seen yet, children before parents."""
+    """The module and its descendants that are not in `seen`, children before parents."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -143,20 +143,20 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """One walk down and up a tree with a policy that is asked module by module."""
+    """One walk down and up a tree; asks a policy about each module."""
 
     policy: CallablePolicy
     ignored_modules: Set[nn.Module]
     ignored_params: Set[nn.Parameter]
     alone: Set[nn.Module]
-    """Modules that are wrapped whether the policy chooses them or not."""
+    """Modules that are wrapped regardless of the policy."""
     chosen: list[nn.Module] = field(default_factory=list)
     seen: set[nn.Module] = field(default_factory=set)
     wrapped: set[nn.Parameter] = field(default_factory=set)
     """The parameters of the modules that are wrapped so far."""
 
     def visit(self, module: nn.Module, may_wrap: bool = True) -> None:
-        """Ask about a module and those below it; adds the answers to `chosen`."""
+        """Ask about a module and those below it; add the answers to `chosen`."""
         self.seen.add(module)
         parameters = self.parameters(module)
         wanted = module in self.alone
@@ -184,11 +184,11 @@ class _Walk:
 
 @dataclass(slots=True)
 class _OwnDtype:
-    """Two hooks: inputs are cast to the dtype a module computes in, outputs back."""
+    """Two hooks: they cast inputs to the dtype of a module's computation, and outputs back."""
 
     dtype: torch.dtype
     given: torch.dtype | None = None
-    """The dtype of the inputs of the call in progress before a cast; None without one."""
+    """The dtype of the running call's inputs before a cast; None without a cast."""
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,7 +212,7 @@ class _OwnDtype:
 
 
 def _compute_in_own_dtype(module: nn.Module) -> None:
-    """Have a module's floating-point inputs cast to its parameters' dtype, and outputs back."""
+    """Cast a module's floating-point inputs to its parameters' dtype, and outputs back."""
     tensors = chain(module.parameters(), module.buffers())
     dtypes = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
     casts = _OwnDtype(next(dtypes, torch.float32))

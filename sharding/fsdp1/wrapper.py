@@ -48,7 +48,7 @@ from sharding.policies import (
 )
 
 WRAPPED = "_fsdp_wrapped_module"
-"""The attribute of the wrapper that is the module; it is a part of parameters' names."""
+"""The wrapper's attribute for the module; it is a part of parameters' names."""
 
 HYBRID_HOOK = "Communication hook is not supported for hybrid strategies"
 
@@ -64,14 +64,14 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     Args:
         module: the module to wrap. Its unit has the parameters that no inner instance has.
         process_group: the ranks to shard over; for hybrid strategies a pair, the ranks to shard
-            over and those to replicate over. By default all, or the nodes for hybrid strategies.
+            over and those to replicate over. By default all ranks, or by nodes for hybrid ones.
         sharding_strategy: by default FULL_SHARD.
         cpu_offload: whether shards and gradients are kept in host memory.
-        auto_wrap_policy: which modules inside are units of their own; see `sharding.wrap`.
-        backward_prefetch: when backward gathers the unit that comes next.
-        mixed_precision: dtypes to compute, reduce and keep buffers in.
+        auto_wrap_policy: chooses the inner modules that become units; see `sharding.wrap`.
+        backward_prefetch: the time at which backward gathers the next unit.
+        mixed_precision: the dtypes for computation, reduction and buffers.
         ignored_modules: modules to leave as they are, with all modules in them.
-        param_init_fn: gives modules on the meta device their values.
+        param_init_fn: initializes modules on the meta device.
         device_id: the device to compute on; modules elsewhere are moved.
         sync_module_states: whether all ranks get the first rank's parameters and buffers.
         forward_prefetch: whether forward gathers the next unit ahead, in the last forward's order.
@@ -79,7 +79,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         use_orig_params: whether the optimizer sees the module's own parameters, each with this
             rank's elements, in place of flat ones.
         ignored_states: parameters, or modules, to leave as they are.
-        device_mesh: in place of process_group: of one dimension, or of two (replicate, shard).
+        device_mesh: a mesh in place of process_group: of one dimension, or two (replicate, shard).
 
     Raises:
         ValueError, TypeError: arguments that contradict each other or the module.
@@ -166,7 +166,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         connect()
         self._entry_point.forward_hooks.hook_errors(self)
 
-    # What a user sees of it.
+    # The interface for users.
 
     @property
     def module(self) -> nn.Module:
@@ -175,17 +175,17 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     @property
     def compute_device(self) -> torch.device:
-        """The device that it computes on."""
+        """The device of the computation."""
         return self._entry_point.compute_device
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy that it has: NO_SHARD over one rank."""
+        """The strategy in force: NO_SHARD over one rank."""
         return self._entry_point.settings.strategy
 
     @property
     def process_group(self) -> Any:
-        """The ranks that it is sharded over, or replicated over where it is not sharded."""
+        """The ranks to shard over; those to replicate over if the module is not sharded."""
         return self._unit.param_groups[0].groups.group if self._unit.param_groups else None
 
     @property
@@ -202,7 +202,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return cast(EntryPoint, self.__dict__[ENTRY_POINT])
 
     def check_is_root(self) -> bool:
-        """True for the outermost instance. Settles which that is, if no forward has."""
+        """True for the outermost instance."""
         return self._entry_point.check_is_root()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,18 +225,18 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return self.module.__getitem__(key)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refused: shards and process groups cannot be copied or pickled."""
+        """Raises ArgumentTypeError: shards and process groups cannot be copied or pickled."""
         raise ArgumentTypeError(
             f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
             "ranks; copy the module before wrapping it, or save its state_dict()"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refused, for the same reason."""
+        """Raises ArgumentTypeError, for the same reason."""
         self.__reduce_ex__(memo)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Calls `fn` with every module inside, whose parameters are unsharded and written back."""
+        """Calls `fn` with every inner module; unshards parameters before and writes them back."""
         with self.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 
@@ -264,7 +264,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds gradients up on every rank and does not reduce them.
+        """Inside the block, backward adds gradients up on every rank and does not reduce them.
 
         The next backward outside reduces them; until then they stay unsharded.
         """
@@ -289,18 +289,18 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their norm is `max_norm` at most; returns the norm before.
 
-        The norm of all parameters' gradients as one vector, over all ranks, which all call it, on
-        the root.
+        The norm is that of all gradients as one vector, over all ranks. All ranks call this on the
+        root.
         """
         if not self.check_is_root():
             raise MisuseError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         return clip_grad_norm(self, float(max_norm), float(norm_type), self.compute_device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has `hook(state, gradient, shard)` reduce gradients, or `hook(state, gradient)` in place.
+        """Makes `hook(state, gradient, shard)`, or `hook(state, gradient)`, reduce gradients.
 
-        The latter for NO_SHARD. The tensor that it leaves is the gradient. Called on the root, for
-        all instances. Raises AssertionError where a hook is registered already, for an inner
+        The hook writes the reduced gradient into `shard`, with NO_SHARD into `gradient`. Called on the
+        root, for all instances. Raises AssertionError if a hook is registered already, for an inner
         instance and for hybrid strategies; ValueError for an object that cannot be called.
         """
         if not callable(hook):
@@ -342,9 +342,9 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """Inside, modules have unsharded parameters, in the dtype of the shards.
+        """Gives modules unsharded parameters inside the block, in the dtype of the shards.
 
-        All ranks enter and leave it; communicates. `writeback` keeps changes that are made inside.
+        All ranks enter and leave the block; communicates. `writeback` keeps changes made inside.
         With `rank0_only`, only the first rank has unsharded parameters, and its changes count.
         `with_grads` adds unsharded gradients. Raises AssertionError in forward or backward.
         """

@@ -1,4 +1,4 @@
-"""`FSDPModule`: the methods of modules that were given to `fully_shard`, as torch has them."""
+"""`FSDPModule`: the methods that `fully_shard` adds to modules, with torch's names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sharding.engine.unit import UNIT, Unit, units_of
 from sharding.errors import ArgumentError, ArgumentTypeError
 
 _FORWARD_HOOKS = "_sharding_forward_hooks"
-"""The attribute of a module that is called around its forward."""
+"""The attribute of a module for the hooks around its forward."""
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def become_unit(module: nn.Module, unit: Unit, forward_hooks: ForwardHooks) -> None:
-    """The module has the unit, is hooked, and is of a class with FSDPModule's methods."""
+    """Give the module the unit, its hooks, and a class with FSDPModule's methods."""
     forward_hooks.hook(module)
     unit.hook_state_dict(module)
     setattr(module, UNIT, unit)
@@ -36,7 +36,7 @@ class FSDPModule:
     """The methods that `fully_shard` adds to a module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A slice of a sharded container is a plain container of the sharded modules."""
+        """Return a plain container of the sharded modules for a slice of a sharded container."""
         plain = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         made = plain.__new__(plain)  # type: ignore[call-overload]
         made.__init__(*args, **kwargs)
@@ -57,9 +57,9 @@ class FSDPModule:
         _unit(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """Forget the state and the gradients that an error in forward or backward left.
+        """Drop the state and the gradients that an error in forward or backward has left.
 
-        The next forward does this by itself.
+        The next forward does the same without this call.
         """
         reset(_units(self, recurse=True))
 
@@ -69,12 +69,12 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients to the shards; else they add up on every rank."""
+        """Set whether backward reduces gradients to the shards; else they add up on every rank."""
         for param_group in _param_groups(self, recurse):
             param_group.reduces = param_group.replicates = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums over replicas; else a shard's sums add up for one that does."""
+        """Set whether backward sums over replicas; else sums of shards add up until it does."""
         for param_group in _param_groups(self, recurse):
             param_group.replicates = requires_all_reduce
 
@@ -90,7 +90,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the unsharded parameters are freed after backward."""
+        """Set whether backward frees the unsharded parameters at its end."""
         for unit in _units(self, recurse):
             unit.policy = replace(unit.policy, reshard_after_backward=reshard_after_backward)
 
@@ -114,10 +114,10 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Have `hook(reduced)` called with the reduced gradients of a shard, flat.
+        """Call `hook(reduced)` with the reduced gradients of a shard, flat, from now on.
 
-        It may change the tensor in place, by a sum over further ranks for example. Behind the
-        gradients the tensor has one element for each parameter: positive where any rank has its
+        The hook may change the tensor in place, for example sum it over further ranks. Behind the
+        gradients the tensor has one element for each parameter: positive if any rank has its
         gradient.
         """
         for param_group in _param_groups(self, recurse=False):
@@ -129,10 +129,10 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted, and without effect: a parameter unused on some ranks counts as zero there."""
+        """Accepted, and without effect: a rank that does not use a parameter contributes zeros."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers the parameters: False where it does not need them."""
+        """Set whether backward gathers the parameters; False if it does not need them."""
         unit = _unit(self)
         unit.policy = replace(unit.policy, unshard_in_backward=unshard_in_backward)
 
@@ -142,32 +142,32 @@ class FSDPModule:
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refused: shards and process groups cannot be copied or pickled."""
+        """Raise ArgumentTypeError: shards and process groups cannot be copied or pickled."""
         raise ArgumentTypeError(
             f"{type(self).__name__} cannot be pickled or copied: its parameters are spread over "
             "ranks; copy the module before fully_shard, or save its state_dict()"
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refused, for the same reason."""
+        """Raise ArgumentTypeError, for the same reason."""
         self.__reduce_ex__(memo)
 
 
 class UnshardHandle:
-    """unsharded parameters on their way."""
+    """The handle of an all-gather in flight."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """The unsharded parameters are in the modules, unless they were resharded since."""
+        """Wait until the unsharded parameters are in the modules, unless they are resharded."""
         for param_group in self._unit.used:
             if param_group.holders:
                 param_group.wait()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a sharded module gather and free parameters as `forward` does."""
+    """Make a method of a sharded module gather and free parameters as `forward` does."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -187,7 +187,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def reshard_setting(given: bool | int | None, size: int) -> bool | int | None:
-    """The setting, where it makes sense: a number divides the ranks that share."""
+    """The setting, checked: a number must divide the number of ranks that share."""
     if given is None or isinstance(given, bool):
         return given
     if given < 1 or size % given:
@@ -210,7 +210,7 @@ def _units_given(modules: Iterable[object]) -> tuple[Unit, ...]:
 
 
 def _shard_group(unit: Unit) -> int:
-    """Over how many ranks a unit's own parameters are sharded."""
+    """The number of ranks over which a unit's own parameters are sharded."""
     return unit.param_groups[0].groups.shard.size if unit.param_groups else 1
 
 
@@ -225,6 +225,6 @@ def _param_groups(module: object, recurse: bool) -> list[ParamGroup]:
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class with FSDPModule's methods: one for every class, so that `type(a) is type(b)`."""
+    """The class with FSDPModule's methods: one for each class, so that `type(a) is type(b)`."""
     made = _classes.get(cls) or type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     return _classes.setdefault(cls, made)

@@ -40,23 +40,23 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Sharded:
-    """`module`, one unit of sharded data parallelism; it trains like the unsharded module.
+    """Returns `module` as one unit of sharded data parallelism; it trains like the unsharded one.
 
     Every parameter that no inner call has taken becomes a DTensor, sharded by torch.chunk's rule
-    over the mesh; the module's class gets the methods of `FSDPModule`. Call it on inner modules
-    first, then on the outermost, and make the optimizer afterwards. All ranks of the mesh call it,
-    in the same order; it does not communicate, so ranks must have equal parameters, or load them.
+    over the mesh; the module's class gets the methods of `FSDPModule`. Call this on inner modules
+    first, then on the outermost, and make the optimizer afterwards. All ranks of the mesh call
+    this, in the same order. It does not communicate, so ranks must have or load equal parameters.
 
     Args:
         mesh: one dimension to shard over, or two: to replicate over and to shard over. By default
             all ranks of the default process group. Parameters that are DTensors over another
             dimension of the same root mesh (tensor parallelism) are sharded further.
         reshard_after_forward: whether to free the unsharded parameters after forward and gather
-            them again for backward; by default all units but the outermost do. A number, a divisor
-            of the ranks that share: keep a part of the unsharded parameters on each of that many
-            ranks, which may be nearer, and gather from those.
-        shard_placement_fn: gives the dimension to shard a parameter on; None is the first.
-        mp_policy: dtypes to gather, reduce and compute in.
+            them again for backward; by default all units but the outermost do. A divisor of the
+            number of ranks that share: keep a part of the unsharded parameters on each of so many
+            ranks, which may be nearer, and gather from these ranks.
+        shard_placement_fn: returns the dimension to shard a parameter on; None for the first.
+        mp_policy: the dtypes for gathers, reductions and computation.
         offload_policy: `CPUOffloadPolicy()` keeps shards and their gradients in host memory.
         ignored_params: parameters to leave as they are.
 
@@ -83,7 +83,7 @@ def fully_shard(
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     free = list(free_parameters(modules, ignored_params or ()))
     taken = [found for found in free if found.borrowed is None]
-    # What can fail, for every parameter, before any is replaced.
+    # All checks, for every parameter, before any parameter is replaced.
     dims = [_dimension(found, shard_placement_fn) for found in taken]
     entries = list(map(partial(_sharded, placing, offload), taken, dims))
     borrowed = list(dict.fromkeys(b for b in map(borrowed_param_group, free) if b is not None))
@@ -110,7 +110,7 @@ def fully_shard(
 
 
 def _check_order(unit: Unit, check: OrderCheck | None) -> None:
-    """Have the root's order of units checked, where the debug level asked for it."""
+    """Check the root's order of units, if the debug level asks for it."""
     if unit.is_root:
         runtime_of(unit).order_check = check
 
