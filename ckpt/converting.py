@@ -1,11 +1,12 @@
-"""Converts a checkpoint of any format to any format, block by block, in one process.
+"""Converts a checkpoint of any format to any format, block by block.
 
 Rules:
 
 1. A file or checkpoint at the target is an error unless `overwrite` (`ckpt.targets`), also if it
    appears during the conversion. The new checkpoint appears as a whole, and the old one stays until
    then (`ckpt.placing`).
-2. A conversion holds at most two blocks in memory, whatever the size of a tensor or the model.
+2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. Files are
+   copied by several threads (`ckpt.transfer.copy_files`).
 3. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
    files that such ranks would write. Each file streams from the source while it is written.
 """
@@ -257,15 +258,16 @@ def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
 
 
 def _write_file(
-    chosen: Format, target: str, options: Options, state: Outgoing, overwrite: bool
+    chosen: Format, target: str, options: Options, state: Streams, overwrite: bool
 ) -> tuple[str, ...]:
     folder, name = split_url(target)
     left_out: tuple[str, ...] = ()
     with open_store(folder, options) as store, file_writer(target, store, overwrite) as writer:
         if chosen is Format.SAFETENSORS:
-            left_out = safetensors_file.write(writer, name, state)
+            state.write(writer, [safetensors_file.plan(name, state)])
+            left_out = safetensors_file.left_out(state.tree)
         else:
-            torch_save.write(writer, name, state)
+            state.write(writer, [torch_save.plan(name, state)])
             left_out = _said(state)
         store.flush()
     return left_out
@@ -275,16 +277,17 @@ def _write_folder(
     chosen: Format,
     target: str,
     options: Options,
-    state: Outgoing,
+    state: Streams,
     overwrite: bool,
     max_shard_bytes: int,
 ) -> tuple[str, ...]:
     left_out: tuple[str, ...] = ()
     with folder_writer(target, options, overwrite) as writer:
         if chosen is Format.HUGGINGFACE:
-            left_out = huggingface.write(writer, state, max_shard_bytes)
+            state.write(writer, huggingface.plans(state, max_shard_bytes))
+            left_out = safetensors_file.left_out(state.tree)
         else:
-            dcp.write(writer, state)
+            state.write(writer, dcp.plans(state))
             left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
     return left_out
 

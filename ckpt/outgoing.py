@@ -1,10 +1,12 @@
-"""Turns a catalog into streams for the writer of a format, during a conversion.
+"""Turns a catalog into the tensors that a conversion writes.
 
 Rules:
 
-1. A tensor, or a run of its elements, is read in row-major parts of at most `BLOCK_BYTES`. One
-   block holds as many announced parts as fit. The next block is read while the last one is written,
-   so at most two blocks are in memory. A stream that the writer has not announced is read alone.
+1. Files that a format has planned are copied by `ckpt.transfer.copy_files`. A shard file of ckpt's
+   own is written from streams: a tensor, or a run of its elements, is read in row-major parts of at
+   most `BLOCK_BYTES`. One block holds as many announced parts as fit. The next block is read while
+   the last one is written, so at most two blocks are in memory. A stream that the writer has not
+   announced is read alone.
 2. Before the first block, the headers prove that all elements are in files of the right length. An
    incomplete checkpoint is thus an error before the conversion writes a byte.
 3. All checksums are compared. The bytes of a record that no stream reads are read before the last
@@ -25,17 +27,20 @@ import numpy as np
 
 from ckpt.errors import Difference, MismatchError
 from ckpt.match.selection import Selection, map_selected, selected
+from ckpt.plan.copy_plan import CopySource
 from ckpt.plan.read_plan import ReadRequest, requests_for
 from ckpt.state.saved import Missing, Saved
 from ckpt.structure import names_of
+from ckpt.transfer.copy_files import FileCopier
 from ckpt.transfer.read import Array, RangeReader, bytes_of
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
+from formats.file_plan import FilePlan
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.storage import Reader
+from formats.storage import Reader, Writer
 from formats.threads import Pool
 from sharding.layout import HoleError, Piece, span_boxes
 from sharding.url_secrets import without_secrets
@@ -71,6 +76,8 @@ class Streams(Outgoing):
 
     elements: Mapping[str, Elements]
     """The row-major elements of each tensor, by name."""
+    write: Callable[[Writer, Sequence[FilePlan]], None]
+    """Writes planned files, which have all the tensors, and compares all checksums."""
 
     def part(self, name: str, shape: tuple[int, ...], lo: int, hi: int) -> OutgoingTensor:
         """Returns row-major elements `[lo, hi)` of a tensor, to write in this shape."""
@@ -111,6 +118,7 @@ def outgoing(
     target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
     tensors: dict[str, OutgoingTensor] = {}
     elements: dict[str, Elements] = {}
+    sources: dict[str, CopySource] = {}
     aliases: dict[str, str] = {}
     first_names: dict[str, str] = {}
 
@@ -123,15 +131,28 @@ def outgoing(
             return TensorRef(first)
         record = catalog.tensors[leaf.name]
         check_located(record)
-        written, stream = reading.of(record, target)
-        tensors[path] = _outgoing(path, record.shape, written, stream, 0, prod(record.shape))
-        elements[path] = stream
+        source = sources[path] = CopySource(record, _written(record, target))
+        stream = elements[path] = reading.of(source)
+        tensors[path] = _outgoing(path, record.shape, source.dtype, stream, 0, prod(record.shape))
         return TensorRef(first)
 
     with Pool(1, "ckpt-ahead") as ahead:
         reading = _Reading(reader, ahead, progress)
         chosen: Tree = map_selected(tree, selection, streamed)
-        yield Streams(tensors, chosen, aliases, _kept_metadata(catalog), elements=elements)
+        copier = FileCopier(reader, sources.__getitem__, "all", progress)
+        yield Streams(
+            tensors,
+            chosen,
+            aliases,
+            _kept_metadata(catalog),
+            elements=elements,
+            write=copier.write,
+        )
+
+
+def _written(record: TensorRecord, target: DType | None) -> DType:
+    """Returns the dtype to write: floats are cast to `target`."""
+    return record.dtype if target is None or record.dtype.name not in _FLOATS else target
 
 
 def _kept_metadata(catalog: Catalog) -> dict[str, str]:
@@ -221,12 +242,11 @@ class _Reading:
         self._memory: list[Array] = []
         self._turn = 0
 
-    def of(self, record: TensorRecord, target: DType | None) -> tuple[DType, Elements]:
-        """Returns the dtype and the elements of a tensor; a float is cast to `target`."""
+    def of(self, source: CopySource) -> Elements:
+        """Returns the elements of a tensor."""
+        record, dtype = source
         self._untaken_bytes += record.nbytes
-        if target is None or target == record.dtype or record.dtype.name not in _FLOATS:
-            return record.dtype, _Plain(self, record)
-        return target, _Cast(self, record, target)
+        return _Plain(self, record) if dtype == record.dtype else _Cast(self, record, dtype)
 
     def announce(self, record: TensorRecord, lo: int, hi: int) -> None:
         """Announces that these elements are taken after the elements announced before."""

@@ -27,6 +27,8 @@ from sharding.layout import Box, Piece
 
 READ_AHEAD_BYTES = 1 << 20
 """Bytes of one read while values are read, whose items lie side by side."""
+KNOWN_PICKLES = 1 << 10
+"""The largest number of pickles that are kept. A model has few shapes."""
 
 
 class Items:
@@ -112,11 +114,31 @@ class _Opened:
     tensor: StoredTensor
 
 
+class KnownPickles:
+    """The tensors of items by their pickles: those of equal chunks are equal."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[bytes, StoredTensor] = {}
+
+    def tensor(self, archive: Archive) -> object:
+        """Returns the content of an item's pickle."""
+        pickled = archive.read(PICKLE)
+        found: object = self._tensors.get(pickled)
+        if found is None:
+            found = load(pickled, archive.where)
+            if isinstance(found, StoredTensor) and len(self._tensors) < KNOWN_PICKLES:
+                self._tensors[pickled] = found
+        return found
+
+
 class ItemPieces:
     """The chunks of one tensor. `locate` opens their items (rule 2)."""
 
-    def __init__(self, reader: Reader, name: str, dtype: DType, items: PieceTable) -> None:
+    def __init__(
+        self, reader: Reader, name: str, dtype: DType, items: PieceTable, known: KnownPickles
+    ) -> None:
         self._reader, self._name, self._dtype, self._items = reader, name, dtype, items
+        self._known = known
         self._opened: dict[Extent, _Opened] = {}
         self._limits = current()
 
@@ -137,7 +159,7 @@ class ItemPieces:
 
     def _read(self, item: Extent, box: Box) -> _Opened:
         archive = Archive(self._reader, item.file, item.offset, item.nbytes)
-        tensor = load(archive.read(PICKLE), archive.where)
+        tensor = self._known.tensor(archive)
         if not isinstance(tensor, StoredTensor):
             raise FormatError(
                 f"{archive.where}: no tensor, where {METADATA} has {self._name} {box}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import prod
 
 from formats.catalog import Catalog, Extent, FileRecord, PieceTable, StoredPiece, TensorRecord, Tree
-from formats.dcp_items import ItemPieces, Items, ReadAhead
+from formats.dcp_items import ItemPieces, Items, KnownPickles, ReadAhead
 from formats.dcp_nest import METADATA, key_path, nested
 from formats.dtypes import DType
 from formats.errors import FormatError, HostileError, UnsupportedError
@@ -56,13 +56,13 @@ def read(reader: Reader) -> Catalog:
         raise FormatError(f"{METADATA}: planner_data has no key path for {shown(tuple(lost[:1]))}")
     paths = {name: key_path(name, known_paths) for name in entries}
     sizes = {METADATA: reader.size(METADATA)}
-    nest = Nest(METADATA, sizes[METADATA])
+    nest, pickles = Nest(METADATA, sizes[METADATA]), KnownPickles()
     leaves: dict[str, Tree] = {}
     values: dict[str, Extent] = {}
     for name, entry in entries.items():
         leaves[name] = None  # keeps the order: values are read in the order of their bytes
         if isinstance(entry, TensorStorageMetadata):
-            record, view = _tensor(reader, nest.claim(paths[name]), entry, items)
+            record, view = _tensor(reader, nest.claim(paths[name]), entry, items, pickles)
             leaves[name] = nest.place(view, record)
         elif isinstance(entry, BytesStorageMetadata):
             values[name] = items.find(name, None)
@@ -107,7 +107,7 @@ def _metadata(reader: Reader) -> Metadata:
 
 
 def _tensor(
-    reader: Reader, name: str, entry: TensorStorageMetadata, items: Items
+    reader: Reader, name: str, entry: TensorStorageMetadata, items: Items, pickles: KnownPickles
 ) -> tuple[TensorRecord, object]:
     """Returns the record of a tensor, and a key that only tensors with equal items share."""
     properties, shape, chunks = entry.properties, _shape(name, entry.size), entry.chunks
@@ -130,7 +130,7 @@ def _tensor(
     if len({stored.extent for stored in pieces}) < len(pieces):
         raise FormatError(f"{METADATA}: two chunks of {name} lie in the same bytes")
     view = (dtype, shape, tuple(pieces)) if pieces else name
-    table = ItemPieces(reader, name, dtype, PieceTable(pieces))
+    table = ItemPieces(reader, name, dtype, PieceTable(pieces), pickles)
     return TensorRecord(name, shape, dtype, table), view
 
 

@@ -1,7 +1,7 @@
-"""Writes folders that torch.distributed.checkpoint (DCP) loads. torch is not needed.
+"""Plans folders that torch.distributed.checkpoint (DCP) loads. torch is not needed.
 
-`write` streams one file of items and then `.metadata`, which makes the folder a checkpoint. Torch's
-own rules flatten the state (`formats.dcp_nest`), so that `dcp.load` finds each name of the same
+`plans` has one file of items and then `.metadata`, which makes the folder a checkpoint. Torch's own
+rules flatten the state (`formats.dcp_nest`), so that `dcp.load` finds each name of the same
 nested state. Torch's limits hold too: keys become text, and an empty dict is lost. (An empty dict
 as a value would make `dcp.load` assume a checkpoint of torch before 2.4.)
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from formats.catalog import TensorRef
 from formats.dcp_nest import METADATA, flattened
 from formats.errors import UnsupportedError
-from formats.gathered import Gathered
-from formats.outgoing import Outgoing, OutgoingTensor, announce
+from formats.file_plan import FilePlan, Part, length_of
+from formats.outgoing import Outgoing, OutgoingTensor
 from formats.pickle_records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,8 +26,7 @@ from formats.pickle_records import (
     TensorStorageMetadata,
 )
 from formats.pickle_writer import Call, dump
-from formats.storage import Writer
-from formats.torch_save import check_all_placed, pack, write_archive
+from formats.torch_save import archive_parts, check_all_placed, pack
 from formats.torch_tree import KeyPath, shown
 
 ITEMS = "__0_0.distcp"
@@ -52,27 +51,27 @@ class Item:
     """The item with the bytes: itself, or the first of tied names."""
 
 
-def write(writer: Writer, state: Outgoing) -> None:
-    """Streams a whole checkpoint into a folder, `.metadata` last. Tied names share an item.
+def plans(state: Outgoing) -> list[FilePlan]:
+    """Plans a folder with a whole checkpoint, `.metadata` last. Tied names share an item.
 
-    Raises (before it writes a byte):
+    Raises:
         UnsupportedError: the state is not a dict, or two key paths have one name.
         ArgumentError: the tree lacks a tensor, or a value cannot be pickled.
     """
     items = list(_items(state))
     check_all_placed(METADATA, state, {tensor.name for item in items for tensor in item.tensors})
     places: dict[str, StorageInfo] = {}
-    stored = [item for item in items if item.first == item.name]
-    announce(tensor for item in stored for tensor in item.tensors)
-    with writer.create(ITEMS) as created:
-        file = Gathered(created)
-        for item in stored:
-            at = file.total
-            write_archive(file, item.pickled, item.tensors)
-            places[item.name] = StorageInfo(ITEMS, at, file.total - at)
-        file.flush()
-    with writer.create(METADATA) as last:
-        last.write([_metadata(items, places)])
+    parts: list[Part] = []
+    at, tensors = 0, 0
+    for item in items:
+        if item.first != item.name:
+            continue
+        archive = archive_parts(item.pickled, item.tensors, tensors)
+        nbytes = sum(map(length_of, archive))
+        places[item.name] = StorageInfo(ITEMS, at, nbytes)
+        at, tensors = at + nbytes, tensors + len(item.tensors)
+        parts += archive
+    return [FilePlan(ITEMS, parts), FilePlan(METADATA, [_metadata(items, places)])]
 
 
 def _items(state: Outgoing) -> Iterator[Item]:

@@ -23,10 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from formats.catalog import Catalog, FileRecord, TensorRecord
 from formats.errors import CorruptError, FormatError, HostileError
+from formats.file_plan import FilePlan
 from formats.limits import check
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.safetensors_file import FileContents, flat_tree, left_out, read_contents, write_tensors
-from formats.storage import Reader, Writer
+from formats.safetensors_file import FileContents, flat_tree, plan_tensors, read_contents
+from formats.storage import Reader
 from formats.strict_json import decode_object
 
 BASES = ("model", "diffusion_pytorch_model", "adapter_model")
@@ -108,36 +109,28 @@ def read(reader: Reader, name: str | None = None) -> Catalog:
     )
 
 
-def write(
-    writer: Writer,
-    state: Outgoing,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    base: str = "model",
-) -> tuple[str, ...]:
-    """Streams a state into a folder; returns the key paths of values that are left out.
+def plans(
+    state: Outgoing, max_shard_bytes: int = MAX_SHARD_BYTES, base: str = "model"
+) -> list[FilePlan]:
+    """Plans the files of a folder with the tensors of a state.
 
-    Writes one file if all tensors fit into `max_shard_bytes`, otherwise shards and then the index.
-    The folder should be empty: files of an earlier save that have other names stay.
+    One file if all tensors fit into `max_shard_bytes`, otherwise shards and then the index.
 
     Raises:
-        CorruptError: a tensor's stream gave fewer or more bytes than its shape needs.
         FormatError: two tensors have one name, or a name is not text.
     """
     shards = split(state.tensors.values(), max_shard_bytes)
     if len(shards) == 1:
-        write_tensors(writer, base + _WHOLE, shards[0], state.aliases, state.metadata)
-        return left_out(state.tree)
-    weight_map = {}
+        return [plan_tensors(base + _WHOLE, shards[0], state.aliases, state.metadata)]
+    weight_map, found = {}, []
     for number, shard in enumerate(shards, 1):
         name = f"{base}-{number:05d}-of-{len(shards):05d}{_WHOLE}"
-        write_tensors(writer, name, shard, state.aliases, state.metadata)
+        found.append(plan_tensors(name, shard, state.aliases, state.metadata))
         weight_map.update({tensor.name: name for tensor in shard})
     total = sum(tensor.nbytes for tensor in state.tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    with writer.create(base + _INDEX) as file:
-        file.write([text.encode()])
-    return left_out(state.tree)
+    return [*found, FilePlan(base + _INDEX, [text.encode()])]
 
 
 def split(

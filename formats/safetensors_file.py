@@ -3,7 +3,7 @@
 The format is flat. Rules for content that it lacks:
 
 1. A tensor is stored under its name, without its nest. Plain values (a step count, learning rates)
-   cannot be stored: `write` returns their key paths, for the caller to show.
+   cannot be stored: `left_out` returns their key paths, for the caller to show.
 2. One of tied names is stored, as by transformers, which ties them again after a load. The metadata
    has the other names under `ckpt.tied`, a JSON object from name to stored name. Files of
    `safetensors.torch.save_model`, with a metadata entry for each tied name, are read too.
@@ -32,11 +32,11 @@ from formats.catalog import (
     Tree,
 )
 from formats.dtypes import BY_NAME, DType
-from formats.errors import CorruptError, FormatError, UnsupportedError
-from formats.gathered import Gathered
-from formats.outgoing import Outgoing, OutgoingTensor, announce
+from formats.errors import FormatError, UnsupportedError
+from formats.file_plan import FilePlan
+from formats.outgoing import Outgoing, OutgoingTensor
 from formats.safetensors_header import Entry, Header, build, read_header
-from formats.storage import FileWriter, Reader, Writer
+from formats.storage import Reader
 from formats.strict_json import decode_object
 from sharding.layout import Box, Piece
 
@@ -100,40 +100,29 @@ def read_contents(reader: Reader, name: str) -> FileContents:
     return FileContents(tensors, aliases, metadata, FileRecord(name, size))
 
 
-def write(writer: Writer, name: str, state: Outgoing) -> tuple[str, ...]:
-    """Streams a state into one safetensors file; returns the key paths of values that are left out.
-
-    The file appears when it is complete. The header and one block are in memory.
+def plan(name: str, state: Outgoing) -> FilePlan:
+    """Plans the safetensors file `name` with the tensors of a state.
 
     Raises:
-        CorruptError: a tensor's stream gave fewer or more bytes than its shape needs.
         FormatError: two tensors have one name, or a name is not text.
         UnsupportedError: a header cannot hold so many tensors.
     """
-    write_tensors(writer, name, list(state.tensors.values()), state.aliases, state.metadata)
-    return left_out(state.tree)
+    return plan_tensors(name, list(state.tensors.values()), state.aliases, state.metadata)
 
 
-def write_tensors(
-    writer: Writer,
+def plan_tensors(
     name: str,
     tensors: Sequence[OutgoingTensor],
     aliases: Mapping[str, str],
     metadata: Mapping[str, str],
-) -> None:
-    """Streams tensors into one safetensors file, with their aliases. Raises as `write` does."""
+) -> FilePlan:
+    """Plans a safetensors file with these tensors and their aliases. Raises as `plan` does."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header, _ = build(
         [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered],
         _metadata(ordered, aliases, metadata),
     )
-    announce(ordered)
-    with writer.create(name) as created:
-        file = Gathered(created)
-        file.write([header])
-        for tensor in ordered:
-            _stream(file, tensor, name)
-        file.flush()
+    return FilePlan(name, [header, *ordered])
 
 
 def left_out(tree: Tree) -> tuple[str, ...]:
@@ -227,20 +216,6 @@ def _metadata(
         if value:
             found[key] = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return found
-
-
-def _stream(file: FileWriter, tensor: OutgoingTensor, name: str) -> None:
-    written = 0
-    for block in tensor.blocks():
-        written += block.nbytes
-        if written > tensor.nbytes:
-            break
-        file.write([block])
-    if written != tensor.nbytes:
-        raise CorruptError(
-            f"{name}: the stream of {tensor.name} gave {written} bytes, {tensor.dtype} of "
-            f"shape {list(tensor.shape)} has {tensor.nbytes}; the file was not written"
-        )
 
 
 def _values(tree: Tree, path: str) -> Iterator[str]:

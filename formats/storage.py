@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Buffer = bytes | bytearray | memoryview
 
@@ -84,6 +84,15 @@ class FileWriter(Protocol):
 
     def rewrite_start(self, data: Buffer) -> None:
         """Replaces the first `len(data)` bytes, which must be written before."""
+        ...
+
+
+@runtime_checkable
+class PlacedFileWriter(Protocol):
+    """The writer of a file that takes bytes at any place, from several threads."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Writes the bytes at this place. No byte may be left out in the end."""
         ...
 
 

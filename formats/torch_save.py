@@ -1,7 +1,7 @@
 """Reads and writes files of torch.save (.pt, .pth, .bin) in the zip format of torch since 1.6.
 
 `read` opens the zip directory and, by the restricted reader, `data.pkl`. A tensor is a view of its
-storage record, with the strides and offset in the pickle. `write` streams a zip that `torch.load`
+storage record, with the strides and offset in the pickle. `plan` makes a zip that `torch.load`
 opens with `weights_only=True` and with `mmap=True`: storages are uncompressed and begin at
 multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is not needed.
 
@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence, Set
 
 from formats.catalog import Catalog, FileRecord, TensorRef, Tree, map_tree
 from formats.errors import CorruptError, UnsupportedError
-from formats.gathered import Gathered
-from formats.outgoing import Outgoing, OutgoingTensor, announce
+from formats.file_plan import FilePlan, Part
+from formats.outgoing import Outgoing, OutgoingTensor
 from formats.pickle_reader import load
 from formats.pickle_records import Storage, StoredTensor
 from formats.pickle_writer import dump
-from formats.storage import Reader, Writer
+from formats.storage import Reader
 from formats.torch_tree import Nest
+from formats.zip_plan import Member, zip_parts
 from formats.zip_records import PICKLE, Archive
-from formats.zip_writer import ZipWriter
 from sharding.errors import ArgumentError
 from sharding.layout import row_major
 
@@ -59,19 +59,14 @@ def read(reader: Reader, name: str) -> Catalog:
     return Catalog("torch", nest.tensors, tree, files, nest.aliases)
 
 
-def write(writer: Writer, name: str, state: Outgoing) -> None:
-    """Streams a whole checkpoint into the file `name`, with one block of a tensor in memory.
+def plan(name: str, state: Outgoing) -> FilePlan:
+    """Plans the file `name` with a whole checkpoint. Tied names share a storage.
 
-    Tied names share a storage. Raises ArgumentError, before it writes a byte, if the tree lacks a
-    tensor or has a value that torch could not load.
+    Raises ArgumentError if the tree lacks a tensor or has a value that torch could not load.
     """
     pickled, order = pack(state.tree, state.tensors, state.aliases)
     check_all_placed(name, state, {tensor.name for tensor in order})
-    announce(order)
-    with writer.create(name) as created:
-        file = Gathered(created)
-        write_archive(file, pickled, order)
-        file.flush()
+    return FilePlan(name, archive_parts(pickled, order))
 
 
 def pack(
@@ -106,22 +101,14 @@ def _stored(tensor: OutgoingTensor, key: str) -> StoredTensor:
     return StoredTensor(storage, tensor.dtype, 0, tensor.shape, row_major(tensor.shape))
 
 
-def write_archive(file: Gathered, pickled: bytes, tensors: Sequence[OutgoingTensor]) -> None:
-    """Writes one torch.save zip. Storage `i` of the pickle has the bytes of `tensors[i]`.
-
-    Raises ArgumentError if the length of a stream differs from its tensor.
-    """
+def archive_parts(
+    pickled: bytes, tensors: Sequence[OutgoingTensor], tensors_before: int = 0
+) -> list[Part]:
+    """Plans one torch.save zip. Storage `i` of the pickle has the bytes of `tensors[i]`."""
     # torch 2.7 and later also write `.format_version`, which guarantees the places of records.
     # Without it, torch reads the headers, as for files of earlier versions.
-    with ZipWriter(file) as archive:
-        for name, data in ((PICKLE, pickled), ("byteorder", b"little")):
-            archive.add(FOLDER + name, len(data), [memoryview(data)])
-        for key, tensor in enumerate(tensors):
-            name = f"{FOLDER}data/{key}"
-            written = archive.add(name, tensor.nbytes, tensor.blocks(), ALIGNMENT)
-            if written != tensor.nbytes:
-                raise ArgumentError(
-                    f"{tensor.name}: its stream gave {written} bytes, shape {tensor.shape} and "
-                    f"dtype {tensor.dtype} need {tensor.nbytes}"
-                )
-        archive.add(FOLDER + "version", 2, [memoryview(b"3\n")])
+    storages = [
+        Member(f"{FOLDER}data/{key}", tensor, ALIGNMENT) for key, tensor in enumerate(tensors)
+    ]
+    first = (Member(FOLDER + PICKLE, pickled), Member(FOLDER + "byteorder", b"little"))
+    return zip_parts([*first, *storages, Member(FOLDER + "version", b"3\n")], tensors_before)

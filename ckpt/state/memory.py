@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from formats.catalog import TensorRecord
+from formats.dtypes import DType
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentTypeError
@@ -87,3 +88,12 @@ def torch_dtype(name: str) -> torch.dtype:
             f"torch {torch.__version__} has no dtype {name}; install a newer one"
         )
     return found
+
+
+def cast_into(source: memoryview, stored: DType, target: memoryview, dtype: DType) -> None:
+    """Fills `target` with the elements of `source`, cast to another dtype.
+
+    Both are writable memory for equally many elements, aligned to them.
+    """
+    elements = torch.frombuffer(source, dtype=torch_dtype(stored.torch_name))
+    torch.frombuffer(target, dtype=torch_dtype(dtype.torch_name)).copy_(elements)

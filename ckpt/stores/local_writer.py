@@ -35,6 +35,17 @@ class LocalFileWriter:
             _start_write_back(self._descriptor, self._started, self._written - self._started)
             self._started = self._written
 
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Writes the bytes at this place; several threads may do so at the same time."""
+        view, at = memoryview(data).cast("B"), offset
+        with _named(self._shown):
+            while len(view):
+                count = os.pwrite(self._descriptor, view, at)
+                at, view = at + count, view[count:]
+        begun = offset // EARLY_BYTES * EARLY_BYTES
+        if at >= begun + EARLY_BYTES:  # the flush writes bytes that come later
+            _start_write_back(self._descriptor, begun, EARLY_BYTES)
+
     def rewrite_start(self, data: Buffer) -> None:
         """Replaces the first bytes of the file."""
         view, done = memoryview(data).cast("B"), 0

@@ -127,7 +127,7 @@ class RangeReader:
     ) -> None:
         """Fulfils all requests; `targets` has memory by number. Raises as `read_requests` does."""
         ranges = byte_ranges_of(requests, bool(self._sums.verify), self._limits)
-        self._read(ranges, targets, progress)
+        self.read(ranges, targets, progress)
 
     def finish(self, progress: Progress | None = None) -> None:
         """Reads records to their ends for their checksums, with `verify="all"`.
@@ -135,9 +135,12 @@ class RangeReader:
         Called once all requests are fulfilled. Raises as `read_requests` does.
         """
         most = min(self._limits.read_bytes, self._limits.scratch_bytes)
-        self._read(self._sums.rest(most), (), progress)
+        self.read(self._sums.rest(most), (), progress)
 
-    def _read(self, ranges: list[ByteRange], targets: Targets, progress: Progress | None) -> None:
+    def read(
+        self, ranges: list[ByteRange], targets: Targets, progress: Progress | None = None
+    ) -> None:
+        """Reads byte ranges, in the order of the files. Raises as `read_requests` does."""
         groups = groups_of(ranges, self._limits)
 
         def work(group: list[ByteRange]) -> None:

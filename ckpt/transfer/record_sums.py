@@ -16,14 +16,13 @@ Rules:
 from __future__ import annotations
 
 import threading
-import zlib
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Literal
 
 from ckpt.plan.read_plan import NOWHERE, BoxCopy, ByteRange, ReadRequest
 from formats.catalog import Extent
-from formats.crc32 import combine
+from formats.crc32 import SummedRanges, crc32
 from formats.errors import CorruptError
 from sharding.errors import ArgumentError
 from sharding.layout import Box, Piece
@@ -94,13 +93,13 @@ class RecordSums:
         extent = record.extent
         with self._lock:
             for (lo, hi), value in zip(part.ranges, part.values, strict=True):
-                record.add(lo, hi, value)
-            if record.summed[0][:2] != (0, extent.nbytes):
+                record.summed.add(lo, hi, value)
+            found = record.summed.whole(extent.nbytes)
+            if found is None:
                 return None
-            value = record.summed[0][2]
             del self._open[extent[:3]]
             self._compared.add(extent[:3])
-        return None if value == extent.crc32 else value
+        return None if found == extent.crc32 else found
 
     def rest(self, most_bytes: int) -> list[ByteRange]:
         """Returns the byte ranges that only checksums need, in the order of the files."""
@@ -112,7 +111,7 @@ class RecordSums:
         for record in records:
             extent = record.extent
             if len(record.missing(0, extent.nbytes)) > MOST_GAPS:
-                record.claimed, record.summed = [], []
+                record.claimed, record.summed = [], SummedRanges()
             request = _bytes_of(extent, next(iter(record.names)))
             for start, stop in record.missing(0, extent.nbytes):
                 for lo in range(extent.offset + start, extent.offset + stop, most_bytes):
@@ -166,7 +165,7 @@ class Part:
         for number, (lo, hi) in enumerate(self.ranges):
             some = data[max(lo - at, 0) : max(hi - at, 0)]
             if some:
-                self.values[number] = zlib.crc32(some, self.values[number])
+                self.values[number] = crc32(some, self.values[number])
 
 
 class _Record:
@@ -180,8 +179,8 @@ class _Record:
         """The tensors for which the record was read."""
         self.claimed: list[_Range] = []
         """Ranges that a thread reads or has read, in order, with gaps between."""
-        self.summed: list[tuple[int, int, int]] = []
-        """Ranges that were read, with their CRC-32, in order, with gaps between."""
+        self.summed = SummedRanges()
+        """Ranges that were read."""
 
     def claim(self, lo: int, hi: int) -> list[_Range]:
         """Claims `[lo, hi)`. Returns the parts that were not claimed before."""
@@ -212,18 +211,6 @@ class _Record:
         """Returns the index of the first claimed range that ends at `lo` or later."""
         at = bisect_left(self.claimed, (lo, lo))
         return at - 1 if at and self.claimed[at - 1][1] >= lo else at
-
-    def add(self, lo: int, hi: int, value: int) -> None:
-        """Adds the CRC-32 of `[lo, hi)`. No part of the range was added before."""
-        at, sums = bisect_left(self.summed, (lo, 0, 0)), self.summed
-        if at < len(sums) and sums[at][0] == hi:
-            _, end, after = sums.pop(at)
-            value, hi = combine(value, after, end - hi), end
-        if at and sums[at - 1][1] == lo:
-            at -= 1
-            begin, _, before = sums.pop(at)
-            value, lo = combine(before, value, hi - lo), begin
-        sums.insert(at, (lo, hi, value))
 
 
 def changed(url: str, extent: Extent, name: str, found: int) -> CorruptError:

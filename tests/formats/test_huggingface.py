@@ -18,9 +18,10 @@ from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.huggingface import find, read, split, write
+from formats.huggingface import find, plans, read, split
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.sizes import parse_size
+from tests.formats.written import write_files
 
 INDEX = "model.safetensors.index.json"
 
@@ -52,7 +53,7 @@ def state_of(tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = 
 
 def write_to(folder: Path, state: Outgoing, max_shard_bytes: int, **options: Any) -> None:
     with open_store(folder) as store:
-        write(store, state, max_shard_bytes, **options)
+        write_files(store, *plans(state, max_shard_bytes, **options))
 
 
 def read_from(folder: Path, name: str | None = None) -> tuple[Catalog, dict[str, bytes]]:

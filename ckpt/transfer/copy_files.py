@@ -1,0 +1,264 @@
+"""Writes planned files from stored tensors: several threads, each unit read, verified and written.
+
+A unit (`ckpt.plan.copy_plan`) is small enough to stay in the processor's cache: a thread reads its
+bytes, verifies them, sums them if the file needs checksums, and writes them in one call. Rules:
+
+1. A local file is written at any place, so threads do not wait for each other. Another writer gets
+   the units in their order.
+2. Bytes that checksums decide are written with their unit, once the tensors before them are summed.
+   A thread waits only for units before its own, and threads take units in order: the first one
+   never waits.
+3. A failure of one thread ends all of them. The caller's file then never appears.
+4. Each thread has memory for two units and for the scratch of its reads, whatever is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from mmap import mmap
+
+from ckpt.budget import memory_budget
+from ckpt.plan.copy_plan import CopySource, CopyUnit, Span, TensorRun, units_of
+from ckpt.plan.read_plan import requests_for
+from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
+from ckpt.transfer.record_sums import RecordSums, Verify
+from formats.crc32 import SummedRanges, crc32
+from formats.file_plan import FilePlan, length_of
+from formats.native.shard import Progress
+from formats.outgoing import OutgoingTensor
+from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Reader, Writer
+from formats.threads import Pool
+from sharding.layout import Piece, span_boxes
+
+UNIT_BYTES = 1 << 20
+"""Bytes of a unit, with which a thread stays in its processor's cache."""
+SPAN_BYTES = 8 << 20
+"""Bytes at the source of elements that are moved one by one or cast."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopySizes:
+    """The number of threads, and the sizes of their reads and writes."""
+
+    workers: int
+    unit_bytes: int
+    policy: ReadPolicy
+    """For the reads of one thread."""
+    span_bytes: int = SPAN_BYTES
+    thread_bytes: int = THREAD_BYTES
+    """A smaller file is copied by the caller alone."""
+
+    @classmethod
+    def within(cls, budget: int, reader: Reader) -> CopySizes:
+        """Returns sizes that suit the source and take no more than `budget` bytes of memory."""
+        is_far = reader.read_bytes > LOCAL_READ_BYTES
+        workers = FAR_WORKERS if is_far else workers_for(1)
+        unit = min(reader.read_bytes, budget // 8) if is_far else UNIT_BYTES
+        found = ReadPolicy.within(budget, reader).limits
+        limits = replace(found, direct_bytes=unit, scratch_bytes=min(unit, found.scratch_bytes))
+        return cls(workers, unit, ReadPolicy(1, limits))
+
+    def workers_for(self, nbytes: int) -> int:
+        """Returns the number of threads for a file of so many bytes."""
+        return 1 if nbytes < self.thread_bytes else self.workers
+
+
+class FileCopier:
+    """Writes planned files from the tensors of one reader."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        source_of: Callable[[str], CopySource],
+        verify: Verify,
+        progress: Progress | None = None,
+        sizes: CopySizes | None = None,
+    ) -> None:
+        """`source_of` gives the source of each outgoing tensor by its name.
+
+        `progress` is called with numbers of bytes as they are read, by one thread at a time.
+        """
+        self.sizes = CopySizes.within(memory_budget(), reader) if sizes is None else sizes
+        self.source_of = source_of
+        self.sums = RecordSums(verify)
+        self.ranges = RangeReader(reader, self.sums, self.sizes.policy)
+        self.memory = _Memory()
+        self.progress = progress
+
+    def write(self, writer: Writer, plans: Sequence[FilePlan]) -> None:
+        """Writes the files in their order. Before the last one appears, all checksums are compared.
+
+        Raises:
+            CorruptError: a chunk or record is not as it was written.
+            HoleError: elements of a tensor are not stored.
+        """
+        for plan in plans:
+            with writer.create(plan.name) as file:
+                _FileCopy(self, file, plan).run()
+                if plan is plans[-1]:
+                    self.ranges.finish()
+
+    def units(self, plan: FilePlan) -> Iterator[CopyUnit]:
+        """Yields the units of a file."""
+        is_verified, limits = bool(self.sums.verify), self.sizes.policy.limits
+        unit_bytes, span_bytes = self.sizes.unit_bytes, self.sizes.span_bytes
+        return units_of(plan, self.source_of, unit_bytes, span_bytes, is_verified, limits)
+
+    def fill(self, unit: CopyUnit, memory: memoryview) -> None:
+        """Fills memory with the bytes of a unit, but for the late ones."""
+        for at, data in unit.literals:
+            memory[at : at + len(data)] = data
+        if unit.span is not None:
+            self._fill_span(unit.span, memory)
+        elif unit.ranges:
+            self.ranges.read(unit.ranges, [memory, *[memory[lo:hi] for lo, hi in unit.places]])
+
+    def _fill_span(self, span: Span, memory: memoryview) -> None:
+        (record, dtype), lo, hi = span
+        nbytes = (hi - lo) * record.dtype.itemsize
+        stored = memory if dtype == record.dtype else self.memory.of("stored", nbytes)
+        pieces, at = [], 0
+        for box in span_boxes(record.shape, lo, hi):
+            pieces.append(Piece.packed(box, at))
+            at += box.numel
+        self.ranges.run(requests_for(record, pieces), [stored])
+        if dtype != record.dtype:
+            from ckpt.state.memory import cast_into  # torch, which only casts need
+
+            cast_into(stored, record.dtype, memory, dtype)
+
+
+class _FileCopy:
+    """The copy of one file by several threads."""
+
+    def __init__(self, copier: FileCopier, file: FileWriter, plan: FilePlan) -> None:
+        self._copier, self._file = copier, file
+        self._units = copier.units(plan)
+        self._nbytes = sum(map(length_of, plan.parts))
+        self._sums = _TensorSums(plan) if plan.needs_sums else None
+        self._taking = threading.Lock()
+        self._changed = threading.Condition()
+        """Notified after each unit; guards the attributes below."""
+        self._written = 0
+        """The number of the next unit to write, for a writer that gets them in order."""
+        self._is_over = False
+
+    def run(self) -> None:
+        """Writes the file. Raises the error of the first thread that fails."""
+        workers = self._copier.sizes.workers_for(self._nbytes)
+        if workers == 1:
+            self._work()
+            return
+        with Pool(workers, "ckpt-copy") as pool:
+            try:
+                for done in [pool.submit(self._work) for _ in range(workers)]:
+                    done.result()
+            except BaseException:
+                self._end()
+                raise
+
+    def _work(self) -> None:
+        """Copies units until none is left, or another thread has failed."""
+        try:
+            while (unit := self._next()) is not None and self._copy(unit):
+                pass
+        except BaseException:
+            self._end()
+            raise
+
+    def _next(self) -> CopyUnit | None:
+        with self._taking:
+            return None if self._is_over else next(self._units, None)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _copy(self, unit: CopyUnit) -> bool:
+        """Copies one unit. Returns whether it was written: False if another thread has failed."""
+        memory = self._copier.memory.of("unit", unit.nbytes)
+        self._copier.fill(unit, memory)
+        if not self._add_late(unit, memory):
+            return False
+        if isinstance(self._file, PlacedFileWriter):
+            self._file.write_at(unit.offset, memory)
+        elif not self._wait(lambda: self._written == unit.number):
+            return False
+        else:
+            self._file.write([memory])
+        with self._changed:
+            self._written += 1
+            self._changed.notify_all()
+            if self._copier.progress is not None and unit.runs:
+                self._copier.progress(unit.read_bytes)
+        return True
+
+    def _add_late(self, unit: CopyUnit, memory: memoryview) -> bool:
+        """Sums a unit's tensors, and adds its late bytes. Returns as `_copy` does."""
+        sums = self._sums
+        if sums is None:
+            return True
+        found = [crc32(memory[run.at : run.at + run.nbytes]) for run in unit.runs]
+        with self._changed:
+            for run, value in zip(unit.runs, found, strict=True):
+                sums.add(run, value)
+            self._changed.notify_all()
+        for at, tensors, part in unit.late:
+            if not self._wait(partial(sums.has, tensors)):
+                return False
+            memory[at : at + part.nbytes] = part.make(sums.values)
+        return True
+
+    def _wait(self, is_ready: Callable[[], bool]) -> bool:
+        """Waits for other threads. Returns False if one has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or is_ready())
+            return not self._is_over
+
+
+class _TensorSums:
+    """The CRC-32s of a file's tensors, which come in parts."""
+
+    def __init__(self, plan: FilePlan) -> None:
+        sizes = [part.nbytes for part in plan.parts if isinstance(part, OutgoingTensor)]
+        self.values = [0] * len(sizes)
+        self.known = 0
+        """The number of first tensors whose CRC-32 is known."""
+        self._sizes = sizes
+        self._parts: dict[int, SummedRanges] = {}
+
+    def has(self, tensors: int) -> bool:
+        """Whether the first `tensors` CRC-32s are known."""
+        return self.known >= tensors
+
+    def add(self, run: TensorRun, value: int) -> None:
+        """Adds the CRC-32 of a part of a tensor."""
+        self._parts.setdefault(run.tensor, SummedRanges()).add(run.lo, run.lo + run.nbytes, value)
+        while self.known < len(self._sizes):
+            nbytes = self._sizes[self.known]
+            found = self._parts[self.known].whole(nbytes) if self.known in self._parts else None
+            if found is None and nbytes:
+                return
+            self.values[self.known] = found or 0
+            self._parts.pop(self.known, None)
+            self.known += 1
+
+
+class _Memory(threading.local):
+    """Memory of each thread, which later units use again: new memory is slow."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, mmap] = {}
+
+    def of(self, use: str, nbytes: int) -> memoryview:
+        """Returns memory for one use, aligned for any dtype; its content is undefined."""
+        held = self._held.pop(use, None)
+        if held is None or len(held) < nbytes:
+            held = None  # let go before there are two
+            held = mmap(-1, max(nbytes, 2 * UNIT_BYTES))
+        self._held[use] = held
+        return memoryview(held)[:nbytes]

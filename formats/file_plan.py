@@ -1,0 +1,47 @@
+"""The bytes of a file as a value: literal bytes, tensors, and bytes that checksums decide.
+
+The writer of a format plans its files, with the length of each part known in advance. Whoever
+writes the files (`ckpt.transfer.copy_files`) may therefore begin at any byte, with several threads
+or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from formats.outgoing import OutgoingTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Bytes that depend on the CRC-32s of tensors that stand before them in the file."""
+
+    nbytes: int
+    make: Callable[[Sequence[int]], bytes]
+    """Returns the bytes, by the CRC-32 of each tensor of the file that stands before them."""
+
+
+Part = bytes | OutgoingTensor | Late
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file to write: its name, and its parts end to end."""
+
+    name: str
+    parts: Sequence[Part]
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether bytes of the file depend on the CRC-32s of its tensors."""
+        return any(isinstance(part, Late) for part in self.parts)
+
+
+def length_of(part: Part) -> int:
+    """Returns the bytes of a part.
+
+    >>> length_of(b"abc"), length_of(Late(16, lambda sums: bytes(16)))
+    (3, 16)
+    """
+    return len(part) if isinstance(part, bytes) else part.nbytes

@@ -1,0 +1,156 @@
+"""Plans a zip of uncompressed records whose checksums stand behind their data.
+
+Rules (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5):
+
+1. Records are uncompressed, with flag bit 3: CRC-32 and sizes follow the data. All places are thus
+   known before the first checksum.
+2. The data of a record begins at a multiple of its alignment. The extra field `FB`, which torch
+   uses too, is the padding.
+3. A record of `ZIP64_BYTES` or more has 64-bit sizes. A record behind 4 GiB has a 64-bit offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from struct import pack
+
+from formats.crc32 import crc32
+from formats.file_plan import Late, Part, length_of
+from formats.outgoing import OutgoingTensor
+
+ZIP64_BYTES = 1 << 30
+"""Records of so many bytes get 64-bit sizes."""
+
+_MAX_32 = 0xFFFFFFFF
+_MAX_16 = 0xFFFF
+_FLAGS = 0x08
+_DATE = (1 << 5) | 1  # 1980-01-01, the first date of the format
+_VERSION, _VERSION_64 = 20, 45
+_UNIX = 3
+_MODE = 0o600 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One record of a zip."""
+
+    name: str
+    data: bytes | OutgoingTensor
+    align: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The fields of a record in the directory."""
+
+    name: bytes
+    header: int
+    nbytes: int
+    checksum: int
+    """The CRC-32; for a tensor, its number in the file."""
+    is_late: bool
+
+    def sum_of(self, sums: Sequence[int]) -> int:
+        """Returns the CRC-32, by those of the file's tensors."""
+        return sums[self.checksum] if self.is_late else self.checksum
+
+
+def zip_parts(members: Iterable[Member], tensors_before: int = 0) -> list[Part]:
+    """Returns the parts of a zip with these records, in a file with so many tensors before it."""
+    parts: list[Part] = []
+    entries: list[_Entry] = []
+    at, number = 0, tensors_before
+    for member in members:
+        nbytes, is_late = length_of(member.data), not isinstance(member.data, bytes)
+        checksum = crc32(member.data) if isinstance(member.data, bytes) else number
+        entry = _Entry(member.name.encode("ascii"), at, nbytes, checksum, is_late)
+        number += is_late
+        added: tuple[Part, ...] = _header(entry, member.align), member.data, _descriptor(entry)
+        at += sum(map(length_of, added))
+        entries.append(entry)
+        parts += added
+    return _joined([*parts, _directory(entries, at)])
+
+
+def _header(entry: _Entry, align: int) -> bytes:
+    """Returns the local header of a record, padded so that its data is aligned (rule 2)."""
+    wide = entry.nbytes >= ZIP64_BYTES
+    # zip64: both sizes, which follow the data
+    extra = pack("<HHQQ", 1, 16, 0, 0) if wide else b""
+    if align > 1:
+        padding = -(entry.header + 30 + len(entry.name) + len(extra) + 4) % align
+        extra += b"FB" + pack("<H", padding) + bytes(padding)
+    size = _MAX_32 if wide else 0
+    version = _VERSION_64 if wide else _VERSION
+    fields = (version, _FLAGS, 0, 0, _DATE, 0, size, size, len(entry.name), len(extra))
+    return b"PK\x03\x04" + pack("<5H3L2H", *fields) + entry.name + extra
+
+
+def _descriptor(entry: _Entry) -> Part:
+    """Returns the checksum and the sizes, which follow a record's data."""
+    wide = entry.nbytes >= ZIP64_BYTES
+
+    def make(sums: Sequence[int]) -> bytes:
+        sizes = (entry.sum_of(sums), entry.nbytes, entry.nbytes)
+        return b"PK\x07\x08" + pack("<L2Q" if wide else "<3L", *sizes)
+
+    return Late(24 if wide else 16, make) if entry.is_late else make(())
+
+
+def _directory(entries: Sequence[_Entry], begin: int) -> Part:
+    """Returns the directory, which begins at byte `begin` of the zip, and its end."""
+
+    def make(sums: Sequence[int]) -> bytes:
+        found = b"".join([_directory_entry(entry, entry.sum_of(sums)) for entry in entries])
+        return found + _end(len(entries), begin, len(found))
+
+    if not any(entry.is_late for entry in entries):
+        return make(())
+    size = sum([len(_directory_entry(entry, 0)) for entry in entries])
+    return Late(size + len(_end(len(entries), begin, size)), make)
+
+
+def _end(count: int, begin: int, size: int) -> bytes:
+    """Returns the records behind a directory of `count` entries in `size` bytes."""
+    end, tail = begin + size, b""
+    if count >= _MAX_16 or end >= _MAX_32:
+        versions = (_VERSION_64, _VERSION_64, 0, 0)
+        tail += b"PK\x06\x06" + pack("<Q2H2L4Q", 44, *versions, count, count, size, begin)
+        tail += b"PK\x06\x07" + pack("<LQL", 0, end, 1)
+    counts = (min(count, _MAX_16),) * 2
+    places = (min(size, _MAX_32), min(begin, _MAX_32))
+    return tail + b"PK\x05\x06" + pack("<4H2LH", 0, 0, *counts, *places, 0)
+
+
+def _directory_entry(entry: _Entry, checksum: int) -> bytes:
+    """Returns a record's entry in the directory."""
+    wide = []
+    nbytes, header = entry.nbytes, entry.header
+    if nbytes >= ZIP64_BYTES:
+        wide += [nbytes, nbytes]
+        nbytes = _MAX_32
+    if header >= _MAX_32:
+        wide.append(header)
+        header = _MAX_32
+    extra = pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version = _VERSION_64 if wide else _VERSION
+    made_by = _UNIX << 8 | version
+    fields = (made_by, version, _FLAGS, 0, 0, _DATE, checksum, nbytes, nbytes)
+    lengths = (len(entry.name), len(extra), 0, 0, 0, _MODE, header)
+    return b"PK\x01\x02" + pack("<6H3L5H2L", *fields, *lengths) + entry.name + extra
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Returns the parts with adjacent literal bytes as one part."""
+    found: list[Part] = []
+    literal: list[bytes] = []
+    for part in parts:
+        if isinstance(part, bytes):
+            literal.append(part)
+            continue
+        if literal:
+            found.append(b"".join(literal))
+        literal = []
+        found.append(part)
+    return [*found, b"".join(literal)] if literal else found

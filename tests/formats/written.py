@@ -1,0 +1,34 @@
+"""Writes planned files part by part, from the streams of their tensors."""
+
+from collections.abc import Iterable
+
+from formats.crc32 import crc32
+from formats.file_plan import FilePlan, Late, length_of
+from formats.storage import Writer
+
+
+def bytes_of(plan: FilePlan) -> Iterable[bytes | memoryview]:
+    """The bytes of a planned file, in blocks."""
+    sums: list[int] = []
+    for part in plan.parts:
+        if isinstance(part, bytes):
+            yield part
+        elif isinstance(part, Late):
+            made = part.make(sums)
+            assert len(made) == length_of(part)
+            yield made
+        else:
+            total = value = 0
+            for block in part.blocks():
+                total, value = total + len(block), crc32(block, value)
+                yield block
+            assert total == length_of(part)
+            sums.append(value)
+
+
+def write_files(writer: Writer, *plans: FilePlan) -> None:
+    """Writes the files of a plan into a folder, in their order."""
+    for plan in plans:
+        with writer.create(plan.name) as file:
+            for block in bytes_of(plan):
+                file.write([block])
