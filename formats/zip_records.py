@@ -248,6 +248,7 @@ class Archive:
         after = length - _END.size - begin - size
         if not is_plain or comment_bytes or after not in (0, _END_64.size):
             return None
+        check("zip_directory_bytes", size, self.file)
         data, at = self._window.bytes_at(begin, size + after), 0
         if after:  # torch adds 64-bit fields to each zip
             found = _END_64.unpack_from(data, size)
