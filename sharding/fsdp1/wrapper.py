@@ -299,8 +299,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Makes `hook(state, gradient, shard)`, or `hook(state, gradient)`, reduce gradients.
 
-        The hook writes the reduced gradient into `shard`, with NO_SHARD into `gradient`. Called on the
-        root, for all instances. Raises AssertionError if a hook is registered already, for an inner
+        The hook writes the reduced gradient into `shard`, with NO_SHARD into `gradient`. Called on
+        the root, for all instances. Raises AssertionError if a hook is registered already, for an inner
         instance and for hybrid strategies; ValueError for an object that cannot be called.
         """
         if not callable(hook):
