@@ -300,8 +300,8 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         """Makes `hook(state, gradient, shard)`, or `hook(state, gradient)`, reduce gradients.
 
         The hook writes the reduced gradient into `shard`, with NO_SHARD into `gradient`. Called on
-        the root, for all instances. Raises AssertionError if a hook is registered already, for an inner
-        instance and for hybrid strategies; ValueError for an object that cannot be called.
+        the root, for all instances. Raises AssertionError if a hook is registered already, for an
+        inner instance and for hybrid strategies; ValueError for an object that cannot be called.
         """
         if not callable(hook):
             raise ArgumentError(f"The communication hook must be callable but got {hook}")
