@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +107,23 @@ def test_the_names_of_ranks_are_seen_in_a_checkpoint(
         assert checkpoint["rng.rank1.numpy.state.key"].shape == (624,)
 
 
-@pytest.mark.parametrize("others", [1, 3])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (2, 3), (3, 2)])
 def test_other_ranks_are_refused_kept_or_divided(
-    clusters: Callable[[int], Any], tmp_path: Path, others: int
+    clusters: Callable[[int], Any], tmp_path: Path, saving: int, loading: int
 ) -> None:
-    drawn_on = clusters(2).run(saved, str(tmp_path / "c"))
-    for text, is_untouched in clusters(others).run(refused, str(tmp_path / "c")):
-        assert "loader: ranks 0, 1 saved a state each" in text
+    drawn_on = clusters(saving).run(saved, str(tmp_path / "c"))
+    for text, is_untouched in clusters(loading).run(refused, str(tmp_path / "c")):
+        assert f"loader: ranks {'0, 1' if saving == 2 else '0 to 2'} saved a state each" in text
         assert "on_resize" in text
         assert "rng" not in text
         assert is_untouched
-    kept = clusters(others).run(loaded, str(tmp_path / "c"), "keep")
-    fresh = [-1]
-    samples = [[0, 1, 2, 3], [10, 11, 12, 13], fresh]
-    assert [own for _, own, _ in kept] == samples[:others]
-    assert [numbers for numbers, _, _ in kept][:2] == drawn_on[:others]
-    divided = clusters(others).run(loaded, str(tmp_path / "c"), "divide")
-    assert sorted(one for _, own, _ in divided for one in own) == [0, 1, 2, 3, 10, 11, 12, 13]
+    kept = clusters(loading).run(loaded, str(tmp_path / "c"), "keep")
+    samples, fresh = [list(range(10 * rank, 10 * rank + 4)) for rank in range(saving)], [-1]
+    assert [own for _, own, _ in kept] == [*samples, fresh][:loading]
+    both = min(saving, loading)
+    assert [numbers for numbers, _, _ in kept][:both] == drawn_on[:both]
+    divided = clusters(loading).run(loaded, str(tmp_path / "c"), "divide")
+    assert sorted(one for _, own, _ in divided for one in own) == sorted(chain(*samples))
 
 
 def run_on(folder: str) -> list[object]:
