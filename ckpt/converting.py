@@ -33,7 +33,7 @@ from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.commit import commit, now
 from ckpt.version import __version__
 from formats import dcp, huggingface, safetensors_file, torch_save
-from formats.catalog import TypedValue, named_leaves
+from formats.catalog import Tree, TypedValue, named_leaves
 from formats.dcp_nest import lost
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import current
@@ -62,6 +62,14 @@ class Format(str, Enum):
         """Whether a checkpoint of this format is one file, not a folder."""
         return self in (Format.SAFETENSORS, Format.TORCH)
 
+    @property
+    def is_of_weights(self) -> bool:
+        """Whether a checkpoint of this format is the weights of a model, by its flat names.
+
+        Of a training's folder, a conversion writes the weights alone unless `select` is given.
+        """
+        return self in (Format.SAFETENSORS, Format.HUGGINGFACE)
+
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
@@ -84,6 +92,8 @@ class ConvertReport:
     """Key paths of dicts with keys that were numbers and are text in the target: dcp's keys are."""
     not_cast: tuple[str, ...] = ()
     """Tensors of floats below 16 bits, which `dtype` does not cast."""
+    beside: tuple[str, ...] = ()
+    """Keys of a training's folder that were not converted, beside the weights."""
 
 
 def convert(
@@ -114,6 +124,7 @@ def convert(
         to: `ckpt`, `safetensors`, `hf`, `torch` or `dcp`. By default the end of `dst` decides
             (`.safetensors`, `.pt`, `.pth`, `.bin`); a folder becomes `ckpt`.
         select: a key path. The conversion takes the entries below it and removes it from the names.
+            By default of a training's folder the weights, if the target's format is one of weights.
         include: patterns (`*`, `?`) of names to convert, without `select`.
         exclude: patterns of names to leave out.
         max_shard_bytes: the largest size of a folder's files (not for dcp, nor with `kind`). A
@@ -157,6 +168,10 @@ def convert(
         elif chosen.is_file:
             check = check_file
         check(opened, target, there, overwrite)
+        beside: tuple[str, ...] = ()
+        if select is None and chosen.is_of_weights and opened.catalog.weights:
+            select = opened.catalog.weights
+            beside = tuple(key for key in _top_keys(opened.catalog.tree) if key != select)
         with outgoing(
             opened.url, opened.store, opened.catalog, select, selection, dtype, progress
         ) as state:
@@ -186,6 +201,7 @@ def convert(
             ranks,
             _became_text(chosen, state),
             _not_cast(dtype, state),
+            beside,
         )
 
 
@@ -302,6 +318,10 @@ def _check_values(chosen: Format, state: Outgoing) -> None:
                     "loads without running code: leave it out (exclude=, --exclude), store plain "
                     "values in its place, or convert to ckpt's own format"
                 )
+
+
+def _top_keys(tree: Tree) -> tuple[str, ...]:
+    return tuple(map(str, tree)) if isinstance(tree, dict) else ()
 
 
 def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from ckpt.structure import Container, StructureDifference, compare_structure, co
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import TensorRecord, TensorRef, Tree, named_leaves, str_of
+from formats.joined import under
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
@@ -154,6 +155,7 @@ def diff(
     chosen = Selection.of(include, exclude)
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
+        left, right = _alike(left, right), _alike(right, left)
         sides = (_Side.of(left, select), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
             raise ArgumentError(
@@ -209,6 +211,14 @@ class _Side:
             values={name: one for name, one in self.values.items() if name in selection},
             structure=containers(self.source.catalog.tree, selection.__contains__, prefix),
         )
+
+
+def _alike(side: Source, other: Source) -> Source:
+    """Returns the weights of a training's folder, if the other side is a checkpoint of weights."""
+    weights = side.catalog.weights
+    if not weights or other.catalog.weights or other.catalog.format not in FLAT_FORMATS:
+        return side
+    return replace(side, catalog=under(side.catalog, weights))
 
 
 def _below(entries: Mapping[str, _T], prefix: str) -> dict[str, _T]:

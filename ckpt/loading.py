@@ -25,6 +25,7 @@ from ckpt.match.fitting import check_fits, check_preflight_scalars, differences,
 from ckpt.match.match import match
 from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
+from ckpt.match.wanted import wanted
 from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
 from ckpt.plan.read_plan import BoxCopies
 from ckpt.sources import Source, open_source
@@ -331,6 +332,7 @@ def _matched(
     """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
     budget = memory_budget()
     source = stack.enter_context(open_source(url, options.storage))
+    source = replace(source, catalog=wanted(source.catalog, state))
     saved = Saved(source.catalog, options.rename)
     found = match(saved, state, options.selection, ranks.mesh, options.casting)
     if options.forgiven:

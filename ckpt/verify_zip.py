@@ -7,13 +7,14 @@ the records, as for a load. No pickle is executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from ckpt.report import Findings, Problem
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, Extent
+from formats.dcp_items import Items
 from formats.dcp_nest import METADATA
 from formats.errors import FormatError
 from formats.pickle_reader import load
@@ -43,9 +44,9 @@ def check_dcp(reader: Reader, catalog: Catalog, progress: Progress | None = None
     """Checks a DCP folder whose metadata could be read."""
     check = _Check(reader, progress)
     items = _items(reader)
-    for item in sorted(items, key=lambda item: (item.file, item.offset)):
-        check.archive(item.file, item.offset, item.nbytes, partial(_name_of, items[item]))
-    check.ends(items)
+    zips = {extent: name for name, extent in items.zips()}
+    for item in sorted(zips, key=lambda item: (item.file, item.offset)):
+        check.archive(item.file, item.offset, item.nbytes, partial(_name_of, zips[item]))
     damaged = {problem.tensor for problem in check.problems}
     for name, record in catalog.tensors.items():
         if name in damaged:
@@ -55,21 +56,16 @@ def check_dcp(reader: Reader, catalog: Catalog, progress: Progress | None = None
                 pass
         except FormatError as error:
             check.problems.append(Problem.of(error, METADATA, name))
+    without = "; tensors in safetensors have none" if items.raw else ""
     return check.findings(
-        f"structure, sizes, and the CRC-32 of every item; {METADATA} has no checksum"
+        f"structure, sizes, and the CRC-32 of every item{without}; {METADATA} has no checksum"
     )
 
 
-def _items(reader: Reader) -> dict[Extent, str]:
-    """Returns the extent and name of each item. The catalog's reader has checked the extents."""
+def _items(reader: Reader) -> Items:
+    """Returns the table of items. The catalog's reader has checked that they tile their files."""
     metadata = load(reader.read(METADATA, 0, reader.size(METADATA)), METADATA)
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise FormatError(f"{METADATA}: no table of items")
-    items: dict[Extent, str] = {}
-    for index, info in metadata.storage_data.items():
-        file, offset, length = info.relative_path, info.offset, info.length
-        items.setdefault(Extent(file, offset, length), str(index.fqn))
-    return items
+    return Items(reader, metadata.storage_data if isinstance(metadata, Metadata) else None)
 
 
 def _name_of(name: str, extent: Extent) -> str:
@@ -101,20 +97,6 @@ class _Check:
             return
         for name in archive.names:
             self._record(archive, name, owner, whole)
-
-    def ends(self, items: Iterable[Extent]) -> None:
-        """Checks that each file ends with its last item."""
-        ends: dict[str, int] = {}
-        for item in items:
-            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
-        for file, end in ends.items():
-            size = self._reader.size(file)
-            if size > end:
-                message = (
-                    f"{self._reader.url}/{file}: its last item ends at byte {end}, the file has "
-                    f"{size} bytes: bytes were appended to it"
-                )
-                self.problems.append(Problem(file, message, None, end, size))
 
     def findings(self, checked: str) -> Findings:
         """Returns the result, in the form that all formats share."""

@@ -12,7 +12,8 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckpt.report import Findings, Problem, Report
 from ckpt.sources import Source, open_source
@@ -20,14 +21,21 @@ from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from ckpt.verify_native import check_native
 from ckpt.verify_zip import check_dcp, check_torch
+from formats.catalog import Catalog
 from formats.errors import FormatError, UnsupportedError
-from formats.folders import DCP_METADATA
+from formats.folders import DCP_METADATA, folder_format
+from formats.joined import Subfolder
 from formats.native.manifest import MANIFEST
 from formats.safetensors_header import read_header
+from formats.storage import Reader
 
 __all__ = ["Problem", "Report", "verify"]
 
 SAFETENSORS = ".safetensors"
+FILES = ("safetensors", "torch")
+"""The formats that are one file."""
+SHOWN_NAMES = 20
+Progress = Callable[[int], None] | None
 
 
 def verify(
@@ -65,8 +73,14 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
     try:
         with open_source(text, options) as source:
             files = len(source.catalog.files)
-            found = _findings(source, progress)
-            notes = (*found.notes, *_strays(source))
+            # A native checkpoint is guarded against its replacement by this store.
+            is_native = source.catalog.format == "ckpt"
+            found = (
+                check_native(source.store, progress)
+                if is_native
+                else _findings(source.store, source.catalog, progress)
+            )
+            notes = (*source.catalog.notes, *found.notes, *_strays(source))
             return Report(
                 text,
                 source.catalog.format,
@@ -82,28 +96,62 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
         return _unreadable(text, error, options)
 
 
-def _findings(source: Source, progress: Callable[[int], None] | None) -> Findings:
-    """Checks a source by its format."""
-    if source.catalog.format == "ckpt":
-        return check_native(source.store, progress)
-    if source.catalog.format == "torch":
-        return check_torch(source.store, source.catalog, progress)
-    if source.catalog.format == "dcp":
-        return check_dcp(source.store, source.catalog, progress)
+def _findings(reader: Reader, catalog: Catalog, progress: Progress) -> Findings:
+    """Checks a catalog by its format; of several parts, each part by its own."""
+    if catalog.parts:
+        return _of_parts(
+            [(part, _below(reader, folder, part, progress)) for folder, part in catalog.parts]
+        )
+    if catalog.format == "torch":
+        return check_torch(reader, catalog, progress)
+    if catalog.format == "dcp":
+        return check_dcp(reader, catalog, progress)
+    if catalog.format == "json":
+        return Findings("every value")
     # `open_source` has checked every rule of the headers, and the index against the files.
     return Findings("structure and sizes only: this format has no checksums")
 
 
+def _below(reader: Reader, folder: str, part: Catalog, progress: Progress) -> Findings:
+    """Checks a part in a sub-folder, or in the folder itself. Problems name the sub-folder."""
+    if not folder:
+        return _findings(reader, part, progress)
+    found = _findings(Subfolder(reader, folder), part, progress)
+    moved = [replace(each, file=f"{folder}/{each.file}") for each in found.problems]
+    return replace(found, problems=tuple(moved))
+
+
+def _of_parts(found: Sequence[tuple[Catalog, Findings]]) -> Findings:
+    """Returns the findings of several parts as one."""
+    checked = dict.fromkeys(f"{part.format}: {each.checked}" for part, each in found)
+    return Findings(
+        "; ".join(checked),
+        sum(each.bytes_checked for _, each in found),
+        tuple(problem for _, each in found for problem in each.problems),
+        tuple(dict.fromkeys(note for _, each in found for note in each.notes)),
+    )
+
+
 def _strays(source: Source) -> tuple[str, ...]:
-    """Returns a note for each file in a checkpoint's folder that does not belong to it."""
-    if source.catalog.format in ("safetensors", "torch"):
+    """Returns notes that name each entry of a folder at which the check did not look."""
+    catalog = source.catalog
+    if catalog.format in FILES:
         return ()  # the checkpoint is one file; its folder may hold any other files
-    own = {file.name for file in source.catalog.files}
-    strays = [name for name in source.store.names() if name not in own]
-    if source.catalog.format == "huggingface":
+    own = {file.name for file in catalog.files}
+    own |= {f"{name.partition('/')[0]}/" for name in own if "/" in name}
+    strays = [name for name in source.store.entries() if name not in own]
+    if catalog.format in ("ckpt", "dcp"):
+        foreign = [name for name in strays if not name.endswith("/")]
+    else:
         # Such a folder also has a configuration and a tokenizer.
-        strays = [name for name in strays if name.endswith(SAFETENSORS)]
-    return tuple(f"{name} is in the folder and not a part of the checkpoint" for name in strays)
+        foreign = [name for name in strays if name.endswith(SAFETENSORS)]
+    others = [name for name in strays if name not in foreign]
+    more = f" and {len(others) - SHOWN_NAMES} more" if len(others) > SHOWN_NAMES else ""
+    line = f"not checked: {', '.join(others[:SHOWN_NAMES])}{more}"
+    return (
+        *(f"{name} is in the folder and not a part of the checkpoint" for name in foreign),
+        *((line,) if others else ()),
+    )
 
 
 def _unreadable(url: str, error: FormatError, options: Options) -> Report:
@@ -119,9 +167,11 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
         for name, kind in ((MANIFEST, "ckpt"), (DCP_METADATA, "dcp")):
             if name in names:
                 return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
+        found = folder_format(store.entries())
+        kind = "huggingface" if found is None else found.name
         # The headers of all files are checked, although the first damaged one ended `open_source`.
         problems = _header_problems(store, names) or (Problem.of(error, url),)
-        return Report(url, "huggingface", 0, 0, checked, problems)
+        return Report(url, kind, 0, 0, checked, problems)
 
 
 def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:

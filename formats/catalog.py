@@ -258,6 +258,10 @@ class Catalog:
     parts: tuple[tuple[str, Catalog], ...] = ()
     """Of a folder with several checkpoints: the sub-folder of each ("" for a file of the folder),
     and its catalog with names relative to that sub-folder (`formats.joined`)."""
+    notes: tuple[str, ...] = ()
+    """Facts that a user should know: files that were not read, an index that is missing."""
+    weights: str = ""
+    """The top key of a model's weights, if a folder holds more than weights (docs/formats.md)."""
 
     @property
     def nbytes(self) -> int:

@@ -1,16 +1,21 @@
 """Reads the items of a DCP checkpoint: small torch.save zips in byte ranges of larger files.
 
+With `SerializationFormat.SAFETENSORS`, the tensors of a file are one safetensors file behind the
+zips of the values, and `.metadata` has the first byte of this file as the place of each tensor.
+
 Rules:
 
 1. The table of items is checked at once: each range lies inside a file of the folder, and the
    ranges of a file lie end to end. `.metadata` has no checksum; these checks replace it.
 2. The item of a tensor's chunk is opened when its piece is located, and only once. Its zip has the
    true place and strides of the data. Shape, dtype and size must agree with `.metadata`.
+3. A file is of safetensors if its items do not tile it and all its tensors have one place. Then the
+   header has the places of the tensors, and no item is a zip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -21,8 +26,9 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.limits import applied, current
 from formats.pickle_reader import load
 from formats.pickle_records import MetadataIndex, StorageInfo, StoredTensor, check_index
+from formats.safetensors_header import Entry, Header, read_header
 from formats.storage import Reader
-from formats.zip_records import PICKLE, Archive
+from formats.zip_records import PICKLE, ZIP_MAGIC, Archive
 from sharding.layout import Box, Piece
 
 READ_AHEAD_BYTES = 1 << 20
@@ -36,6 +42,8 @@ class Items:
 
     def __init__(self, reader: Reader, storage_data: object) -> None:
         self.sizes: dict[str, int] = {}
+        self.raw: dict[Extent, Entry] = {}
+        """The tensors of safetensors files, by the range of their data (rule 3)."""
         self._reader = reader
         self._extents: dict[tuple[str, object], Extent] = {}
         if not isinstance(storage_data, dict):
@@ -48,7 +56,15 @@ class Items:
             except FormatError as error:
                 raise FormatError(f"{METADATA}: {error}") from None
             self._extents[name, offset] = self._extent(name, info)
-        self._check_tiled()
+        self._check_tiled(self._tails())
+
+    def zips(self) -> Iterator[tuple[str, Extent]]:
+        """Yields the name and the range of each item that is a zip; of tied names the first."""
+        seen = set(self.raw)
+        for (name, _), extent in self._extents.items():
+            if extent not in seen:
+                seen.add(extent)
+                yield name, extent
 
     def find(self, name: str, offsets: object) -> Extent:
         """Returns the byte range of an item, a whole small zip."""
@@ -58,21 +74,64 @@ class Items:
             raise CorruptError(f"{METADATA}: no item is listed for {name}{place}")
         return found
 
-    def _check_tiled(self) -> None:
+    def _tails(self) -> dict[str, int]:
+        """Replaces the places of tensors in safetensors files. Returns the end of their zips."""
+        starts: dict[str, set[int]] = {}
+        for (_, offsets), extent in self._extents.items():
+            if offsets is not None:
+                starts.setdefault(extent.file, set()).add(extent.offset)
+        found = {}
+        for file, places in starts.items():
+            at = min(places)
+            if len(places) == 1 and self._is_safetensors(file, at):
+                found[file] = at
+        for file, at in found.items():
+            header, _ = read_header(Tail(self._reader, file, at), file)
+            for key, extent in self._extents.items():
+                if extent.file == file and key[1] is not None:
+                    self._extents[key] = self._entry(key[0], header, extent)
+        return found
+
+    def _is_safetensors(self, file: str, at: int) -> bool:
+        """Whether the tensors of a file, which have one place, are a safetensors file there."""
+        magic = self._reader.read(file, at, min(4, self.sizes[file] - at))
+        return magic != ZIP_MAGIC and at < self.sizes[file]
+
+    def _entry(self, name: str, header: Header, place: Extent) -> Extent:
+        """Returns the range of a tensor's data in a safetensors file that begins at `place`."""
+        entry = header.entries.get(name)
+        if entry is None or entry.end - entry.begin != place.nbytes:
+            found = "has no such tensor" if entry is None else f"has {entry.end - entry.begin}"
+            raise CorruptError(
+                f"{place.file}: {name} has {place.nbytes} bytes by {METADATA}, and its header "
+                f"{found}; two chunks of one tensor in one file overwrite each other: save them "
+                "without SerializationFormat.SAFETENSORS"
+            )
+        offset = place.offset + header.data_offset + entry.begin
+        extent = Extent(place.file, offset, place.nbytes)
+        self.raw[extent] = entry
+        return extent
+
+    def _check_tiled(self, tails: Mapping[str, int]) -> None:
         """Raises unless the items of each file lie end to end, as all writers of DCP write them.
 
-        Tied tensors may share an item. An overlap is a HostileError, a gap a CorruptError.
+        Tied tensors may share an item. An overlap is a HostileError, a gap a CorruptError. The
+        header of a safetensors file has been checked for the bytes behind the zips.
         """
         ends = dict.fromkeys(self.sizes, 0)
-        for file, lo, nbytes, *_ in sorted(set(self._extents.values()), key=itemgetter(0, 1, 2)):
+        zips = set(self._extents.values()) - self.raw.keys()
+        for file, lo, nbytes, *_ in sorted(zips, key=itemgetter(0, 1, 2)):
             if lo < ends[file]:
                 raise HostileError(f"{METADATA}: two items of {file} overlap at byte {lo}")
             if lo > ends[file]:
                 raise _without_item(file, ends[file], lo)
             ends[file] = lo + nbytes
         for file, end in ends.items():
-            if end < self.sizes[file]:
-                raise _without_item(file, end, self.sizes[file])
+            size = tails.get(file, self.sizes[file])
+            if end < size:
+                raise _without_item(file, end, size)
+            if end > size:
+                raise HostileError(f"{METADATA}: a value and the tensors of {file} overlap")
 
     def _extent(self, name: str, info: StorageInfo) -> Extent:
         file, offset, length = info.relative_path, info.offset, info.length
@@ -135,10 +194,16 @@ class ItemPieces:
     """The chunks of one tensor. `locate` opens their items (rule 2)."""
 
     def __init__(
-        self, reader: Reader, name: str, dtype: DType, items: PieceTable, known: KnownPickles
+        self,
+        reader: Reader,
+        name: str,
+        dtype: DType,
+        items: PieceTable,
+        raw: Mapping[Extent, Entry],
+        known: KnownPickles,
     ) -> None:
         self._reader, self._name, self._dtype, self._items = reader, name, dtype, items
-        self._known = known
+        self._raw, self._known = raw, known
         self._opened: dict[Extent, _Opened] = {}
         self._limits = current()
 
@@ -151,11 +216,23 @@ class ItemPieces:
 
     def _open(self, item: StoredPiece) -> StoredPiece:
         box = item.piece.box
+        if entry := self._raw.get(item.extent):
+            return self._checked(item, entry)
         if item.extent not in self._opened:
             with applied(self._limits):
                 self._opened[item.extent] = self._read(item.extent, box)
         opened = self._opened[item.extent]
         return StoredPiece(Piece(box, opened.tensor.at, opened.tensor.strides), opened.extent)
+
+    def _checked(self, item: StoredPiece, entry: Entry) -> StoredPiece:
+        """Returns a chunk in a safetensors file. Raises FormatError for another shape or dtype."""
+        box = item.piece.box
+        if entry.shape != box.shape or entry.dtype != self._dtype.name:
+            raise FormatError(
+                f"{item.extent.file}: {self._name} is {entry.dtype} of shape {entry.shape}, where "
+                f"{METADATA} has {self._name} {box} of dtype {self._dtype}"
+            )
+        return item
 
     def _read(self, item: Extent, box: Box) -> _Opened:
         archive = Archive(self._reader, item.file, item.offset, item.nbytes)
@@ -176,6 +253,21 @@ class ItemPieces:
                 f"bytes by its pickle, {extent.nbytes} by its zip"
             )
         return _Opened(extent, tensor)
+
+
+class Tail:
+    """A reader of one file from a byte on, as if the file began there."""
+
+    def __init__(self, reader: Reader, file: str, at: int) -> None:
+        self._reader, self._file, self._at = reader, file, at
+
+    def size(self, name: str) -> int:
+        """Returns the bytes from there to the end."""
+        return self._reader.size(self._file) - self._at
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Reads exactly these bytes."""
+        return self._reader.read(self._file, self._at + offset, length)
 
 
 class ReadAhead:

@@ -130,7 +130,7 @@ def _tensor(
     if len({stored.extent for stored in pieces}) < len(pieces):
         raise FormatError(f"{METADATA}: two chunks of {name} lie in the same bytes")
     view = (dtype, shape, tuple(pieces)) if pieces else name
-    table = ItemPieces(reader, name, dtype, PieceTable(pieces), pickles)
+    table = ItemPieces(reader, name, dtype, PieceTable(pieces), items.raw, pickles)
     return TensorRecord(name, shape, dtype, table), view
 
 

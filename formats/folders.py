@@ -70,11 +70,25 @@ def both(first: Sign, second: Sign) -> Sign:
     return lambda entries: first(entries) if second(entries) is not None else None
 
 
+_TRAINED = has_like(
+    r"(optimizer|scheduler)\.(pt|bin)|(optimizer|pytorch_model_fsdp)_0/|rng_state(_[0-9]+)?\.pth"
+)
+"""A part of the state of a training, which a folder of nothing but weights lacks."""
+
 FOLDERS: tuple[FolderFormat, ...] = (
+    FolderFormat("lightning", has("meta.pt", DCP_METADATA), "formats.lightning"),
     FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "formats.dcp"),
+    FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "formats.training_folders"),
+    FolderFormat("accelerate", has_like(r"random_states_[0-9]+\.pkl"), "formats.training_folders"),
     FolderFormat(
         "huggingface", has_like(r".+\.safetensors(\.index\.json)?"), "formats.huggingface"
     ),
+    FolderFormat(
+        "huggingface",
+        has_like(r"(diffusion_)?pytorch_model.*\.bin(\.index\.json)?|adapter_model\.bin"),
+        "formats.huggingface_bin",
+    ),
+    FolderFormat("consolidated", has_like(r"consolidated\.[0-9]+\.pth"), "formats.consolidated"),
 )
 
 

@@ -27,6 +27,7 @@ from formats.catalog import (
     Tree,
     join,
     map_tree,
+    named_leaves,
 )
 from formats.errors import FormatError
 from formats.storage import Reader
@@ -95,6 +96,27 @@ def below(reader: Reader, folder: str, read: Callable[[Reader], Catalog]) -> Cat
         files=tuple(replace(file, name=f"{folder}/{file.name}") for file in inner.files),
         parts=tuple((join_folder(folder, deeper), catalog) for deeper, catalog in origins),
     )
+
+
+def under(catalog: Catalog, key: str) -> Catalog:
+    """Returns the part of a catalog below a top key, whose names lose the key.
+
+    A catalog without this key, or with a single value there, is returned unchanged.
+    """
+    tree = catalog.tree.get(key) if isinstance(catalog.tree, dict) else None
+    if not isinstance(tree, dict):
+        return catalog
+    first: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for path, leaf in named_leaves(tree):
+        if isinstance(leaf, TensorRef) and first.setdefault(leaf.name, path) != path:
+            aliases[path] = first[leaf.name]
+
+    def named(leaf: Tree) -> Tree:
+        return TensorRef(first[leaf.name]) if isinstance(leaf, TensorRef) else leaf
+
+    tensors = {name: replace(catalog.tensors[stored], name=name) for stored, name in first.items()}
+    return replace(catalog, tensors=tensors, tree=map_tree(tree, named), aliases=aliases)
 
 
 def join_folder(folder: str, deeper: str) -> str:

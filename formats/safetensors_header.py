@@ -24,11 +24,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import ELEMENTS, HEADER_DIMENSIONS, check
-from formats.storage import Reader
 from formats.strict_json import decode_object
 
 MAX_HEADER_BYTES = 100_000_000
@@ -94,7 +93,19 @@ class Header:
         return max((entry.end for entry in self.entries.values()), default=0)
 
 
-def read_header(reader: Reader, name: str) -> tuple[Header, bytes]:
+class HeaderReader(Protocol):
+    """The part of a reader that a header needs."""
+
+    def size(self, name: str) -> int:
+        """Returns the size of a file."""
+        ...
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Reads exactly these bytes of a file."""
+        ...
+
+
+def read_header(reader: HeaderReader, name: str) -> tuple[Header, bytes]:
     """Reads the header of a file, and checks it against the file's size.
 
     Also returns its bytes with the 8-byte length. Reads nothing else. Raises as `parse` does.

@@ -13,10 +13,13 @@ from formats.limits import check
 _MINUS_ZERO = re.compile(r"-0(?![0-9.eE])")
 
 
-def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str, object]:
+def decode_object(
+    data: bytes | str, what: str, lone: bool = False, nan: bool = False
+) -> dict[str, object]:
     """Returns the JSON object in `data`. `what` names the document at the start of each message.
 
-    `lone` allows escapes of half a surrogate pair, which Python uses in names of files.
+    `lone` allows escapes of half a surrogate pair, which Python uses in names of files; `nan`
+    allows NaN and Infinity, which Python's json writes.
 
     Raises:
         HostileError: a key occurs twice, there are too many values, or they nest too deep.
@@ -43,7 +46,10 @@ def decode_object(data: bytes | str, what: str, lone: bool = False) -> dict[str,
         # Some readers take -0 for a float. Few documents have one.
         integer = _integer if _MINUS_ZERO.search(text) else None
         found: object = json.loads(
-            text, object_pairs_hook=unique, parse_constant=refuse, parse_int=integer
+            text,
+            object_pairs_hook=unique,
+            parse_constant=float if nan else refuse,
+            parse_int=integer,
         )
         if "\\u" in text and not lone:
             json.dumps(found, ensure_ascii=False).encode()  # raises for half a surrogate pair

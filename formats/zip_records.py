@@ -30,6 +30,9 @@ from formats.errors import CorruptError, FormatError, HostileError, UnsupportedE
 from formats.limits import check
 from formats.storage import Reader
 
+ZIP_MAGIC = b"PK\x03\x04"
+"""The first bytes of a zip."""
+
 PICKLE = "data.pkl"
 """The record that describes all others."""
 

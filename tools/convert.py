@@ -134,6 +134,7 @@ def run(options: Options) -> int:
             "left_out": left_out,
             "became_text": report.became_text,
             "not_cast": report.not_cast,
+            "beside": report.beside,
             "seconds": round(seconds, 3),
         }
         print(json_text(summary))
@@ -150,6 +151,10 @@ def run(options: Options) -> int:
         print(
             f"note: {count(len(left_out), 'value')} left out, which {report.target_format} cannot "
             f"hold: {_shown(left_out)}"
+        )
+    if report.beside:
+        print(
+            f"note: only the weights were converted; --select takes one of {_shown(report.beside)}"
         )
     if report.became_text:
         print(

@@ -117,6 +117,8 @@ def _lines(
     )
     for key, text in catalog.metadata.items():
         yield f"  {printable(key)}: {shortened(text)}"
+    for note in catalog.notes:
+        yield f"  note: {printable(note)}"
     if catalog.bases:
         folders = ", ".join(map(printable, catalog.bases))
         yield f"  some of its chunks lie beside it, in {folders}"
@@ -212,6 +214,7 @@ def _described(
         "url": url,
         "format": catalog.format,
         "metadata": catalog.metadata,
+        "notes": catalog.notes,
         "bases": catalog.bases,
         "tensors": [
             {

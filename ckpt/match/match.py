@@ -18,6 +18,7 @@ from ckpt.match.casting import Casting, dtype_problem
 from ckpt.match.match_builder import NOT_SAVED, Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
 from ckpt.match.match_per_rank import match_per_rank
+from ckpt.match.match_positions import named_by_position
 from ckpt.match.match_stateful import filled, match_stateful
 from ckpt.match.overlaps import shared_memory
 from ckpt.match.selection import Selection, no_name
@@ -71,8 +72,10 @@ def match(
         StateError: a module's or optimizer's own method failed.
     """
     check_mode()
+    parameters = parameter_names(state)
+    saved = named_by_position(saved, state, parameters)
     builder = MatchBuilder(saved, selection, world)
-    matcher = _Matcher(builder, casting, parameter_names(state))
+    matcher = _Matcher(builder, casting, parameters)
     install = matcher.walk(state, "")
     matcher.forgive_ties()
     shared = shared_memory(builder.items, builder.ties, builder.targets)

@@ -97,6 +97,13 @@ class Saved:
         else:
             self._index_renamed(catalog.tree, "", {name: new for name, new, _ in found})
 
+    def renamed(self, table: Mapping[str, str]) -> Saved:
+        """Returns the same state with further new names, as by `rename=` of a mapping."""
+        first, then = self.rename, renamer(table)
+        found = Saved(self.catalog, lambda name: then(first(name)))
+        found._keys = self._keys
+        return found
+
     @property
     def _sorted(self) -> list[str]:
         """The names of the leaves, sorted on first use: most targets need none."""

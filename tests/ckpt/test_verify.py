@@ -318,10 +318,11 @@ def test_a_hugging_face_folder_that_lacks_a_file_is_a_problem(native, tmp_path):
     assert gone.name in problem.message
 
 
-def test_the_companions_of_a_hugging_face_folder_are_no_strays(native, tmp_path):
+def test_the_companions_of_a_hugging_face_folder_are_named_as_not_checked(native, tmp_path):
     convert(native, tmp_path / "hf", to="hf")
     (tmp_path / "hf" / "config.json").write_text("{}")
-    assert verify(tmp_path / "hf").notes == ()
+    (tmp_path / "hf" / "runs").mkdir()
+    assert verify(tmp_path / "hf").notes == ("not checked: config.json, runs/",)
 
 
 def test_a_url_is_checked_like_a_folder(native):

@@ -18,7 +18,8 @@ from ckpt.stores.store import open_store
 from formats.catalog import Catalog, TensorRef
 from formats.dtypes import BY_NAME, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError
-from formats.huggingface import find, plans, read, split
+from formats.huggingface import plans, read, split
+from formats.huggingface_files import Chosen, choose
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.sizes import parse_size
 from tests.formats.written import write_files
@@ -241,15 +242,40 @@ def test_weights_of_any_base_name_are_found(tmp_path: Path, base: str, max_shard
     ],
 )
 def test_the_file_that_counts_is_found(names: list[str], found: str | list[str] | None):
-    assert find(names) == (found[0] if isinstance(found, list) else found)
+    wanted = found[0] if isinstance(found, list) else found
+    assert choose(names, ".safetensors") == (None if wanted is None else Chosen.named(wanted))
+
+
+def test_files_without_numbers_are_read_together(tmp_path: Path):
+    for name in ("a.safetensors", "b.safetensors"):
+        safetensors.torch.save_file({name[0]: torch.zeros(1)}, tmp_path / name)
+    catalog, _ = read_from(tmp_path)
+    assert list(catalog.tensors) == ["a", "b"]
+    assert "2 files without numbers" in catalog.notes[0]
+    assert list(read_from(tmp_path, "b.safetensors")[0].tensors) == ["b"]
 
 
 def test_of_several_checkpoints_one_must_be_named(tmp_path: Path):
     for name in ("a.safetensors", "b.safetensors"):
-        safetensors.torch.save_file({name[0]: torch.zeros(1)}, tmp_path / name)
-    with pytest.raises(FormatError, match=r"a\.safetensors, b\.safetensors; name one"):
+        safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(FormatError, match=r"b\.safetensors: w lies in another .* name one of"):
         read_from(tmp_path)
-    assert list(read_from(tmp_path, "b.safetensors")[0].tensors) == ["b"]
+    with pytest.raises(FormatError, match=r"a\.safetensors, b\.safe.*; name one"):
+        choose(["a.safetensors", f"b{INDEX.removeprefix('model')}"], ".safetensors")
+    with pytest.raises(FormatError, match="several checkpoints"):
+        choose([f"{base}-00001-of-00001.safetensors" for base in "ab"], ".safetensors")
+
+
+def test_shards_without_an_index_are_read_if_their_numbers_are_complete(tmp_path: Path):
+    write_to(tmp_path, state_of(abc()), 8)
+    (tmp_path / INDEX).unlink()
+    catalog, data = read_from(tmp_path)
+    assert data == {name: raw(tensor) for name, tensor in abc().items()}
+    assert catalog.notes == (f"{INDEX} is missing; the numbers of the 3 shards are complete",)
+    for number in (2, 3):  # the first hole, then also the end
+        (tmp_path / f"model-0000{number}-of-00003.safetensors").unlink()
+        with pytest.raises(FormatError, match="model-00002-of-00003.safetensors is missing"):
+            read_from(tmp_path)
 
 
 def test_a_folder_without_safetensors_is_an_error_that_names_it(tmp_path: Path):

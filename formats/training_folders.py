@@ -1,0 +1,155 @@
+"""The folders of a training: of transformers' Trainer, and of Accelerate's `save_state`.
+
+    checkpoint-500/                                  place in the tree
+        model.safetensors, or shards, or .bin        model
+        pytorch_model_fsdp_0/    a folder of DCP     model
+        optimizer.pt or .bin, or optimizer_0/        optimizer
+        scheduler.pt or .bin, scaler.pt              scheduler, scaler
+        rng_state.pth; rng_state_1.pth, ...          rng; rng.1, ...
+        random_states_0.pkl, ...                     rng.0, ...
+        trainer_state.json                           trainer_state
+
+Rules:
+
+1. The second of several models, optimizers or schedulers is at `model_1`, `optimizer_1`, ...
+2. The weights are at `model`, and `Catalog.weights` tells it: a verb that wants only weights takes
+   these. A folder with weights in two forms gives the first of the forms above.
+3. A file beside weights and optimizer whose content cannot be read is left out, and a note names
+   it. Damage and hostile content are errors in every file.
+
+The names are those of transformers/trainer.py, accelerate/checkpointing.py and
+accelerate/utils/fsdp_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from formats import dcp, huggingface, huggingface_bin, torch_save
+from formats.catalog import Catalog, FileRecord, Tree
+from formats.errors import UnsupportedError
+from formats.huggingface_files import BASES, choose
+from formats.joined import Part, below, joined, under
+from formats.limits import check
+from formats.storage import Reader
+from formats.strict_json import decode_object
+
+MODEL = "model"
+TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Entries of one kind; the group of the pattern is the number of the object or the rank."""
+
+    pattern: re.Pattern[str]
+    place: str
+    by_rank: bool = False
+    """Whether each rank has an entry, at its rank below the place."""
+    may_be_left_out: bool = False
+    """Whether the rest is of use without it (rule 3)."""
+
+    def place_of(self, number: str | None) -> tuple[str, ...]:
+        if self.by_rank:
+            return (self.place,) if number is None else (self.place, str(int(number)))
+        at = int(number or 0)
+        return (f"{self.place}_{at}" if at else self.place,)
+
+
+_N = r"(?:_([0-9]{1,6}))?"
+_ROWS = (
+    _Row(re.compile(r"model_([0-9]{1,6})\.safetensors"), MODEL),
+    _Row(re.compile(r"pytorch_model_([0-9]{1,6})\.bin"), MODEL),
+    _Row(re.compile(rf"pytorch_model_fsdp{_N}\.bin"), MODEL),
+    _Row(re.compile(r"pytorch_model_fsdp_([0-9]{1,6})/"), MODEL),
+    _Row(re.compile(rf"optimizer{_N}\.(?:bin|pt)"), "optimizer"),
+    _Row(re.compile(r"optimizer_([0-9]{1,6})/"), "optimizer"),
+    _Row(re.compile(rf"scheduler{_N}\.(?:bin|pt)"), "scheduler"),
+    _Row(re.compile(r"scaler\.pt()"), "scaler"),
+    _Row(re.compile(rf"dl_state_dict{_N}\.bin"), "dataloader", may_be_left_out=True),
+    _Row(re.compile(r"custom_checkpoint_([0-9]{1,6})\.pkl"), "custom", True, True),
+    _Row(re.compile(rf"rng_state{_N}\.pth"), "rng", True, True),
+    _Row(re.compile(r"random_states_([0-9]{1,6})\.pkl"), "rng", True, True),
+)
+
+
+def read(reader: Reader) -> Catalog:
+    """Reads the catalog of a folder: descriptions, and the values beside the tensors.
+
+    Raises:
+        HostileError: a file claims absurd sizes or names code. Nothing was executed.
+        UnsupportedError: the weights or the optimizer cannot be read.
+        CorruptError, FormatError: a file is damaged, or breaks the rules of its format.
+    """
+    entries = reader.entries()
+    is_trainer = TRAINER_STATE in entries
+    parts: dict[tuple[str, ...], Catalog] = {}
+    notes: list[str] = []
+    weights = _weights(reader, entries)
+    if weights is not None:
+        parts[(MODEL,)] = weights
+    for row, place, entry in _found(entries):
+        if place in parts:
+            first = parts[place].files[0].name
+            notes.append(f"{entry} was not read: {'.'.join(place)} is in {first}")
+            continue
+        try:
+            parts[place] = _read(reader, entry, row)
+        except UnsupportedError as error:
+            if not row.may_be_left_out:
+                raise
+            notes.append(f"{entry} was not read: {error}")
+    if is_trainer:
+        parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
+    found = joined(
+        "trainer" if is_trainer else "accelerate",
+        [Part(place, catalog) for place, catalog in parts.items()],
+        metadata={},
+    )
+    notes = [*(note for catalog in parts.values() for note in catalog.notes), *notes]
+    return replace(found, notes=tuple(notes), weights=MODEL if (MODEL,) in parts else "")
+
+
+def _found(entries: Sequence[str]) -> Iterator[tuple[_Row, tuple[str, ...], str]]:
+    """Yields the known entries in the order of the table, each with its place."""
+    for row in _ROWS:
+        matches = [match for entry in entries if (match := row.pattern.fullmatch(entry))]
+        for match in sorted(matches, key=_number):
+            yield row, row.place_of(match[1] or None), match.string
+
+
+def _number(match: re.Match[str]) -> int:
+    return int(match[1] or 0)
+
+
+def _weights(reader: Reader, entries: Sequence[str]) -> Catalog | None:
+    """Returns the weights that transformers would load from the folder."""
+    usual = [name for name in entries if name.startswith(_STARTS)]
+    if choose(usual, ".safetensors") is not None:
+        return huggingface.read(reader, present=usual)
+    if choose(usual, ".bin") is not None:
+        return huggingface_bin.read(reader, usual)
+    return None
+
+
+_STARTS = tuple(f"{base}{end}" for base in BASES for end in (".", "-"))
+"""The beginnings of the usual names of weights: whole files, shards and indexes."""
+
+
+def _read(reader: Reader, entry: str, row: _Row) -> Catalog:
+    """Reads one entry: a sub-folder of DCP with one object, or a file."""
+    if entry.endswith("/"):
+        return under(below(reader, entry.rstrip("/"), dcp.read), row.place)
+    if entry.endswith(".safetensors"):
+        return huggingface.read(reader, entry)
+    return torch_save.read(reader, entry)
+
+
+def _json(reader: Reader, name: str) -> Catalog:
+    """Returns the values of a JSON file. Losses may be NaN."""
+    size = reader.size(name)
+    check("index_bytes", size, name)
+    values: Tree = decode_object(reader.read(name, 0, size), name, nan=True)  # type: ignore[assignment]
+    return Catalog("json", {}, values, (FileRecord(name, size),))
