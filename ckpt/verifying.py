@@ -73,13 +73,7 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
     try:
         with open_source(text, options) as source:
             files = len(source.catalog.files)
-            # A native checkpoint is guarded against its replacement by this store.
-            is_native = source.catalog.format == "ckpt"
-            found = (
-                check_native(source.store, progress)
-                if is_native
-                else _findings(source.store, source.catalog, progress)
-            )
+            found = _findings(source, progress)
             notes = (*source.catalog.notes, *found.notes, *_strays(source))
             return Report(
                 text,
@@ -96,8 +90,15 @@ def _verified(text: str, progress: Callable[[int], None] | None, options: Option
         return _unreadable(text, error, options)
 
 
-def _findings(reader: Reader, catalog: Catalog, progress: Progress) -> Findings:
-    """Checks a catalog by its format; of several parts, each part by its own."""
+def _findings(source: Source, progress: Progress) -> Findings:
+    """Checks a source by its format."""
+    if source.catalog.format == "ckpt":
+        return check_native(source.store, progress)
+    return _of_catalog(source.store, source.catalog, progress)
+
+
+def _of_catalog(reader: Reader, catalog: Catalog, progress: Progress) -> Findings:
+    """Checks a catalog of another format; of several parts, each part by its own format."""
     if catalog.parts:
         return _of_parts(
             [(part, _below(reader, folder, part, progress)) for folder, part in catalog.parts]
@@ -115,8 +116,8 @@ def _findings(reader: Reader, catalog: Catalog, progress: Progress) -> Findings:
 def _below(reader: Reader, folder: str, part: Catalog, progress: Progress) -> Findings:
     """Checks a part in a sub-folder, or in the folder itself. Problems name the sub-folder."""
     if not folder:
-        return _findings(reader, part, progress)
-    found = _findings(Subfolder(reader, folder), part, progress)
+        return _of_catalog(reader, part, progress)
+    found = _of_catalog(Subfolder(reader, folder), part, progress)
     moved = [replace(each, file=f"{folder}/{each.file}") for each in found.problems]
     return replace(found, problems=tuple(moved))
 
@@ -138,8 +139,11 @@ def _strays(source: Source) -> tuple[str, ...]:
     if catalog.format in FILES:
         return ()  # the checkpoint is one file; its folder may hold any other files
     own = {file.name for file in catalog.files}
-    own |= {f"{name.partition('/')[0]}/" for name in own if "/" in name}
-    strays = [name for name in source.store.entries() if name not in own]
+    folders = sorted({name.rpartition("/")[0] for name in own if "/" in name})
+    there = source.store.entries()
+    for folder in folders:
+        there += [f"{folder}/{name}" for name in source.store.entries(folder)]
+    strays = [name for name in there if name not in own and name.rstrip("/") not in folders]
     if catalog.format in ("ckpt", "dcp"):
         foreign = [name for name in strays if not name.endswith("/")]
     else:

@@ -274,7 +274,7 @@ def test_shards_without_an_index_are_read_if_their_numbers_are_complete(tmp_path
     assert catalog.notes == (f"{INDEX} is missing; the numbers of the 3 shards are complete",)
     for number in (2, 3):  # the first hole, then also the end
         (tmp_path / f"model-0000{number}-of-00003.safetensors").unlink()
-        with pytest.raises(FormatError, match="model-00002-of-00003.safetensors is missing"):
+        with pytest.raises(FormatError, match=r"model-00002-of-00003\.safetensors is missing"):
             read_from(tmp_path)
 
 

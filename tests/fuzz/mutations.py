@@ -394,13 +394,25 @@ def changed(seed: Seed, random: Random) -> Files:
     if seed.kind == "dcp":
         return changed_dcp(files, random)
     name = random.choice(list(files))
+    kind = _kind_in(name) if seed.kind == "folder" else seed.kind
     by_kind: dict[str, Callable[[bytes, Random], bytes]] = {
         "safetensors": changed_safetensors,
         "torch": changed_zip,
         "hf": changed_safetensors,
+        "pickle": changed_pickle,
+        "bytes": changed_bytes,
     }
     if name.endswith(".json"):
         files[name] = text(changed_json(json.loads(files[name]), random)).encode()
     else:
-        files[name] = by_kind[seed.kind](files[name], random)
+        files[name] = by_kind[kind](files[name], random)
     return files
+
+
+def _kind_in(name: str) -> str:
+    """The kind of a file in a folder with files of several kinds."""
+    if name.endswith(".safetensors"):
+        return "safetensors"
+    if name.endswith(".metadata"):
+        return "pickle"
+    return "bytes" if name.endswith(".distcp") else "torch"

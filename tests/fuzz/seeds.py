@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import tempfile
 import warnings
 from functools import cache
@@ -11,19 +12,24 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 import ckpt
 from tests import dcp_alone
 from tests.faults.readers import KINDS, tiny_chunks, written
 from tests.fuzz.folders import Files
 
+DATA = Path(__file__).parents[1] / "data"
+"""Files that other libraries wrote."""
+
 
 class Seed(NamedTuple):
     """A sound checkpoint."""
 
     kind: str
-    """`native`, `safetensors`, `hf`, `torch` or `dcp`."""
+    """`native`, `safetensors`, `hf`, `torch`, `dcp`; `folder` for several files of these."""
     files: Files
     file: str | None = None
     """The file to open; None for the folder."""
@@ -48,7 +54,7 @@ def seeds() -> tuple[Seed, ...]:
         warnings.simplefilter("ignore")  # torch's, of what it is asked to write
         return tuple(
             seed if seed.file is None else seed._replace(files={seed.file: seed.files[seed.file]})
-            for seed in (*_by_us(), *_by_others())
+            for seed in (*_by_us(), *_by_others(), *_folders())
         )
 
 
@@ -100,6 +106,49 @@ def _by_others() -> list[Seed]:
         dcp_alone.save({"module": module.state_dict(), **state()}, folder / "dcp")
         found.append(Seed("dcp", files_of(folder / "dcp")))
     return found
+
+
+def _folders() -> list[Seed]:
+    """Folders with files of several formats, and folders by other writers."""
+    kept = ("trainer/checkpoint-2", "accelerate/plain", "accelerate/fsdp2", "lightning/sharded")
+    found = [Seed("folder", _all_of(DATA / name)) for name in kept]
+    tensors = {"w": torch.arange(12.0).reshape(4, 3), "n": torch.tensor(3)}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in ("bin", "shards", "llama", "distributed"):
+            (folder / name).mkdir()
+        for number in (1, 2):
+            shard = f"-0000{number}-of-00002"
+            part = {f"{name}{number}": tensor for name, tensor in tensors.items()}
+            torch.save(part, folder / "bin" / f"pytorch_model{shard}.bin")
+            safetensors.torch.save_file(part, folder / "shards" / f"model{shard}.safetensors")
+            cut = {"output.weight": tensors["w"], "norm.weight": torch.ones(3)}
+            torch.save(cut, folder / "llama" / f"consolidated.0{number - 1}.pth")
+            rows = {"w": {"saved_offsets": [4 * number - 4, 0]}}
+            safetensors.torch.save_file(
+                {"w": tensors["w"]},
+                folder / "distributed" / f"shard-0000{number}-model-00001-of-00001.safetensors",
+                {"DCP_SHARDING_INFO": json.dumps(rows), "DCP_VERSION": "1.0"},
+            )
+        index = {f"{name}1": "pytorch_model-00001-of-00002.bin" for name in tensors}
+        index |= {f"{name}2": "pytorch_model-00002-of-00002.bin" for name in tensors}
+        text = json.dumps({"weight_map": index})
+        (folder / "bin" / "pytorch_model.bin.index.json").write_text(text)
+        formats: Any = getattr(filesystem, "SerializationFormat", None)  # torch 2.6 has none
+        if formats is not None:
+            writer = FileSystemWriter(folder / "mixed", serialization_format=formats.SAFETENSORS)
+            dcp.save({"model": tensors, "step": 3}, storage_writer=writer, no_dist=True)
+        found += [Seed("folder", _all_of(each)) for each in sorted(folder.iterdir())]
+    return found
+
+
+def _all_of(folder: Path) -> Files:
+    """The files of a folder and of its sub-folders."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def files_of(folder: Path) -> Files:

@@ -1,8 +1,7 @@
 """Writes the folders beside this file with transformers' Trainer: `python write.py`.
 
-`checkpoint-2` is of a run of two steps on the CPU. `logits.json` has the logits of its model for the
-tokens 0 to 7, and `losses.json` the losses of the four steps of the run, of which the folder has
-the first two.
+`checkpoint-2` is of a run of two steps on the CPU. `logits.json` has the logits of its model for
+the tokens 0 to 7, and `losses.json` the losses of the four steps of the run.
 """
 
 from __future__ import annotations
@@ -66,7 +65,14 @@ def trainer(folder: str, steps: int, save: bool = True) -> Any:
         seed=0,
         data_seed=0,
     )
-    return transformers.Trainer(model=model(), args=arguments, train_dataset=data())
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            import torch
+
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return InOrder(model=model(), args=arguments, train_dataset=data())
 
 
 def logits(of: Any) -> list[list[float]]:
