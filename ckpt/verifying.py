@@ -143,6 +143,7 @@ def _strays(source: Source) -> tuple[str, ...]:
     there = source.store.entries()
     for folder in folders:
         there += [f"{folder}/{name}" for name in source.store.entries(folder)]
+    own |= {name for name in there if any(note.startswith(f"{name} ") for note in catalog.notes)}
     strays = [name for name in there if name not in own and name.rstrip("/") not in folders]
     if catalog.format in ("ckpt", "dcp"):
         foreign = [name for name in strays if not name.endswith("/")]

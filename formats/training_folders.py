@@ -75,6 +75,9 @@ _ROWS = (
 )
 
 
+_OF_RANK = re.compile(r"(pytorch_model_fsdp|optimizer)(_[0-9]+)?_rank[0-9]+\.bin")
+
+
 def read(reader: Reader) -> Catalog:
     """Reads the catalog of a folder: descriptions, and the values beside the tensors.
 
@@ -101,6 +104,12 @@ def read(reader: Reader) -> Catalog:
             if not row.may_be_left_out:
                 raise
             notes.append(f"{entry} was not read: {error}")
+    notes += [
+        f"{entry} was not read: each rank saved a file of its own (LOCAL_STATE_DICT, or "
+        "use_dcp=False); load it in Accelerate and save it with SHARDED_STATE_DICT"
+        for entry in entries
+        if _OF_RANK.fullmatch(entry)
+    ]
     if is_trainer:
         parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
     found = joined(

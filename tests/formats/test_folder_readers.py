@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,23 @@ def test_dcp_with_safetensors_and_another_shape_is_refused(tmp_path: Path) -> No
         with pytest.raises(FormatError, match=error):
             ckpt.read(tmp_path)
         file.write_bytes(file.read_bytes().replace(new, b"[2,3]"))
+
+
+def test_the_metadata_of_torch_2_1_is_read(tmp_path: Path) -> None:
+    save({**state(), "step": 3}, FileSystemWriter(tmp_path))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for later in ("storage_meta", "version"):
+        metadata.__dict__.pop(later, None)
+    data = pickle.dumps(metadata, protocol=2)
+    for new, old in (("TensorProperties",) * 2, ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")):
+        there = f"ctorch.distributed.checkpoint.metadata\n{new}\n".encode()
+        assert there in data
+        before = f"ctorch.distributed._shard.sharded_tensor.metadata\n{old}\n".encode()
+        data = data.replace(there, before)
+    (tmp_path / ".metadata").write_bytes(data)
+    found = ckpt.read(tmp_path)
+    assert found.pop("step") == 3
+    assert same(found, state())
 
 
 @writes_safetensors

@@ -101,6 +101,7 @@ def main() -> None:
                 processes.spawn(rank, (port, str(folder), f"{kind}_STATE_DICT"), nprocs=2)
             shutil.rmtree(HERE / name, ignore_errors=True)
             shutil.copytree(folder, HERE / name)
+    (HERE / "fsdp2-full" / "random_states_1.pkl").unlink()  # as large as all else together
 
 
 if __name__ == "__main__":
