@@ -1,1 +1,1 @@
-"""Libraries that train, each with a file that turns its hooks into saves and loads of ckpt."""
+"""Training libraries: one file for each turns the library's hooks into saves and loads of ckpt."""

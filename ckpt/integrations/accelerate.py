@@ -2,18 +2,18 @@
 
     from ckpt.integrations.accelerate import CkptAccelerator as Accelerator
 
-`save_state(folder)` writes one checkpoint, of which each rank writes a part, and `load_state` fills
-what was prepared, on any number of ranks. `ProjectConfiguration`'s automatic names and
-`total_limit` work as before.
+`save_state(folder)` writes one checkpoint, a part by each rank, and `load_state` fills the prepared
+objects, on any number of ranks. `ProjectConfiguration`'s automatic names and `total_limit` work as
+before.
 
 Rules:
 
-1. A checkpoint holds what `prepare` has returned (models, optimizers, schedulers, stateful data
-   loaders), what `register_for_checkpointing` was given, the scaler, the number of the step of
+1. A checkpoint holds the objects that `prepare` has returned (models, optimizers, schedulers,
+   stateful data loaders), the objects of `register_for_checkpointing`, the scaler, the step of
    gradient accumulation, and the random states of each rank.
 2. Automatic names: a checkpoint is removed only after a newer one was committed; a load takes the
-   newest that was committed; numbers go on after that of the checkpoint that was loaded.
-3. A folder that Accelerate itself wrote is loaded by Accelerate itself.
+   newest committed one; after a load, numbers continue from the loaded checkpoint's.
+3. Accelerate itself loads a folder that Accelerate itself wrote.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships no types
-    """An Accelerator whose checkpoints are those of ckpt."""
+    """An Accelerator with checkpoints of ckpt."""
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
-        """Store the state of the training; the folder or URL comes back. Called by all processes.
+        """Saves the state of the training; returns the folder or URL. All processes call this.
 
-        `options` are those of `ckpt.save`. With `blocking=False` the checkpoint exists when the
+        `options` are those of `ckpt.save`. With `blocking=False` the checkpoint exists once the
         next save has begun, or after `end_training` or `free_memory`. `safe_serialization` has no
-        meaning here: nothing is pickled.
+        effect: no value is pickled.
 
         Raises:
-            ArgumentError: no folder was given, and automatic names are not asked for.
-            ExistsError: there is a checkpoint of the number that is next.
+            ArgumentError: no folder was given, and names are not automatic.
+            ExistsError: a checkpoint with the next number exists.
             MisuseError: hooks of `save_state` are registered, or another engine trains.
         """
         self._check_can("save")
@@ -63,7 +63,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         is_numbered = config.automatic_checkpoint_naming
         url = self._numbered(config.iteration) if is_numbered else output_dir
         if url is None:
-            raise ArgumentError("save_state needs a folder where names are not automatic")
+            raise ArgumentError("save_state needs a folder, because names are not automatic")
         settings = {"overwrite": not is_numbered, **options}
         self._ckpt_handle = ckpt.save(url, self._state(), **settings)
         config.iteration += 1
@@ -77,17 +77,17 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Fill what was prepared and registered. Called by all processes, of any number.
+        """Fills the prepared and registered objects. All processes call this, in any number.
 
-        With automatic names and no `input_dir` it is the newest checkpoint. `options` are those of
-        `ckpt.load`. Raises what `ckpt.load` does, and NotACheckpointError where there is none.
+        With automatic names and no `input_dir`, loads the newest checkpoint. `options` are those of
+        `ckpt.load`. Raises as `ckpt.load` does, and NotACheckpointError without a checkpoint.
         """
         self._settle()
         config = self.project_configuration
         if input_dir is None and config.automatic_checkpoint_naming:
             input_dir = ckpt.latest(self._folder())
         if input_dir is None:
-            raise ArgumentError("load_state needs a folder where names are not automatic")
+            raise ArgumentError("load_state needs a folder, because names are not automatic")
         if "://" not in input_dir and not os.path.exists(os.path.join(input_dir, MANIFEST)):
             super().load_state(input_dir, load_kwargs, **options)
             return
@@ -109,7 +109,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         super().end_training()
 
     def _state(self) -> dict[str, Any]:
-        """The state of the training, as `ckpt.save` takes it. Nothing is gathered."""
+        """Returns the state of the training for `ckpt.save`, without a gather."""
         state: dict[str, Any] = {
             "models": [_without_ddp(model) for model in self._models],
             "optimizers": [one.optimizer for one in self._optimizers],
@@ -148,14 +148,14 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         return os.path.join(self._folder(), f"checkpoint_{number}")
 
     def _settle(self) -> None:
-        """Wait for the save in the background, and remove what its commit made superfluous."""
+        """Waits for the background save, and removes the checkpoints that its commit replaces."""
         handle, self._ckpt_handle = getattr(self, "_ckpt_handle", None), None
         if handle is not None:
             handle.wait()
             self._thin()
 
     def _thin(self) -> None:
-        """Remove the checkpoints with the lowest automatic numbers beyond `total_limit`."""
+        """Removes the checkpoints with the lowest automatic numbers beyond `total_limit`."""
         config = self.project_configuration
         limit = config.total_limit
         if not (config.automatic_checkpoint_naming and limit and self.is_main_process):

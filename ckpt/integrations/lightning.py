@@ -10,10 +10,10 @@
 
 Rules:
 
-1. The strategies store the module and its optimizers by the names of the module, each rank its
-   part, so that another number of ranks and another strategy can load them. Everything else in
-   Lightning's checkpoint (loops, callbacks, schedulers) is that of rank 0, as with Lightning.
-2. The plugin stores the dict that Lightning hands to it. Only rank 0 has it.
+1. With the strategies, each rank stores its part of the module and its optimizers, by the names of
+   the module, so that another number of ranks and another strategy can load them. Rank 0 stores the
+   rest of Lightning's checkpoint (loops, callbacks, schedulers), as with Lightning.
+2. The plugin stores the dict that Lightning passes to it. Only rank 0 has this dict.
 """
 
 from __future__ import annotations
@@ -53,16 +53,15 @@ MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 class CkptCheckpointIO(CheckpointIO):
-    """A plugin that writes the dict of a checkpoint on one rank, and reads it on each.
+    """A plugin that writes the dict of a checkpoint on one rank, and reads the dict on each.
 
-    It is for strategies of which rank 0 has the whole state: a single device, and DDP.
+    The plugin is for strategies whose rank 0 has the whole state: a single device, and DDP.
     """
 
     def __init__(self, *, blocking: bool = True, compress: Compress = False) -> None:
         """`blocking` and `compress` are as in `ckpt.save`.
 
-        In the background one save is under way at a time, and no checkpoint is removed before it
-        has ended.
+        At most one background save is in flight, and no checkpoint is removed before its end.
         """
         self._blocking = blocking
         self._compress: Compress = compress
@@ -71,9 +70,9 @@ class CkptCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Store the nest `checkpoint` at `path`, which takes the place of one that is there.
+        """Stores the nest `checkpoint` at `path`, and replaces a checkpoint there.
 
-        Raises StateError for values that no checkpoint can hold, by their key path.
+        Raises StateError, with the key path, for a value that cannot be stored.
         """
         self._settle()
         self._handle = ckpt.save(
@@ -92,10 +91,10 @@ class CkptCheckpointIO(CheckpointIO):
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The nest at `path`: of ckpt's format, or a file that Lightning wrote. No pickle is run.
+        """Returns the nest at `path`: of ckpt's format, or of Lightning's. No pickle is executed.
 
-        `weights_only` asks for less than that. Raises ArgumentError for a `map_location` that is
-        neither a device nor its name.
+        `weights_only` has no effect. Raises ArgumentError for a `map_location` that is neither a
+        device nor the name of one.
         """
         self._settle()
         if not (map_location is None or isinstance(map_location, str | torch.device)):
@@ -110,12 +109,12 @@ class CkptCheckpointIO(CheckpointIO):
         )
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint of ckpt, or a file that Lightning wrote."""
+        """Removes a checkpoint of ckpt, or a file that Lightning wrote."""
         self._settle()
         remove(path)
 
     def teardown(self) -> None:
-        """Return when the save in the background has ended."""
+        """Returns once the background save has ended."""
         self._settle()
 
     def _settle(self) -> None:
@@ -125,22 +124,22 @@ class CkptCheckpointIO(CheckpointIO):
 
 
 class CkptStrategyMixin(_Strategy):
-    """Stands before a strategy of Lightning, and saves and loads with all of its ranks.
+    """A mixin before a strategy of Lightning: all ranks save and load their parts.
 
     class MyStrategy(CkptStrategyMixin, DDPStrategy): ...
     """
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: optimizers are filled in place, so that they have to be there."""
+        """Returns True: optimizers are filled in place, so they must exist before."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's state dict, as it lies in memory. Nothing is gathered."""
+        """Returns this rank's state dict, without a gather or a copy."""
         return dict(self._module().state_dict())
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer | LightningOptimizer) -> Any:
-        """Nothing: the optimizer itself is saved."""
+        """Returns an empty dict: the optimizer itself is saved."""
         return {}
 
     def save_checkpoint(
@@ -149,15 +148,15 @@ class CkptStrategyMixin(_Strategy):
         filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Store the module, its optimizers, and what else rank 0 has. Called by all ranks.
+        """Stores the module, its optimizers, and the rest of rank 0's dict. All ranks call this.
 
-        Raises MisuseError where a hook has changed the names in `checkpoint["state_dict"]`.
+        Raises MisuseError if a hook has changed the names in `checkpoint["state_dict"]`.
         """
         given, module = checkpoint.pop(MODULE), self._module()
         if set(given) != set(module.state_dict()):
             raise MisuseError(
-                "on_save_checkpoint changed which names checkpoint['state_dict'] has; this "
-                "strategy stores the module itself: leave names out with a hook of its state_dict()"
+                "on_save_checkpoint changed the names in checkpoint['state_dict']; this strategy "
+                "stores the module itself: leave names out with a hook of its state_dict()"
             )
         state = checkpoint if self.is_global_zero else {}
         if OPTIMIZERS in checkpoint:
@@ -168,7 +167,7 @@ class CkptStrategyMixin(_Strategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the module and its optimizers; what comes back is the rest. Called by all ranks."""
+        """Fills the module and its optimizers; returns the rest. All ranks call this."""
         url: Any = self.broadcast(os.fspath(checkpoint_path))
         with ckpt.open(url) as stored:
             tree: Any = stored.values()
@@ -184,29 +183,29 @@ class CkptStrategyMixin(_Strategy):
         return {**found, MODULE: {}, OPTIMIZERS: []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` has filled the module."""
+        """Does nothing: `load_checkpoint` has filled the module."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` has filled the optimizers."""
+        """Does nothing: `load_checkpoint` has filled the optimizers."""
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint of ckpt, or a file that Lightning wrote."""
+        """Removes a checkpoint of ckpt, or a file that Lightning wrote."""
         if self.is_global_zero:
             remove(filepath)
 
     def _module(self) -> Any:
         if self.lightning_module is None:
-            raise MisuseError("this strategy has no module yet: it is saved in a run of a Trainer")
+            raise MisuseError("this strategy has no module yet: save it in a run of a Trainer")
         return self.lightning_module
 
 
 class CkptDDPStrategy(CkptStrategyMixin, DDPStrategy):
-    """DDP, of whose checkpoints each rank writes a part."""
+    """DDP; each rank writes a part of a checkpoint."""
 
 
 class CkptModelParallelStrategy(CkptStrategyMixin, ModelParallelStrategy):
-    """FSDP2 and tensor parallelism, of whose checkpoints each rank writes and reads its shards."""
+    """FSDP2 and tensor parallelism; each rank writes and reads its shards."""
 
 
 class CkptFSDPStrategy(CkptStrategyMixin, FSDPStrategy):
-    """Torch's FSDP1, of whose checkpoints each rank writes and reads its shards."""
+    """Torch's FSDP1; each rank writes and reads its shards."""

@@ -1,4 +1,4 @@
-"""Packages that an integration needs and ckpt does not."""
+"""The error for a missing package that only an integration needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needs(package: str) -> Iterator[None]:
-    """Imports in this block that fail for want of `package` say how to install it.
+    """Adds the command that installs `package` to errors of imports in the block.
 
     Raises ModuleNotFoundError, as without the block.
     """

@@ -1,12 +1,12 @@
-"""PEFT: the adapters of a model as checkpoints of their own.
+"""PEFT: each adapter of a model as a checkpoint.
 
     save_adapter("run/adapter-1", model)
-    save_adapter("run/adapter-2", model, base="run/adapter-1")     # only what has changed
+    save_adapter("run/adapter-2", model, base="run/adapter-1")     # only the changed chunks
     load_adapter("run/adapter-2", model)
 
-A checkpoint holds the tensors of one adapter under the names that PEFT gives them, and its
-configuration. The base model is not in it, and is neither gathered nor read.
-`ckpt convert run/adapter-2 adapter_model.safetensors` makes the file of it that PEFT loads.
+A checkpoint holds the tensors of one adapter under PEFT's names, and the adapter's configuration.
+It does not hold the base model, which is neither gathered nor read.
+`ckpt convert run/adapter-2 adapter_model.safetensors` makes the file that PEFT loads.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ with needs("peft"):
 __all__ = ["load_adapter", "save_adapter"]
 
 CONFIG = "peft_config"
-"""The key of the metadata that has the configuration, in JSON."""
+"""The key of the metadata for the configuration, in JSON."""
 
 
 def save_adapter(
     url: str | os.PathLike[str], model: PeftModel, *, adapter: str = "default", **options: Any
 ) -> ckpt.SaveHandle | None:
-    """Store the tensors and the configuration of one adapter. To be called by all ranks.
+    """Saves the tensors and the configuration of one adapter. All ranks call this.
 
-    `options` are those of `ckpt.save`; with `base=` an earlier checkpoint of the adapter, what has
-    not changed since is not written again. Raises ArgumentError where the model has no such
-    adapter.
+    `options` are those of `ckpt.save`; with an earlier checkpoint of the adapter as `base=`,
+    unchanged chunks are not written again. Raises ArgumentError if the model has no such adapter.
     """
     config = _config(model, adapter)
     metadata = {**options.pop("metadata", {}), CONFIG: config}
@@ -49,17 +48,17 @@ def save_adapter(
 def load_adapter(
     url: str | os.PathLike[str], model: PeftModel, *, adapter: str = "default", **options: Any
 ) -> None:
-    """Fill the tensors of one adapter of the model in place. To be called by all ranks.
+    """Fills the tensors of one adapter of the model in place. All ranks call this.
 
-    `options` are those of `ckpt.load`. Raises ArgumentError where the model has no such adapter,
-    and MismatchError where it is not of the same kind, rank or modules as the one that was saved.
+    `options` are those of `ckpt.load`. Raises ArgumentError if the model has no such adapter, and
+    MismatchError if its kind, rank or modules differ from those of the saved adapter.
     """
     _config(model, adapter)
     ckpt.load(url, _tensors(model, adapter), **options)
 
 
 def _tensors(model: PeftModel, adapter: str) -> dict[str, Any]:
-    """The tensors of an adapter, as they lie in memory, by PEFT's names."""
+    """Returns the tensors of an adapter by PEFT's names, without a copy."""
     own = model.state_dict(keep_vars=True)
     return dict(get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter))
 

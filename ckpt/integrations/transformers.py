@@ -1,20 +1,20 @@
 """Hugging Face's Trainer: its checkpoints in ckpt's format.
 
     class MyTrainer(CkptTrainerMixin, Trainer): ...
-    CkptTrainer(model, TrainingArguments(...), ...)      # the same, ready made
+    CkptTrainer(model, TrainingArguments(...), ...)      # the same class, ready-made
 
-`checkpoint-500` is the folder of a checkpoint, with `trainer_state.json` and the configuration of
-the model beside it. `save_total_limit`, `load_best_model_at_end` and `resume_from_checkpoint=` work
-as before, and each rank writes and reads a part.
+`checkpoint-500` is the folder of a checkpoint, and also has `trainer_state.json` and the model's
+configuration. `save_total_limit`, `load_best_model_at_end` and `resume_from_checkpoint=` work as
+before, and each rank writes and reads a part.
 
 Rules:
 
 1. A checkpoint holds the model, the optimizer, the scheduler, the scaler and the random states of
-   each rank; of a PEFT model only the parameters that are trained, and what is not a parameter of
-   the base model. `save_only_model` leaves everything out but the model.
+   each rank. Of a PEFT model it holds the trained parameters, and the tensors that are not
+   parameters of the base model. `save_only_model` leaves everything out but the model.
 2. A checkpoint is removed only after a newer one was committed.
-3. `resume_from_checkpoint=True` takes the newest checkpoint that was committed. A folder that
-   Trainer itself wrote is loaded by Trainer itself.
+3. `resume_from_checkpoint=True` takes the newest committed checkpoint. Trainer itself loads a
+   folder that Trainer itself wrote.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ __all__ = ["CkptTrainer", "CkptTrainerMixin"]
 
 
 class CkptTrainerMixin(_Trainer):
-    """Stands before a Trainer, whose checkpoints become those of ckpt."""
+    """A mixin before a Trainer, whose checkpoints become those of ckpt."""
 
     saves_in_background = False
-    """Whether training goes on while a checkpoint is written; set it in a class or an instance.
+    """Whether training continues while a checkpoint is written; set it on a class or an instance.
 
-    A checkpoint then exists when the next save begins, or `train` ends.
+    A checkpoint then exists once the next save begins, or `train` ends.
     """
     _handle: ckpt.SaveHandle | None = None
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **more: Any
     ) -> Any:
-        """As Trainer's. Returns when the last checkpoint is committed."""
+        """Trains as Trainer does; returns once the last checkpoint is committed."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest() or True
         try:
@@ -74,7 +74,7 @@ class CkptTrainerMixin(_Trainer):
         if self.is_deepspeed_enabled or self.args.push_to_hub:
             raise MisuseError(
                 "CkptTrainerMixin stores no checkpoints of DeepSpeed, and pushes none to a hub: "
-                "use Trainer itself, or push what `ckpt convert` makes of a checkpoint"
+                "use Trainer itself, or push a folder that `ckpt convert` has made"
             )
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -116,7 +116,7 @@ class CkptTrainerMixin(_Trainer):
         if checkpoint is None or not _is_ours(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        # the optimizer's parameters are named by the model
+        # the model names the optimizer's parameters
         self._fill(checkpoint, self._state(), "optimizer", "scheduler")
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -132,7 +132,7 @@ class CkptTrainerMixin(_Trainer):
         self._fill(checkpoint, self._state(), "rng")
 
     def _state(self) -> dict[str, Any]:
-        """The state of the training, as `ckpt.save` takes it. Nothing is gathered."""
+        """Returns the state of the training for `ckpt.save`, without a gather."""
         state: dict[str, Any] = {"model": _weights(self.model)}
         if self.args.save_only_model:
             return state
@@ -143,7 +143,7 @@ class CkptTrainerMixin(_Trainer):
         return {**state, "scheduler": self.lr_scheduler, "rng": ckpt.rng()}
 
     def _fill(self, place: str, state: dict[str, Any], *names: str) -> None:
-        """Load the entries `names` of a state, of those that the checkpoint has."""
+        """Loads the entries `names` of a state, as far as the checkpoint has them."""
         with ckpt.open(place) as stored:
             tree: Any = stored.values()
         found = [name for name in names if name in tree and name in state]
@@ -151,7 +151,7 @@ class CkptTrainerMixin(_Trainer):
             ckpt.load(place, state, include=[f"{name}.*" for name in found])
 
     def _write_small_files(self, place: str) -> None:
-        """The files that Trainer reads when it resumes, and that a conversion wants beside it."""
+        """Writes the files that Trainer reads when it resumes, and that a conversion copies."""
         os.makedirs(place, exist_ok=True)
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
@@ -165,7 +165,7 @@ class CkptTrainerMixin(_Trainer):
                 owner.save_pretrained(place)
 
     def _note(self, name: str, state: Any) -> None:
-        """Keep the state of a callback where Trainer looks for it."""
+        """Stores the state of a callback at the place that Trainer reads."""
         kept: Any = self.state.stateful_callbacks
         if isinstance(kept[name], list):
             kept[name].append(state)
@@ -173,21 +173,21 @@ class CkptTrainerMixin(_Trainer):
             kept[name] = state
 
     def _settle(self) -> None:
-        """Wait for the save in the background, and remove what its commit made superfluous."""
+        """Waits for the background save, and removes the checkpoints that its commit replaces."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
             self._rotate()
 
     def _settle_after_failure(self) -> None:
-        """As `_settle`; training has failed, so an error of the save is a warning."""
+        """As `_settle`, after training has failed: an error of the save is only a warning."""
         try:
             self._settle()
         except Exception as error:
             warn(f"{type(error).__name__}: {error}", SaveFailedWarning, stacklevel=3)
 
     def _rotate(self) -> None:
-        """Remove the oldest checkpoints of ckpt beyond `save_total_limit`."""
+        """Removes the oldest checkpoints of ckpt beyond `save_total_limit`."""
         limit = self.args.save_total_limit
         if not self.args.should_save or not limit or limit < 0:
             return
@@ -226,7 +226,7 @@ def _remove(place: str) -> None:
 
 
 def _weights(model: Any) -> Any:
-    """The model, or of a PEFT model the tensors that its base model does not have as they are."""
+    """The model; for a PEFT model, the tensors that differ from its base model's."""
     if not hasattr(model, "peft_config"):
         return model
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

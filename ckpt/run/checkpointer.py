@@ -1,13 +1,13 @@
-"""The checkpoints of a run: saved when one is due, removed when no rule keeps them, restored.
+"""The checkpoints of a run: saves when one is due, removes those that no rule keeps, restores.
 
 Rules:
 
-1. All ranks call the same methods at the same steps. They agree on everything that a rank knows
-   alone: its signals, its clock, how its last save ended (`ckpt.run.schedule`).
-2. A checkpoint is removed only after a newer one was committed, by rank 0, in a thread of its own,
-   and never one that another refers to.
-3. A save that fails is counted and told, and the next step saves again. Wrong arguments and states
-   that cannot be stored are raised: another try would not help.
+1. All ranks call the same methods at the same steps. They agree on all facts that only one rank
+   knows: its signals, its clock, the end of its last save (`ckpt.run.schedule`).
+2. Rank 0 removes checkpoints, in a thread of its own, after a newer one was committed. It removes
+   no checkpoint from which another borrows.
+3. A save that fails is counted, and gives a warning; the next step saves again. Errors for wrong
+   arguments and for states that cannot be stored are raised: another try would not help.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ HOPELESS = (
     *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),
     *("ValueError", "TypeError", ENDED, LATE),
 )
-"""Errors after which the next step would fail alike: they are raised."""
+"""Errors that are raised, because the next step would fail in the same way."""
 
 
 class Checkpointer:
-    """The checkpoints of one run, in the folder `url`: saved, kept, removed and restored.
+    """Saves, keeps, removes and restores the checkpoints of one run in the folder `url`.
 
     >>> import ckpt, tempfile, torch
     >>> state = {"w": torch.zeros(2), "seen": 0}
@@ -99,7 +99,7 @@ class Checkpointer:
         storage_options: Options = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        """To be called by all ranks of `group`, with equal arguments. Nothing is written.
+        """All ranks of `group` call this, with equal arguments. Writes no file.
 
         Args:
             url: the folder of the run, on a disk that all ranks see or at any fsspec URL. The
@@ -108,28 +108,28 @@ class Checkpointer:
             every_steps: save at each step that is a multiple of this.
             every_seconds: save when so many seconds have passed since the last save began.
             continuously: save as soon as the last checkpoint is durable.
-            local: a folder of each host, on a disk or in memory, as /dev/shm/run, which may differ
-                between hosts. Checkpoints are saved there too, and restored from there where that
-                is the newest step and each host has its part.
-            local_every_steps: save there at each step that is a multiple of this.
-            local_keep: how many checkpoints stay there.
-            blocking: whether `save` returns only when the checkpoint exists.
+            local: a folder of each host, on a disk or in memory (/dev/shm/run), which may differ
+                between hosts. Checkpoints are also saved to this folder. A restore reads it if it
+                has the newest step and each host has its part.
+            local_every_steps: save to the local folder at each step that is a multiple of this.
+            local_keep: the number of checkpoints that stay in the local folder.
+            blocking: whether `save` returns only once the checkpoint exists.
             staging, compress, replicas, metadata, storage_options: as `ckpt.save` takes them.
-            on_failure: "continue" warns of a save that failed and tries again at the next step;
+            on_failure: "continue" warns of a save that failed and saves again at the next step;
                 "raise" raises its error.
-            signals: a signal that any rank gets makes a checkpoint due at once, and
-                `reached_preemption()` true. Ranks agree on the step within about a second.
+            signals: if any rank gets one of these signals, a checkpoint is due at once, and
+                `reached_preemption()` is True. Ranks agree on the step within about a second.
             deadline: seconds that the save after a signal may take.
-            timeout: seconds that a rank waits for another at most.
+            timeout: the most seconds that a rank waits for another.
 
         Raises:
             ArgumentError: an argument is wrong.
-            MisuseError: signals are to be handled outside of the main thread.
+            MisuseError: this is not the main thread, and there are signals to handle.
             RankError: another rank failed, or has other arguments.
         """
         self.url = absolute(url)
         self.failures = 0
-        """How many saves have failed so far."""
+        """The number of saves that have failed so far."""
         self._keep = keep or Keep()
         self._schedule = Schedule(every_steps, every_seconds, continuously)
         if on_failure not in ("continue", "raise"):
@@ -147,17 +147,17 @@ class Checkpointer:
         self._tidying = Tidying()
         self._is_restored = self._is_retrying = self._is_preempted = self._is_closed = False
         self._last_step: int | None = None
-        """Of the last save that began, or of the checkpoint that was restored."""
+        """The step of the last save that began, or of the restored checkpoint."""
         self._decided: tuple[int, bool] | None = None
-        """The last step that was asked about, and the answer."""
+        """The last step passed to `should_save`, and the answer."""
         self._exchange_at = 0
         self._exchanged = (0, time.monotonic())
         self._began = time.monotonic()
-        """When the last save began."""
+        """The time when the last save began."""
         options = local_options(local, local_every_steps, local_keep)
         self._local: LocalTier | None = None
         self._tier: LocalTier | None = None
-        """Where the last save went: None for the folder of the run."""
+        """The tier of the last save: None for the folder of the run."""
         how = (blocking, staging, compress, replicas, on_failure, local_every_steps, local_keep)
         self._provenance, self._newest_before, places = self._ranks.introduce(
             repr((self.url, self._keep, self._schedule, how)), options.folder if options else ""
@@ -193,16 +193,16 @@ class Checkpointer:
         metrics: Mapping[str, object] | None = None,
         force: bool = False,
     ) -> bool:
-        """Whether a checkpoint of `state` was saved, or begun in the background, at this step.
+        """Saves `state` if a checkpoint is due, or with `force`; returns whether it did.
 
-        That is where one is due, or with `force`. To be called by all ranks, with steps that rise.
-        `metrics` are numbers by name, of which rank 0's are stored.
+        A background save has only begun then. All ranks call this, with rising steps. `metrics` are
+        numbers by name; rank 0's are stored.
 
         Raises:
             ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
-            StateError: something cannot be stored; the key path is named.
+            StateError: a value cannot be stored; the error names its key path.
             ArgumentError: `step` is not above the step of the last save.
-            ArgumentTypeError: a metric is no number.
+            ArgumentTypeError: a metric is not a number.
             RankError: another rank failed.
         """
         is_due = force or self.should_save(step)
@@ -213,7 +213,7 @@ class Checkpointer:
             if step == self._last_step and not force and not self._is_retrying:
                 return False
             raise ArgumentError(
-                f"step {step} comes after step {self._last_step}: steps have to rise; to go back, "
+                f"step {step} comes after step {self._last_step}: steps must rise; to go back, "
                 f"call restore(state, step=...)"
             )
         text = metrics_text(metrics or {})
@@ -235,14 +235,14 @@ class Checkpointer:
         return self._begin(step, state, {**self._metadata, **metadata}, tier)
 
     def _local_due(self, step: int) -> LocalTier | None:
-        """The tier of this host, if a local checkpoint is due at this step."""
+        """Returns the tier of this host if a local checkpoint is due at this step."""
         is_due = self._local is not None and self._local.is_due(step)
         return self._local if is_due and not self._is_preempted else None
 
     def _begin(
         self, step: int, state: object, metadata: dict[str, str], tier: LocalTier | None
     ) -> bool:
-        """Begin a save to the folder of the run, or of this host; False where it has failed."""
+        """Begins a save to the folder of the run, or of this host; returns False if it fails."""
         seconds = self._timeout
         if self._is_preempted and self._deadline is not None:
             seconds = min(seconds, self._deadline)
@@ -281,7 +281,7 @@ class Checkpointer:
         return True
 
     def should_save(self, step: int) -> bool:
-        """Whether a checkpoint is due at this step. To be called by all ranks."""
+        """Returns whether a checkpoint is due at this step. All ranks call this."""
         if self._is_closed:
             raise ClosedError(f"{self.url}: this Checkpointer is closed; make another")
         if self._decided is not None and self._decided[0] == step:
@@ -294,17 +294,16 @@ class Checkpointer:
         return is_due
 
     def restore(self, state: object, step: int | None = None) -> int | None:
-        """The step whose checkpoint `state` now holds; None where the run has none.
+        """Fills `state` from a checkpoint and returns its step; None if the run has none.
 
-        It is `step`, or else the newest sound checkpoint of both tiers, the same one on all ranks;
-        newer ones that are damaged are told of with a FallbackWarning. Tensors, modules,
-        optimizers, dicts and lists are filled in place, as by `ckpt.load`. To be called by all
-        ranks.
+        Loads the checkpoint of `step`, or else the newest sound one of both tiers, the same on all
+        ranks, with a FallbackWarning for newer ones that are damaged. Tensors, modules, optimizers,
+        dicts and lists are filled in place, as by `ckpt.load`. All ranks call this.
 
         Raises:
-            NotACheckpointError: there is no checkpoint of `step`.
+            NotACheckpointError: `step` has no checkpoint.
             CorruptError: none of the checkpoints is sound.
-            MismatchError: the checkpoint does not fit `state`, which was not touched.
+            MismatchError: the checkpoint does not fit `state`, which is unchanged.
             RankError: another rank failed.
         """
         self._settle()
@@ -325,17 +324,17 @@ class Checkpointer:
         return restored
 
     def latest_step(self) -> int | None:
-        """The step that was committed last; None where there is none. Called by all ranks."""
+        """Returns the step that was committed last, or None. All ranks call this."""
         return next(iter(self._all()), None)
 
     def all_steps(self) -> list[int]:
-        """The steps that have a checkpoint, the newest first. To be called by all ranks."""
+        """Returns the steps that have a checkpoint, the newest first. All ranks call this."""
         return self._all()
 
     def best_step(self) -> int | None:
-        """The step with the best metric, by the policy; None where none has it.
+        """Returns the step with the best metric by the policy; None if no step has the metric.
 
-        To be called by all ranks. Raises ArgumentError where `keep` has no metric.
+        All ranks call this. Raises ArgumentError if `keep` has no metric.
         """
         metric = self._keep.metric
         if metric is None:
@@ -346,20 +345,20 @@ class Checkpointer:
         return found[0].step if found else None
 
     def reached_preemption(self) -> bool:
-        """Whether a signal has come, and all ranks have saved for it: time to end the loop."""
+        """Returns whether a signal has come and all ranks have saved: time to end the loop."""
         return self._is_preempted
 
     def wait_until_finished(self) -> None:
-        """Return when no save and no removal is under way. To be called by all ranks.
+        """Returns once no save and no removal is under way. All ranks call this.
 
-        Raises what a save failed with where `on_failure` is "raise".
+        Raises the error of a save that has failed if `on_failure` is "raise".
         """
         self._settle()
         self._tidying.wait()
         self._tidying.tell(stacklevel=2)
 
     def close(self) -> None:
-        """`wait_until_finished`; the old handlers of signals come back. It may be called twice."""
+        """`wait_until_finished`, and restores the handlers of signals. May be called twice."""
         if self._is_closed:
             return
         try:
@@ -372,7 +371,7 @@ class Checkpointer:
         return self._ranks.place(step)
 
     def _exchange(self, step: int) -> bool:
-        """Whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
+        """Returns whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
         handle = self._handle
         last, when = self._exchanged
         now = time.monotonic()
@@ -392,16 +391,16 @@ class Checkpointer:
         return answer.is_due
 
     def _check_place(self, step: int) -> None:
-        """Raise ExistsError where a save could replace a checkpoint of another run."""
+        """Raises ExistsError if a save could replace a checkpoint of another run."""
         if not self._is_restored and self._newest_before is not None:
             raise ExistsError(
                 f"{self.url} has checkpoints of an earlier run, up to step {self._newest_before}; "
-                "call restore(state) before the first save to go on with it, or give another folder"
+                "call restore(state) before the first save to continue it, or give another folder"
             )
-        self._tidying.wait()  # it may be removing an older checkpoint of this very step
+        self._tidying.wait()  # the removal may concern an older checkpoint of this very step
 
     def _settle(self) -> None:
-        """Wait for the save in the background, and act upon its end. Called by all ranks."""
+        """Waits for the background save, and handles its result. All ranks call this."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -421,7 +420,7 @@ class Checkpointer:
             self._tidying.begin(url, keep, options)
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Count a failure and warn of it, or raise it."""
+        """Counts a failure and warns of it, or raises its error."""
         kind = error.error if isinstance(error, RankError) else type(error).__name__
         may_pass = isinstance(error, CkptError | OSError) and kind not in HOPELESS
         if self._on_failure == "raise" or not may_pass:

@@ -1,6 +1,6 @@
-"""What the ranks of a run tell one another, beside the states that they save.
+"""The exchanges between the ranks of a run, beside those of saves and loads.
 
-Every method is called by all ranks. Rank 0 looks into the folder and at its clock for all of them.
+All ranks call every method. Rank 0 reads the folder and its clock for all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALL = "ckpt.Checkpointer"
 
 @dataclass(frozen=True, slots=True)
 class StepAgreement:
-    """The facts that all ranks know after an exchange."""
+    """The result of an exchange, equal on all ranks."""
 
     has_signal: bool
     """Whether any rank got a signal."""
@@ -51,19 +51,19 @@ class RunRanks:
 
     @property
     def global_rank(self) -> int:
-        """This rank in the default process group."""
+        """The rank of this process in the default process group."""
         return self._ranks.global_rank
 
     def local_tier(self, options: LocalOptions, places: Sequence[str]) -> LocalTier:
-        """The tier of this host, where each rank has told its place."""
+        """Returns the tier of this host; `places` has the place of each rank."""
         ranks = [self._ranks.mesh.rank((at,)) for at in range(self._ranks.world_size)]
         return LocalTier.of(options, self.url, places, ranks, self._ranks.rank)
 
     def introduce(self, arguments: str, folder: str) -> tuple[str, int | None, list[str]]:
-        """The provenance for manifests, the newest step that the run has, and all ranks' places.
+        """Returns the provenance for manifests, the run's newest step, and all ranks' places.
 
-        A place is the same text on ranks of one host that have the same local `folder`. Raises
-        ArgumentError where the arguments of a rank differ from those of rank 0.
+        Ranks of one host with the same local `folder` have equal places. Raises ArgumentError if
+        the arguments of a rank differ from those of rank 0.
         """
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -92,11 +92,11 @@ class RunRanks:
         is_due: Callable[[bool], bool],
         next_exchange: int,
     ) -> StepAgreement:
-        """What the ranks agree on at a step.
+        """Returns the facts that the ranks agree on at a step.
 
         `received` is the signal that this rank got, `is_saving` whether its last save is under way.
-        `is_due`, of whether any rank saves, and `next_exchange` are rank 0's to decide. Raises
-        ArgumentError where a rank is at another step than rank 0.
+        Rank 0 decides by its `is_due`, called with whether any rank saves, and by its
+        `next_exchange`. Raises ArgumentError if a rank is at another step than rank 0.
         """
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -112,9 +112,9 @@ class RunRanks:
         return StepAgreement(*agreed)
 
     def agree_on_local(self, step: int, is_saving: bool) -> str | None:
-        """When a local save begins, by rank 0's clock; None where a rank says that it is saving.
+        """Returns the begin of a local save, by rank 0's clock; None if any rank is saving.
 
-        Raises ArgumentError where a rank is at another step than rank 0.
+        Raises ArgumentError if a rank is at another step than rank 0.
         """
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -128,9 +128,9 @@ class RunRanks:
         return None if saving else str(began)
 
     def local_steps(self, own: Callable[[], list[tuple[str, int]]]) -> list[RunStep]:
-        """The steps that all ranks have, by the beginnings of their saves, newest first.
+        """Returns the steps that all ranks have, newest first by the begin of their saves.
 
-        `own` has those of this rank. What it raises on one rank is raised on all.
+        `own` returns those of this rank. If it raises on one rank, all ranks raise.
         """
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -142,7 +142,7 @@ class RunRanks:
         return sorted(steps, key=lambda one: one.age_key, reverse=True)
 
     def steps(self) -> list[RunStep]:
-        """The committed checkpoints as rank 0 sees them, newest first, without their programs."""
+        """Returns the committed checkpoints that rank 0 sees, newest first, without `program`."""
 
         def listed(records: Sequence[bytes]) -> bytes:
             found = run_steps(self.url, storage_options=self._options)
@@ -157,11 +157,11 @@ class RunRanks:
         ]
 
     def place(self, step: int) -> str:
-        """The folder of a step of the run."""
+        """Returns the folder of a step of the run."""
         return join_url(self.url, folder_name(step))
 
     def restorable(self, step: int | None, tier: LocalTier | None) -> list[tuple[str, int]]:
-        """The places and steps to restore from, the best first: of `step`, or of all steps."""
+        """Returns the places to restore `step` or any step from, with steps, the best first."""
         near = [] if tier is None else self.local_steps(tier.steps)
         found = [(one, tier.place(one.step)) for one in near if tier is not None]
         if step is not None:
@@ -184,10 +184,10 @@ class RunRanks:
 
 
 def _check_same_step(others: Sequence[tuple[int, int]]) -> None:
-    """Raise ArgumentError where ranks are at other steps than rank 0."""
+    """Raises ArgumentError if ranks are at other steps than rank 0."""
     if others:
         rank, other = others[0]
         raise ArgumentError(
-            f"rank {rank} is at step {other} where rank 0 is at another; call save() and "
+            f"rank {rank} is at step {other}, and rank 0 is at another; call save() and "
             "should_save() with the same steps on all ranks"
         )

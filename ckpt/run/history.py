@@ -1,13 +1,13 @@
-"""The checkpoints of a run, as its folder shows them: steps, commit times, metrics, provenance.
+"""The checkpoints of a run, listed from its folder: steps, commit times, metrics, provenance.
 
 Rules:
 
-1. A checkpoint of a run is a folder `step-N` with a manifest of ckpt's own format. Other folders
-   are not the run's, and the run never touches them.
-2. Step, metrics and provenance are text in the manifest, at its beginning: a listing reads a few
-   KiB of each checkpoint.
-3. A manifest that cannot be read is damaged. `restore` tells of it and passes over it, and no
-   policy counts or removes it: nobody knows which files are its own.
+1. A checkpoint of a run is a folder `step-N` with a manifest of ckpt's own format. Other folders do
+   not belong to the run, and the run never touches them.
+2. Step, metrics and provenance are text at the beginning of the manifest: a listing reads a few KiB
+   of each checkpoint.
+3. A checkpoint whose manifest cannot be read is damaged. `restore` warns of it and skips it. No
+   policy counts or removes it, because only the manifest names its files.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
 _FOLDER = re.compile(r"step-(\d{1,18})")
 _SECONDS = re.compile(r"\d{1,12}\.\d{6}")
 MOST = 1 << 1000
-"""Larger integers are no metrics: no float is as large."""
+"""Larger integers cannot be metrics: they exceed all floats."""
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def folder_name(step: int) -> str:
-    """The name of the folder of a step.
+    """Returns the name of the folder of a step.
 
     >>> folder_name(100)
     'step-100'
@@ -45,7 +45,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step whose folder has this name; None for a folder that is no step's."""
+    """Returns the step whose folder has this name; None for another folder."""
     found = _FOLDER.fullmatch(name)
     if found is None or folder_name(int(found[1])) != name:
         return None
@@ -53,9 +53,9 @@ def step_of(name: str) -> int | None:
 
 
 def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -> list[RunStep]:
-    """The committed checkpoints of the run at `url`, newest first. No process group is involved.
+    """Returns the committed checkpoints of the run at `url`, newest first. Does not communicate.
 
-    Raises OSError where the folder cannot be listed; a folder that does not exist has no steps.
+    Raises OSError if the folder cannot be listed; a folder that does not exist has no steps.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
 
 
 def run_step(found: Committed) -> RunStep | None:
-    """A checkpoint as one of a run; None where its folder is no step's."""
+    """Returns a checkpoint as one of a run; None if its folder is not that of a step."""
     step = step_of(found.name)
     if step is None:
         return None
@@ -83,7 +83,7 @@ def run_step(found: Committed) -> RunStep | None:
 
 
 def _began(found: Committed) -> float:
-    """When the save began; for a checkpoint that no run saved, the time of its commit."""
+    """Returns the begin of the save; the time of the commit if no run saved the checkpoint."""
     seconds = seconds_of(found.metadata.get(BEGAN, ""))
     if seconds:
         return seconds
@@ -94,17 +94,17 @@ def _began(found: Committed) -> float:
 
 
 def now_text() -> str:
-    """The time now, as manifests have it."""
+    """Returns the present time in the form of manifests."""
     return f"{time.time():.6f}"
 
 
 def seconds_of(text: str) -> float:
-    """The time that a manifest has, in seconds since 1970; 0 where it has none."""
+    """Returns the time in a manifest's text, in seconds since 1970; 0 if it is not valid."""
     return float(text) if _SECONDS.fullmatch(text) else 0.0
 
 
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
-    """The metrics in a manifest's metadata; none where they are not numbers by name."""
+    """Returns the metrics in a manifest's metadata; empty if they are not numbers by name."""
     return {
         name: float(value)
         for name, value in _object(metadata, METRICS).items()
@@ -113,7 +113,7 @@ def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
 
 
 def program_of(metadata: Mapping[str, str]) -> dict[str, object]:
-    """The program that saved, as a manifest's metadata tell of it; empty where they do not."""
+    """Returns the program that saved, from a manifest's metadata; empty if it is unknown."""
     return _object(metadata, PROVENANCE)
 
 
@@ -126,7 +126,7 @@ def _object(metadata: Mapping[str, str], key: str) -> dict[str, object]:
 
 
 def metrics_text(metrics: Mapping[str, object]) -> str:
-    """Metrics as text for a manifest. Raises ArgumentTypeError for a value that is no number.
+    """Returns metrics as text for a manifest. Raises ArgumentTypeError unless they are numbers.
 
     >>> metrics_text({"loss": 0.5, "best": float("inf")})
     '{"best": Infinity, "loss": 0.5}'
@@ -136,7 +136,7 @@ def metrics_text(metrics: Mapping[str, object]) -> str:
 
 def _number(name: str, value: object) -> float:
     item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "size", None) is not None:  # a tensor's, or numpy's
+    if callable(item) and getattr(value, "size", None) is not None:  # a tensor, or of numpy
         value = item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"metrics[{name!r}] is a {type(value).__name__}; give a number")

@@ -1,15 +1,15 @@
-"""The fast tier of a run: a folder of each host, on a disk or in memory, saved more often.
+"""The fast tier of a run: frequent checkpoints in a folder of each host, on a disk or in memory.
 
 Rules:
 
 1. All ranks save together. A rank's file lies in the folder of its host, and each host writes a
-   manifest that names the files of all. Plain tensors are stored on each host. So a rank reads the
-   files of its host alone (`ckpt.plan.host_plan`).
-2. A step counts where every host has it, of the same save, and every rank is on the host that it
-   was on. The folder of a host that was replaced is empty, and then no local step counts.
-3. A step that is saved to the folder of the run is not saved here too, and none begins here while
-   such a save is under way: training does not wait for the slow store.
-4. Each host keeps the newest steps, and removes others after all hosts have a newer one.
+   manifest that names the files of all ranks. Plain tensors are stored on each host. A rank
+   therefore reads files of its own host only (`ckpt.plan.host_plan`).
+2. A local step is valid if every host has it, of the same save, and every rank is on the host of
+   that save. A new host's folder is empty, so that no local step is valid.
+3. A step that is saved to the folder of the run is not saved locally too. No local save begins
+   while a save to the folder of the run is in flight: training does not wait for the slow store.
+4. Each host keeps the newest steps, and removes others once all hosts have a newer one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
 HOSTS = "hosts"
-"""The key of the metadata of a local checkpoint: which run, and which ranks are on which host."""
+"""The key of a local checkpoint's metadata for the URL of the run and the ranks on each host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LocalOptions:
 def local_options(
     folder: str | os.PathLike[str] | None, every_steps: int | None, keep: int
 ) -> LocalOptions | None:
-    """The arguments, checked; None where there is no local folder."""
+    """Returns the checked arguments; None without a local folder."""
     if (folder is None) != (every_steps is None):
         raise ArgumentError("local= and local_every_steps= belong together; give both or none")
     if folder is None or every_steps is None:
@@ -63,7 +63,7 @@ def local_options(
 
 @dataclass(frozen=True, slots=True)
 class LocalTier:
-    """The folder of this host, as one rank sees it."""
+    """One rank's view of the folder of its host."""
 
     options: LocalOptions
     run: str
@@ -71,40 +71,40 @@ class LocalTier:
     hosts: Sequence[Sequence[int]]
     """The ranks on each host, by their rank in the default process group."""
     host: tuple[int, ...]
-    """Those on this host."""
+    """The ranks on this host."""
 
     @classmethod
     def of(
         cls, options: LocalOptions, run: str, places: Sequence[str], ranks: Sequence[int], rank: int
     ) -> LocalTier:
-        """The tier for `ranks[rank]`, where each of the ranks has told its host and folder."""
+        """Returns the tier for `ranks[rank]`; `places` has the host and folder of each rank."""
         by_place: dict[str, list[int]] = {}
         for place, member in zip(places, ranks, strict=True):
             by_place.setdefault(place, []).append(member)
         return cls(options, run, [*by_place.values()], tuple(by_place[places[rank]]))
 
     def is_due(self, step: int) -> bool:
-        """Whether a local checkpoint is due at this step."""
+        """Returns whether a local checkpoint is due at this step."""
         return step % self.options.every_steps == 0
 
     def place(self, step: int) -> str:
-        """The folder of a step on this host."""
+        """Returns the folder of a step on this host."""
         return join_url(self.options.folder, folder_name(step))
 
     @property
     def keep(self) -> Keep:
-        """The steps that stay on each host."""
+        """The policy for the steps that stay on each host."""
         return Keep(last=self.options.keep)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the manifests say of the hosts."""
+        """The metadata about the hosts for manifests."""
         return {HOSTS: json.dumps({"run": without_secrets(self.run), "ranks": self.hosts})}
 
     def steps(self) -> list[tuple[str, int]]:
-        """The steps that this host has, of this run and these hosts, with the beginnings of saves.
+        """Returns this host's steps of this run and these hosts, with the begins of their saves.
 
-        Raises ArgumentError where the folder has steps of another run.
+        Raises ArgumentError if the folder has steps of another run.
         """
         try:
             found = committed(self.options.folder, None)
@@ -122,15 +122,15 @@ class LocalTier:
         return steps
 
     def remove_left_overs(self) -> None:
-        """Remove the files of saves that were killed: they may be in memory.
+        """Removes the files of saves that were killed, because they may take memory.
 
-        Nobody else saves here, as the folder belongs to this run. A failure costs only space.
+        The folder belongs to this run, so no other program saves to it. A failure costs only space.
         """
         with suppress(CkptError, OSError):
             gc(self.options.folder, delete=True, older_than=0.0)
 
     def _check_own(self, name: str, said: str) -> None:
-        """Raise ArgumentError for a step of another run."""
+        """Raises ArgumentError for a step of another run."""
         try:
             run = json.loads(said)["run"]
         except (ValueError, TypeError, KeyError):

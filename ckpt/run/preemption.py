@@ -1,7 +1,7 @@
-"""Signals that announce the end of a job: noted when they come, acted upon at a step.
+"""Notes signals that announce the end of a job; the run reacts to them at a step.
 
-A handler only notes the signal: Python runs it between two instructions of the main thread, where
-no rank may communicate. The handler that was there before is called as well, unless it is Python's
+A handler only notes the signal: Python runs the handler between two instructions of the main
+thread, where no rank may communicate. The previous handler is called as well, unless it is Python's
 or the system's own, which would end the process before the state is saved.
 """
 
@@ -22,18 +22,18 @@ class PreemptionSignals:
     def __init__(self, signals: Sequence[int]) -> None:
         """Raises MisuseError in a thread that is not the main one, if there are signals."""
         self.received: int | None = None
-        """The number of the first signal that came."""
+        """The number of the first signal that has come."""
         self._before: dict[int, Any] = {}
         if signals and threading.current_thread() is not threading.main_thread():
             raise MisuseError(
-                "Checkpointer(signals=...) handles signals, which only the main thread may; make "
-                "it there, or pass signals=()"
+                "Checkpointer(signals=...) handles signals, which only the main thread may do: "
+                "make it in the main thread, or pass signals=()"
             )
         for number in signals:
             self._before[number] = signal.signal(number, self._note)
 
     def close(self) -> None:
-        """Give the signals back to the handlers that were there before."""
+        """Restores the previous handlers of the signals."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

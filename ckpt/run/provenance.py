@@ -1,4 +1,4 @@
-"""Which program a run is: its command line, its source revision, its versions and its hosts."""
+"""The program of a run: its command line, source revision, versions and hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIT_SECONDS = 5.0
 
 
 def provenance(hosts: Sequence[str]) -> str:
-    """JSON text for a manifest: command, git revision, Python, torch and the hosts of the ranks.
+    """Returns JSON for a manifest: command, git revision, Python, torch and the hosts of the ranks.
 
     `hosts` has one name for each rank. A directory without git has no revision.
     """
@@ -38,12 +38,12 @@ def provenance(hosts: Sequence[str]) -> str:
 
 
 def host_name() -> str:
-    """The name of this host."""
+    """Returns the name of this host."""
     return socket.gethostname()
 
 
 def machine() -> str:
-    """A text that no other machine has, nor this one before it was started; empty where unknown."""
+    """Returns a text that identifies this machine since its last start; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -52,7 +52,7 @@ def machine() -> str:
 
 
 def git_revision(folder: str | None = None) -> str:
-    """The commit that a folder is at, with `+` where files differ from it; empty without git."""
+    """Returns the commit of a folder, with `+` if files differ from it; empty without git."""
     here = folder or os.getcwd()
     head = _git(here, "rev-parse", "HEAD")
     if not head:

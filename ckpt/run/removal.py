@@ -1,10 +1,11 @@
-"""The removal of a run's checkpoints that no rule of a policy keeps: by a run, or by `ckpt rm`.
+"""The removal of a run's checkpoints that no rule of a policy keeps, for a run and for `ckpt rm`.
 
 Rules:
 
-1. Newer checkpoints go first: of two that a base joins, the borrower goes before its base.
-2. A checkpoint that another one borrows from stays, until that one has gone.
-3. A failure at one checkpoint does not save the others. The first error is raised at the end.
+1. Newer checkpoints are removed first: a checkpoint before its base.
+2. A checkpoint from which another borrows stays, until the other is removed.
+3. After a failure at one checkpoint, the others are still removed. The first error is raised at the
+   end.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ class Removal:
 
     step: RunStep
     needed_by: str = ""
-    """Why it stayed; empty where it was removed."""
+    """The reason why it stayed; empty if it was removed."""
 
 
 def removals(url: str, keep: Keep, options: Options, *, dry_run: bool = False) -> Iterator[Removal]:
-    """Remove what no rule keeps, one checkpoint for each value; with `dry_run` only tell.
+    """Removes checkpoints that no rule keeps, and yields each; with `dry_run`, only yields them.
 
-    One process calls this. Raises StoreError where the store fails.
+    One process calls this. Raises StoreError if the store fails.
     """
     failed: Exception | None = None
     gone: set[str] = set()
@@ -61,14 +62,14 @@ def removals(url: str, keep: Keep, options: Options, *, dry_run: bool = False) -
 
 
 class Tidying:
-    """Removals in a thread, one after another, for one rank of a run."""
+    """Removals in a thread, one after the other, for one rank of a run."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failed: tuple[str, Exception] | None = None
 
     def begin(self, url: str, keep: Keep, options: Options) -> None:
-        """Begin to remove what no rule keeps, once the removal before is over."""
+        """Begins to remove checkpoints that no rule keeps, once the previous removal is over."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=(url, keep, options), name="ckpt-keep", daemon=True
@@ -76,17 +77,17 @@ class Tidying:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when no removal is under way."""
+        """Returns once no removal is under way."""
         if self._thread is not None:
             self._thread.join()
 
     def tell(self, stacklevel: int) -> None:
-        """Warn of a removal that has failed since the last call."""
+        """Warns of a removal that has failed since the last call."""
         failed, self._failed = self._failed, None
         if failed is not None:
             url, error = failed
             warn(
-                f"{url}: checkpoints that need not stay were not removed: "
+                f"{url}: checkpoints that no rule keeps were not removed: "
                 f"{type(error).__name__}: {error}; the next save tries again",
                 SaveFailedWarning,
                 stacklevel=stacklevel + 1,

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: a pure function of the checkpoints and a policy.
+"""The checkpoints of a run that stay: a pure function of the checkpoints and a policy.
 
 Rules:
 
@@ -8,7 +8,7 @@ Rules:
    from its own step 200, not from the step 300 that it gave up.
 4. Of equally good checkpoints the newest counts as the best. A checkpoint without the metric, or
    with a metric that is NaN, is never the best.
-5. A damaged checkpoint takes nobody's place, and is not removed.
+5. A damaged checkpoint does not count for any rule, and is not removed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Keep:
     """
 
     last: int | None = None
-    """The newest ones, as many as this."""
+    """Keeps this number of the newest checkpoints."""
     every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Keeps checkpoints whose step is a multiple of this."""
     best: int | None = None
-    """The best ones by `metric`, as many as this."""
+    """Keeps this number of the best checkpoints by `metric`."""
     metric: str | None = None
-    """A key of the metrics that `Checkpointer.save` was given."""
+    """A key of the metrics in the calls of `Checkpointer.save`."""
     mode: Mode = "min"
     """Whether the best metric is the smallest or the largest."""
     younger_than: float | None = None
-    """Those whose save began less than so many seconds ago."""
+    """Keeps checkpoints whose save began less than so many seconds ago."""
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
@@ -74,21 +74,21 @@ class RunStep:
     name: str
     """The name of its folder in the folder of the run."""
     time: float
-    """When its save began, by the clock of rank 0, in seconds since 1970."""
+    """The begin of its save, by the clock of rank 0, in seconds since 1970."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     program: Mapping[str, object] = field(default_factory=dict)
-    """`command`, `git` (a revision, `+` where files differ), `python`, `torch`, `hosts`."""
+    """`command`, `git` (a revision, with `+` if files differ), `python`, `torch`, `hosts`."""
     is_damaged: bool = False
     """Whether its manifest cannot be read."""
 
     @property
     def age_key(self) -> tuple[float, int]:
-        """Larger for a newer checkpoint."""
+        """A sort key: larger for a newer checkpoint."""
         return self.time, self.step
 
 
 def best_first(steps: Sequence[RunStep], metric: str, mode: Mode) -> list[RunStep]:
-    """The checkpoints that have the metric, the best one first (rule 4)."""
+    """Returns the checkpoints that have the metric, the best one first (rule 4)."""
     sign = 1.0 if mode == "min" else -1.0
     known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]
     newest_first = sorted(known, key=lambda one: one.age_key, reverse=True)
@@ -96,9 +96,9 @@ def best_first(steps: Sequence[RunStep], metric: str, mode: Mode) -> list[RunSte
 
 
 def removable(steps: Sequence[RunStep], keep: Keep, now: float) -> list[RunStep]:
-    """The checkpoints that no rule keeps, newest first. `now` is in seconds since 1970.
+    """Returns the checkpoints that no rule keeps, newest first. `now` is in seconds since 1970.
 
-    A checkpoint that refers to chunks of an older one comes before the older one.
+    A checkpoint that borrows from an older one comes before the older one.
     """
     if keep.keeps_all:
         return []

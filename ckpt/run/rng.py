@@ -1,6 +1,6 @@
 """The random states of a process: Python's, numpy's, torch's on the CPU and on devices.
 
-Python's 625 numbers and numpy's key are tensors in a checkpoint, for a manifest is read whole.
+Python's 625 numbers and numpy's key are tensors in a checkpoint, to keep manifests small.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DEVICES = ("cuda", "xpu")
 
 
 def rng(*, on_resize: OnResize = "keep") -> PerRank:
-    """An entry of a state for the random states of each rank, which a load sets.
+    """Returns an entry of a state for the random states of each rank, which a load sets.
 
-    Those of Python, numpy and torch, and of torch's devices where the process uses them. After a
-    load by as many ranks as saved, all of them go on to the bit. Otherwise `on_resize` answers, as
-    in `ckpt.per_rank`: by default a rank goes on with its own state, and a new rank, which has
-    none, with the seeds that the program gave it.
+    The states are those of Python, numpy and torch, and of the devices that the process uses. After
+    a load by as many ranks as saved, all generators continue with equal bits. Otherwise `on_resize`
+    decides, as in `ckpt.per_rank`: by default a rank that saved continues with its own state, and a
+    new rank with the program's seeds.
 
     >>> import ckpt, random, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,13 +41,13 @@ def rng(*, on_resize: OnResize = "keep") -> PerRank:
 
 
 class _RandomStates:
-    """The global generators of this process; it holds nothing itself."""
+    """The global generators of this process; the object itself holds no state."""
 
     def __repr__(self) -> str:
         return "rng()"
 
     def state_dict(self) -> dict[str, object]:
-        """The states, in memory of their own."""
+        """Returns copies of the states."""
         version, numbers, gauss = random.getstate()
         found: dict[str, object] = {
             "python": {"version": version, "state": np.array(numbers, np.int64), "gauss": gauss},
@@ -59,7 +59,7 @@ class _RandomStates:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the states; those of devices that this process does not use are passed over."""
+        """Sets the states, except for those of devices that this process does not use."""
         python = state_dict["python"]
         numbers = tuple(python["state"].tolist())
         random.setstate((python["version"], numbers, python["gauss"]))
@@ -71,13 +71,13 @@ class _RandomStates:
 
 
 def _devices() -> dict[str, ModuleType]:
-    """The modules of torch for the devices that this process has begun to use, by their names."""
+    """Returns torch's modules for the kinds of devices that this process uses, by name."""
     found = {kind: getattr(torch, kind) for kind in DEVICES if hasattr(torch, kind)}
     return {kind: module for kind, module in found.items() if module.is_initialized()}
 
 
 def _as_arrays(nest: object) -> Any:
-    """A nest with numpy arrays where it has tensors."""
+    """Returns the nest with numpy arrays in the place of tensors."""
     if isinstance(nest, torch.Tensor):
         return nest.numpy()
     if isinstance(nest, Mapping):
