@@ -11,18 +11,20 @@ from bisect import bisect_left
 from functools import lru_cache
 
 try:
-    from zlib_ng.zlib_ng import crc32  # twelve times as fast as zlib's
+    from zlib_ng.zlib_ng import crc32, crc32_combine  # twelve times as fast as zlib's
 except ImportError:  # a platform without a wheel
     from zlib import crc32
 
-__all__ = ["SummedRanges", "combine", "crc32"]
+    crc32_combine = None  # type: ignore[assignment]
+
+__all__ = ["SummedRanges", "combine", "combine_in_python", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 _X8 = 1 << 23
 
 
-def combine(first: int, second: int, second_bytes: int) -> int:
+def combine_in_python(first: int, second: int, second_bytes: int) -> int:
     """Returns the CRC-32 of two adjacent runs of bytes, by both CRC-32s and the second's length.
 
     >>> from zlib import crc32
@@ -58,6 +60,9 @@ def _shift(nbytes: int) -> int:
 def _square(at: int) -> int:
     """Returns x^8, squared `at` times."""
     return _X8 if at == 0 else _times(_square(at - 1), _square(at - 1))
+
+
+combine = combine_in_python if crc32_combine is None else crc32_combine
 
 
 class SummedRanges:

@@ -195,7 +195,7 @@ class LocalStore:
         part, descriptor = self._begin(name)
         try:
             try:
-                yield LocalFileWriter(descriptor, self._shown(name))
+                yield LocalFileWriter(descriptor, self._shown(name), str(part))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -213,7 +213,7 @@ class LocalStore:
         part, descriptor = self._begin(name)
         try:
             try:
-                LocalFileWriter(descriptor, self._shown(name)).write([data])
+                LocalFileWriter(descriptor, self._shown(name), str(part)).write([data])
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

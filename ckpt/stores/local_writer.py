@@ -18,7 +18,9 @@ EARLY_BYTES = 8 << 20
 class LocalFileWriter:
     """Appends to one open file."""
 
-    def __init__(self, descriptor: int, shown: str) -> None:
+    def __init__(self, descriptor: int, shown: str, path: str) -> None:
+        self.path = path
+        """The absolute path of the file while it is written."""
         self._descriptor = descriptor
         self._shown = shown
         self._written = 0
@@ -52,6 +54,17 @@ class LocalFileWriter:
         with _named(self._shown):
             while done < len(view):
                 done += os.pwrite(self._descriptor, view[done:], done)
+
+
+@contextmanager
+def joined_file(path: str, shown: str) -> Iterator[LocalFileWriter]:
+    """Returns a writer of a file that another process has begun; durable if the block succeeds."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield LocalFileWriter(descriptor, shown, path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

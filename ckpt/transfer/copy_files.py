@@ -97,9 +97,22 @@ class FileCopier:
         """
         for plan in plans:
             with writer.create(plan.name) as file:
-                _FileCopy(self, file, plan).run()
+                _FileCopy(self, file, plan, 0, plan.needs_sums).run()
                 if plan is plans[-1]:
-                    self.ranges.finish()
+                    self.finish()
+
+    def write_part(self, file: FileWriter, plan: FilePlan, offset: int) -> list[int]:
+        """Writes the bytes of a plan from byte `offset` of a file on; returns its tensors' CRC-32s.
+
+        The caller later calls `finish`. Raises as `write` does.
+        """
+        copy = _FileCopy(self, file, plan, offset, is_summed=True)
+        copy.run()
+        return copy.sums
+
+    def finish(self) -> None:
+        """Compares the checksums of records that were read in part."""
+        self.ranges.finish()
 
     def units(self, plan: FilePlan) -> Iterator[CopyUnit]:
         """Yields the units of a file."""
@@ -132,19 +145,27 @@ class FileCopier:
 
 
 class _FileCopy:
-    """The copy of one file by several threads."""
+    """The copy of one file, or of a part from byte `offset` on, by several threads."""
 
-    def __init__(self, copier: FileCopier, file: FileWriter, plan: FilePlan) -> None:
-        self._copier, self._file = copier, file
+    def __init__(
+        self, copier: FileCopier, file: FileWriter, plan: FilePlan, offset: int, is_summed: bool
+    ) -> None:
+        self._copier, self._file, self._offset = copier, file, offset
+        self._placed = file if isinstance(file, PlacedFileWriter) else None
         self._units = copier.units(plan)
         self._nbytes = sum(map(length_of, plan.parts))
-        self._sums = _TensorSums(plan) if plan.needs_sums else None
+        self._sums = _TensorSums(plan) if is_summed else None
         self._taking = threading.Lock()
         self._changed = threading.Condition()
         """Notified after each unit; guards the attributes below."""
         self._written = 0
         """The number of the next unit to write, for a writer that gets them in order."""
         self._is_over = False
+
+    @property
+    def sums(self) -> list[int]:
+        """The CRC-32 of each tensor, after `run`; only if they are summed."""
+        return [] if self._sums is None else self._sums.values
 
     def run(self) -> None:
         """Writes the file. Raises the error of the first thread that fails."""
@@ -184,8 +205,8 @@ class _FileCopy:
         self._copier.fill(unit, memory)
         if not self._add_late(unit, memory):
             return False
-        if isinstance(self._file, PlacedFileWriter):
-            self._file.write_at(unit.offset, memory)
+        if self._placed is not None:
+            self._placed.write_at(self._offset + unit.offset, memory)
         elif not self._wait(lambda: self._written == unit.number):
             return False
         else:

@@ -1,0 +1,149 @@
+"""Writes planned files together with other ranks: each rank copies a share of each file.
+
+Rules:
+
+1. All ranks plan the same files, and agree on this before the first file appears.
+2. Rank 0 creates each file. In a folder that all ranks see, each rank then writes a run of whole
+   parts, about as many bytes as the others. A tensor is never divided, so its checksums are known
+   to one rank. Bytes that checksums decide come last, from rank 0.
+3. In a bucket one process writes a file: each rank writes whole files, but rank 0 the last one,
+   which makes the folder a checkpoint, once all others are complete.
+4. A failure of one rank ends the call on all (`Ranks.call`), and no file appears on a disk.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+
+import xxhash
+
+from ckpt.errors import StoreError
+from ckpt.stores.local_writer import LocalFileWriter, joined_file
+from ckpt.transfer.copy_files import FileCopier
+from formats.file_plan import FilePlan, Late, Part, length_of
+from formats.storage import FileWriter, Writer
+from sharding.agreement.ranks import HASH_BITS, Ranks
+
+
+def share_of(plan: FilePlan, rank: int, world_size: int) -> tuple[int, FilePlan]:
+    """Returns the first byte of a rank's share of a file, and its parts (rule 2).
+
+    Late bytes are zeros.
+
+    >>> share_of(FilePlan("f", [b"ab", b"cd", b"efgh"]), 1, 2)
+    (4, FilePlan(name='f', parts=(b'efgh',)))
+    """
+    bounds = [0, *accumulate(map(length_of, plan.parts))]
+    lo, hi = (_nearest(bounds, bounds[-1] * at // world_size) for at in (rank, rank + 1))
+    lo, hi = (lo if rank else 0), (hi if rank + 1 < world_size else len(plan.parts))
+    return bounds[lo], FilePlan(plan.name, tuple(map(_as_zeros, plan.parts[lo:hi])))
+
+
+def _nearest(bounds: Sequence[int], wanted: int) -> int:
+    """Returns the index of the number next to `wanted` in an ascending list."""
+    after = bisect_left(bounds, wanted)
+    return after - 1 if after and bounds[after] - wanted > wanted - bounds[after - 1] else after
+
+
+def write_shares(
+    ranks: Ranks, copier: FileCopier, writer: Writer | None, plans: Sequence[FilePlan]
+) -> None:
+    """Writes files on a disk that all ranks see (rule 2). All ranks call this; communicates.
+
+    `writer` is rank 0's; the other ranks have none.
+
+    Raises:
+        StoreError: the ranks have different plans, or a rank does not see rank 0's file.
+        RankError: another rank failed; it has that rank's number and error.
+    """
+    _check_same(ranks, plans)
+    for plan in plans:
+        with ExitStack() as stack:
+            file = _opened(ranks, stack, writer, plan.name)
+            is_last = plan is plans[-1]
+            own = ranks.run_on_all("copying", partial(_copied, ranks, copier, file, plan, is_last))
+            records = ranks.gather("copying", array("I", own).tobytes())
+            if writer is None:
+                ranks.run_on_all("flushing", stack.close)
+                ranks.run_on_all("completing", int)
+            else:
+                ranks.run_on_all("flushing", partial(_write_late, file, plan, records))
+                ranks.run_on_all("completing", stack.close)
+
+
+def write_files(
+    ranks: Ranks, copier: FileCopier, writer: Writer, plans: Sequence[FilePlan]
+) -> None:
+    """Writes files into a bucket (rule 3). All ranks call this; communicates.
+
+    Raises as `write_shares` does.
+    """
+    _check_same(ranks, plans)
+    own = plans[ranks.rank : -1 : ranks.world_size]
+    ranks.run_on_all("writing", partial(copier.write, writer, own))
+    last = plans[-1:] if ranks.rank == 0 else ()
+    ranks.run_on_all("writing", partial(copier.write, writer, last))
+
+
+def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
+    hasher = xxhash.xxh3_64()
+    for plan in plans:
+        lengths = [length_of(part) for part in plan.parts]
+        hasher.update(repr((plan.name, lengths)).encode())
+        for part in plan.parts:
+            if isinstance(part, bytes):
+                hasher.update(part)
+    found = ranks.agree("planning", hashes=(hasher.intdigest() >> (64 - HASH_BITS),))
+    if not all(found.same):
+        raise StoreError(
+            "the ranks have read different checkpoints, or convert to different places: give all "
+            "ranks the same arguments, and do not replace the checkpoint meanwhile"
+        )
+
+
+def _opened(ranks: Ranks, stack: ExitStack, writer: Writer | None, name: str) -> LocalFileWriter:
+    """Returns the file that rank 0 creates, opened on each rank."""
+    if writer is not None:
+        file = stack.enter_context(writer.create(name))
+        assert isinstance(file, LocalFileWriter)
+        ranks.broadcast(os.fsencode(file.path))
+        return file
+    path = os.fsdecode(ranks.broadcast(b""))
+    try:
+        return stack.enter_context(joined_file(path, path))
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path}: rank 0 writes this file, and rank {ranks.rank} does not see it: convert to a "
+            "folder that all hosts share, or on one host"
+        ) from error
+
+
+def _copied(
+    ranks: Ranks, copier: FileCopier, file: FileWriter, plan: FilePlan, is_last: bool
+) -> list[int]:
+    """Copies this rank's share of a file; returns the CRC-32s of its tensors."""
+    offset, share = share_of(plan, ranks.rank, ranks.world_size)
+    sums = copier.write_part(file, share, offset)
+    if is_last:
+        copier.finish()
+    return sums
+
+
+def _write_late(file: LocalFileWriter, plan: FilePlan, records: Sequence[bytes]) -> None:
+    """Writes the bytes that checksums decide, by the CRC-32s of each rank."""
+    sums = [value for record in records for value in array("I", record)]
+    at = 0
+    for part in plan.parts:
+        if isinstance(part, Late):
+            file.write_at(at, part.make(sums))
+        at += length_of(part)
+
+
+def _as_zeros(part: Part) -> Part:
+    return bytes(part.nbytes) if isinstance(part, Late) else part
