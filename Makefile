@@ -26,7 +26,8 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-stores test-versions test-gpu soak lint style types contracts
+.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu soak lint style
+.PHONY: types contracts
 .PHONY: check format bench bench-gpu clean
 
 help:
@@ -39,6 +40,7 @@ help:
 	@echo 'make test-slow  the tests that make test-all leaves out: every combination, long runs'
 	@echo 'make test-stores  the tests of stores on Ceph, Azurite and others, which it installs'
 	@echo 'make test-versions  the tests on other versions of Python and torch, which it installs'
+	@echo 'make test-peers  the tests beside DeepSpeed, torchao and others, which it installs'
 	@echo 'make test-gpu   the tests that need a GPU, with the torch of PYTHON=python3; no downloads'
 	@echo 'make soak       random commands, kills and faults, MINUTES=60 on disk and over S3 each'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
@@ -69,6 +71,9 @@ test-stores: $(STAMP)
 
 test-versions:
 	$(PYTHON) tests/versions.py $(PAIRS)
+
+test-peers:
+	PYTHON=$(PYTHON) $(PYTHON) tests/with_peers.py
 
 # No module of torch may start CUDA in the process that ranks are forked from.
 test-gpu:

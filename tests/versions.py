@@ -94,29 +94,38 @@ def runs(python: str) -> bool:
 
 def build(wanted: Pair) -> None:
     """The pair's environment, if it is not there. Raises LookupError or CalledProcessError."""
-    done = wanted.folder / "installed"
-    if done.exists():
-        return
     python = next(filter(runs, pythons(wanted.python)), None)
-    if python is None:
+    if python is None and not (wanted.folder / "installed").exists():
         raise LookupError(f"no Python {wanted.python}: put python{wanted.python} on the path")
-    shutil.rmtree(wanted.folder, ignore_errors=True)
-    uv = shutil.which("uv")
-    if uv is None:
-        subprocess.run([python, "-m", "venv", wanted.folder], check=True)
-        install = [str(wanted.executable), "-m", "pip", "install"]
-    else:
-        subprocess.run([uv, "venv", "--quiet", "--python", python, wanted.folder], check=True)
-        install = [uv, "pip", "install", "--python", str(wanted.executable)]
     pins = [
         line
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if not OF_TORCH.match(line)
     ]
-    constraints = wanted.folder / "constraints.txt"
-    constraints.write_text("\n".join([*pins, f"torch=={wanted.torch}.*", ""]))
+    create(wanted.folder, str(python), "\n".join([*pins, f"torch=={wanted.torch}.*", ""]), "test")
+
+
+def create(folder: Path, python: str, pins: str, extras: str) -> None:
+    """An environment with this package and extras of it, if it is not there.
+
+    Raises CalledProcessError.
+    """
+    done = folder / "installed"
+    if done.exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    uv = shutil.which("uv")
+    program = folder / "bin" / "python"
+    if uv is None:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        install = [str(program), "-m", "pip", "install"]
+    else:
+        subprocess.run([uv, "venv", "--quiet", "--python", python, folder], check=True)
+        install = [uv, "pip", "install", "--python", str(program)]
+    constraints = folder / "constraints.txt"
+    constraints.write_text(pins)
     extra = shlex.split(os.environ.get("PIP_ARGS", ""))
-    arguments = ["--quiet", *extra, "-c", str(constraints), "-e", ".[test]"]
+    arguments = ["--quiet", *extra, "-c", str(constraints), "-e", f".[{extras}]"]
     subprocess.run([*install, *arguments], cwd=ROOT, check=True)
     done.touch()
 
