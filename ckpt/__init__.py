@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ckpt.diffing import diff
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
+    from ckpt.mapping.parse import read_mapping
+    from ckpt.mapping.rules import TensorMapping
     from ckpt.newest import latest
     from ckpt.preparing import prepare
     from ckpt.run.checkpointer import Checkpointer
@@ -58,6 +60,8 @@ _WHERE = {
     "Checkpoint": "ckpt.lazy",
     "TensorHandle": "ckpt.lazy",
     "convert": "ckpt.converting",
+    "read_mapping": "ckpt.mapping.parse",
+    "TensorMapping": "ckpt.mapping.rules",
     "delete": "ckpt.deleting",
     "gc": "ckpt.collecting",
     "LeftOver": "ckpt.collecting",
@@ -83,6 +87,7 @@ __all__ = [
     "SaveHandle",
     "Saved",
     "TensorHandle",
+    "TensorMapping",
     "__version__",
     "convert",
     "delete",
@@ -95,6 +100,7 @@ __all__ = [
     "per_rank",
     "prepare",
     "read",
+    "read_mapping",
     "rng",
     "run_steps",
     "save",

@@ -16,17 +16,19 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
+from ckpt.conversion_plan import ConversionPlan, conversion_plan
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
-from ckpt.match.selection import Selection
-from ckpt.outgoing import Streams, outgoing
+from ckpt.mapping.casts import Casts
+from ckpt.mapping.changes import Changes, MappingName, Part
+from ckpt.outgoing import MEMORY_BYTES, Streams, outgoing
 from ckpt.placing import file_writer, folder_writer
+from ckpt.read_back import check_written
 from ckpt.sources import open_source
 from ckpt.stores.store import Options, Store, local_path, open_store, split_url
 from ckpt.targets import check_file, check_folder, check_native
@@ -94,6 +96,8 @@ class ConvertReport:
     """Tensors of floats below 16 bits, which `dtype` does not cast."""
     beside: tuple[str, ...] = ()
     """Keys of a training's folder that were not converted, beside the weights."""
+    plan: ConversionPlan | None = field(default=None, compare=False, repr=False)
+    """Each tensor with its names in the source, its shape and dtypes, and the bytes."""
 
 
 def convert(
@@ -102,14 +106,21 @@ def convert(
     *,
     to: FormatName | None = None,
     select: str | None = None,
+    part: Part | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    mapping: MappingName | Sequence[MappingName] = (),
+    rename: Mapping[str, str] | None = None,
+    prefix: str = "",
+    parameters: Mapping[str, int] | None = None,
     max_shard_bytes: int = huggingface.MAX_SHARD_BYTES,
     overwrite: bool = False,
     compress: bool = False,
-    dtype: DtypeName | None = None,
+    dtype: DtypeName | Mapping[str, DtypeName | None] | None = None,
     kind: KindName | None = None,
     world_size: int | None = None,
+    dry_run: bool = False,
+    verify: bool = False,
     progress: Callable[[int], None] | None = None,
     storage_options: Options = None,
     dst_storage_options: Options = None,
@@ -125,8 +136,18 @@ def convert(
             (`.safetensors`, `.pt`, `.pth`, `.bin`); a folder becomes `ckpt`.
         select: a key path. The conversion takes the entries below it and removes it from the names.
             By default of a training's folder the weights, if the target's format is one of weights.
-        include: patterns (`*`, `?`) of names to convert, without `select`.
+        part: `model` or `optimizer`, in the place of `select`: the top entry `model`, `state_dict`,
+            `model_state_dict` or `module`, or everything if there is no optimizer; the one dict
+            with `state` and `param_groups`.
+        include: patterns of names to convert, without `select`: `*` and `?`, or a regular
+            expression between slashes.
         exclude: patterns of names to leave out.
+        mapping: mappings, applied in turn (docs/converting.md): the name of one that ships, such as
+            `llama-hf-megatron`, the path of a mapping file, or the result of `ckpt.read_mapping`.
+        rename: from names to new names, as for `ckpt.load`, after the mappings.
+        prefix: a name to put before all names, last of all.
+        parameters: sizes that the mappings name, such as `{"heads": 32}`. By default they come from
+            the `config.json` beside the source.
         max_shard_bytes: the largest size of a folder's files (not for dcp, nor with `kind`). A
             larger tensor has a file of its own.
         overwrite: replaces the target: a file, a checkpoint of ckpt's own format, or, for `hf` and
@@ -134,32 +155,37 @@ def convert(
             replaced itself. A pipe, a device, or a file that the source or another checkpoint needs
             is never replaced.
         compress: compresses with zstd; for `ckpt` only.
-        dtype: torch's name of the dtype to which floats of 16 bits and more are cast.
+        dtype: torch's name of the dtype to which floats of 16 bits and more are cast, or names by
+            patterns of the new names, such as `{"*norm.weight": "float32", "*": "bfloat16"}`. The
+            first pattern that matches counts; None keeps the dtype.
         kind: `full`, `sharded` or `local`: each rank's part of a tensor. The target has the files
             that `world_size` ranks would save: shares of whole tensors, rows as `torch.chunk` cuts
             them, or even runs of row-major elements. For `ckpt`; other formats are `full`.
         world_size: the number of ranks; 1 by default for `full`.
+        dry_run: checks everything, writes nothing, and returns the report with its plan.
+        verify: reads the result back and compares each byte and value with the source.
         progress: called with numbers of bytes as they are read.
         storage_options: options of the fsspec drivers of both URLs.
         dst_storage_options: options of the driver of `dst` in the place of `storage_options`.
 
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
-            kind or compression, or a pattern matches no name.
-        MismatchError: the checkpoint has no entry at `select`.
+            kind or compression, a pattern or a rule matches no name, or a mapping does not fit.
+        MismatchError: the checkpoint has no entry at `select`, or no such part.
         NotACheckpointError: no checkpoint is at `src`.
         ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
             cannot be replaced.
         UnsupportedError: the target's format cannot hold a value or a name.
         CorruptError, FormatError: bytes of `src` are missing or changed; nothing appears at `dst`.
+            With `verify`, also: the result differs from the source; it stays at `dst`.
         StoreError: the disk or object store failed.
     """
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
     divided, ranks = checked_kind(kind, world_size)
     _check_can_hold(chosen, target, divided, ranks, compress)
-    _check_castable(dtype)
-    selection = Selection.of(include, exclude)
+    casts = Casts.of(dtype)
+    changes = Changes.of(select, part, include, exclude, mapping, rename, prefix, parameters)
     there = storage_options if dst_storage_options is None else dst_storage_options
     with open_source(source, storage_options) as opened:
         check = check_folder
@@ -169,16 +195,17 @@ def convert(
             check = check_file
         check(opened, target, there, overwrite)
         beside: tuple[str, ...] = ()
-        if select is None and chosen.is_of_weights and opened.catalog.weights:
-            select = opened.catalog.weights
-            beside = tuple(key for key in _top_keys(opened.catalog.tree) if key != select)
-        with outgoing(
-            opened.url, opened.store, opened.catalog, select, selection, dtype, progress
-        ) as state:
-            left_out: tuple[str, ...] = ()
+        if select is None and part is None and chosen.is_of_weights and opened.catalog.weights:
+            weights = opened.catalog.weights
+            beside = tuple(key for key in _top_keys(opened.catalog.tree) if key != weights)
+            changes = replace(changes, select=weights)
+        found = changes.applied(opened)
+        with outgoing(opened.url, opened.store, found.catalog, casts, progress) as state:
             _check_values(chosen, state)
-            if chosen.is_file:
-                left_out = _write_file(chosen, target, there, state, overwrite)
+            if dry_run:
+                pass
+            elif chosen.is_file:
+                _write_file(chosen, target, there, state, overwrite)
             elif chosen is Format.CKPT:
                 tensors = state.tensors.values()
                 if divided is not None and ranks is not None:
@@ -188,7 +215,14 @@ def convert(
                 with open_store(target, there) as store:
                     write_native(store, state, division, overwrite, compress)
             else:
-                left_out = _write_folder(chosen, target, there, state, overwrite, max_shard_bytes)
+                _write_folder(chosen, target, there, state, overwrite, max_shard_bytes)
+        if verify and not dry_run:
+            with (
+                outgoing(opened.url, opened.store, found.catalog, casts) as wanted,
+                open_source(target, there) as result,
+                outgoing(result.url, result.store, result.catalog) as written,
+            ):
+                check_written(wanted, written, without_secrets(target), result.catalog.format)
         return ConvertReport(
             source,
             target,
@@ -196,12 +230,13 @@ def convert(
             chosen.value,
             len(state.tensors),
             sum(tensor.nbytes for tensor in state.tensors.values()),
-            left_out,
+            _left_out(chosen, state),
             None if divided is None else divided.value,
             ranks,
             _became_text(chosen, state),
-            _not_cast(dtype, state),
+            _not_cast(casts, state),
             beside,
+            conversion_plan(found, casts, MEMORY_BYTES),
         )
 
 
@@ -275,18 +310,14 @@ def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
 
 def _write_file(
     chosen: Format, target: str, options: Options, state: Streams, overwrite: bool
-) -> tuple[str, ...]:
+) -> None:
     folder, name = split_url(target)
-    left_out: tuple[str, ...] = ()
     with open_store(folder, options) as store, file_writer(target, store, overwrite) as writer:
         if chosen is Format.SAFETENSORS:
             state.write(writer, [safetensors_file.plan(name, state)])
-            left_out = safetensors_file.left_out(state.tree)
         else:
             state.write(writer, [torch_save.plan(name, state)])
-            left_out = _said(state)
         store.flush()
-    return left_out
 
 
 def _write_folder(
@@ -296,16 +327,23 @@ def _write_folder(
     state: Streams,
     overwrite: bool,
     max_shard_bytes: int,
-) -> tuple[str, ...]:
-    left_out: tuple[str, ...] = ()
+) -> None:
     with folder_writer(target, options, overwrite) as writer:
         if chosen is Format.HUGGINGFACE:
             state.write(writer, huggingface.plans(state, max_shard_bytes))
-            left_out = safetensors_file.left_out(state.tree)
         else:
             state.write(writer, dcp.plans(state))
-            left_out = (*(name for name, is_empty in lost(state.tree) if is_empty), *_said(state))
-    return left_out
+
+
+def _left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
+    """Returns the key paths of values that a format cannot hold, and its metadata."""
+    if chosen is Format.CKPT:
+        return ()
+    if chosen in (Format.SAFETENSORS, Format.HUGGINGFACE):
+        return safetensors_file.left_out(state.tree)
+    is_dcp = chosen is Format.DCP
+    empty = [name for name, is_empty in lost(state.tree) if is_empty] if is_dcp else []
+    return (*empty, *(f"metadata[{key!r}]" for key in sorted(state.metadata)))
 
 
 def _check_values(chosen: Format, state: Outgoing) -> None:
@@ -329,19 +367,13 @@ def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
     return tuple(name or "the outermost" for name, is_empty in found if not is_empty)
 
 
-def _not_cast(dtype: str | None, state: Outgoing) -> tuple[str, ...]:
-    wanted = (dtype or "").removeprefix("torch.")
-    kinds = {name: tensor.dtype.torch_name for name, tensor in state.tensors.items()}
+def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:
     return tuple(
         name
-        for name, kind in kinds.items()
-        if wanted and kind != wanted and kind.startswith(("float", "bfloat"))
+        for name, tensor in state.tensors.items()
+        if casts.of_name(name) not in (None, tensor.dtype)
+        and tensor.dtype.torch_name.startswith(("float", "bfloat"))
     )
-
-
-def _said(state: Outgoing) -> tuple[str, ...]:
-    """Returns the keys of the metadata, which a format without metadata leaves out."""
-    return tuple(f"metadata[{key!r}]" for key in sorted(state.metadata))
 
 
 def _check_can_hold(
@@ -361,13 +393,4 @@ def _check_can_hold(
             "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
             "convert to a folder with to='ckpt' (--to ckpt), or leave out the kind and the "
             f"world size of {ranks}"
-        )
-
-
-def _check_castable(dtype: str | None) -> None:
-    """Raises ArgumentError unless a dtype can hold weights."""
-    if dtype is not None and dtype.removeprefix("torch.") not in get_args(DtypeName):
-        raise ArgumentError(
-            f"floating-point tensors cannot be cast to {dtype!r}; give dtype= (--dtype) as one of "
-            f"{', '.join(get_args(DtypeName))}"
         )

@@ -24,9 +24,10 @@ from math import prod
 from typing import Literal, TypeVar
 
 from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
+from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.selection import Selection
 from ckpt.sources import Source, open_source
-from ckpt.state.saved import by_name
+from ckpt.state.saved import Missing, Saved, by_name
 from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
 from ckpt.transfer.read import RangeReader
@@ -89,6 +90,8 @@ class Comparison:
     values: tuple[ValueDifference, ...]
     structure: tuple[StructureDifference, ...]
     """Containers and keys of different kinds under equal names."""
+    equal_tensors: tuple[str, ...]
+    """Tensors whose elements are equal, or close, in the order of A."""
     compared_tensors: int
     """The number of pairs whose elements were compared."""
     compared_bytes: int
@@ -115,6 +118,9 @@ def diff(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     select: str | None = None,
+    mapping: MappingName | Sequence[MappingName] = (),
+    rename: Mapping[str, str] | None = None,
+    parameters: Mapping[str, int] | None = None,
     values: bool = True,
     dtype: bool = True,
     progress: Callable[[int], None] | None = None,
@@ -127,9 +133,12 @@ def diff(
 
     Args:
         rtol, atol: the tolerance `|a - b| <= atol + rtol * |b|`. If both are 0, bits are compared.
-        include, exclude: patterns (`*`, `?`) of the names of tensors and values to compare.
+        include, exclude: patterns of the names of tensors and values to compare: `*` and `?`, or a
+            regular expression between slashes.
         select: a key path. In a checkpoint with names below it, only these count, and they lose it:
             `model` compares a training checkpoint with an exported file.
+        mapping, rename, parameters: changes of A's names and shapes, as for `ckpt.convert`. They
+            take the names that `select` leaves, and the patterns those that they give.
         values: whether plain values, and the kinds of containers and keys, are compared too.
         dtype: whether different dtypes are a difference. If False, elements are compared as
             numbers.
@@ -156,7 +165,8 @@ def diff(
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         left, right = _alike(left, right), _alike(right, left)
-        sides = (_Side.of(left, select), _Side.of(right, select))
+        changes = Changes.of(None, None, None, None, mapping, rename, "", parameters)
+        sides = (_changed(left, select, changes), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
             raise ArgumentError(
                 without_secrets(f"neither {left.url} nor {right.url} has anything below {select!r}")
@@ -181,7 +191,9 @@ class _Side:
     values: Mapping[str, Tree]
     structure: Mapping[str, Container]
     select: str | None
-    """The key path that the names have lost; None if they are whole."""
+    """The key path that the names of the source's tree have below it; None if they have none."""
+    selected: bool
+    """Whether the checkpoint has names below the selected key path."""
 
     @classmethod
     def of(cls, source: Source, select: str | None) -> _Side:
@@ -194,13 +206,8 @@ class _Side:
         prefix = f"{select}."
         if select is not None and any(name.startswith(prefix) for name in (*records, *values)):
             records, values = _below(records, prefix), _below(values, prefix)
-            return cls(source, engine, records, values, {}, select)
-        return cls(source, engine, records, values, {}, None)
-
-    @property
-    def selected(self) -> bool:
-        """Whether the checkpoint has names below the selected key path."""
-        return self.select is not None
+            return cls(source, engine, records, values, {}, select, True)
+        return cls(source, engine, records, values, {}, None, False)
 
     def chosen(self, selection: Selection) -> _Side:
         """Returns the part that a selection chooses."""
@@ -219,6 +226,16 @@ def _alike(side: Source, other: Source) -> Source:
     if not weights or other.catalog.weights or other.catalog.format not in FLAT_FORMATS:
         return side
     return replace(side, catalog=under(side.catalog, weights))
+
+
+def _changed(source: Source, select: str | None, changes: Changes) -> _Side:
+    """Returns the compared part of A, after the changes."""
+    if not changes.mappings:
+        return _Side.of(source, select)
+    is_there = select is not None and not isinstance(Saved(source.catalog).node(select), Missing)
+    chosen = replace(changes, select=select if is_there else None)
+    side = _Side.of(replace(source, catalog=chosen.applied(source).catalog), None)
+    return replace(side, selected=is_there)
 
 
 def _below(entries: Mapping[str, _T], prefix: str) -> dict[str, _T]:
@@ -248,6 +265,7 @@ def _compare(
 ) -> Comparison:
     differences: list[TensorDifference] = []
     pairs: set[tuple[str, str]] = set()
+    equal: list[str] = []
     compared_bytes = compared = close = 0
     max_abs = 0.0
     for name, left in a.tensors.items():
@@ -264,7 +282,9 @@ def _compare(
         compared_bytes += left.nbytes
         if found.differing:
             differences.append(_values_difference(name, left, found))
-        elif found.unequal:
+            continue
+        equal.append(name)
+        if found.unequal:
             close += 1
             max_abs = max(max_abs, found.max_abs)
     for side in (a, b):
@@ -279,6 +299,7 @@ def _compare(
         tuple(differences),
         values,
         structure,
+        tuple(equal),
         compared,
         compared_bytes,
         close,

@@ -25,18 +25,16 @@ from typing import Protocol
 
 import numpy as np
 
-from ckpt.errors import Difference, MismatchError
-from ckpt.match.selection import Selection, map_selected, selected
+from ckpt.mapping.casts import NO_CASTS, Casts
+from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.copy_plan import CopySource
 from ckpt.plan.read_plan import ReadRequest, requests_for
-from ckpt.state.saved import Missing, Saved
 from ckpt.structure import names_of
 from ckpt.transfer.copy_files import FileCopier
 from ckpt.transfer.read import Array, RangeReader, bytes_of
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
-from formats.dtypes import DType, dtype_of_torch
-from formats.errors import UnsupportedError
+from formats.dtypes import DType
 from formats.file_plan import FilePlan
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
@@ -47,8 +45,9 @@ from sharding.url_secrets import without_secrets
 
 BLOCK_BYTES = 8 << 20
 """Bytes of one read: a part of a tensor, or many small tensors."""
+MEMORY_BYTES = 2 * BLOCK_BYTES
+"""The blocks in memory (rule 1)."""
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 _WRITTEN = {"ckpt": WRITER_KEYS, "safetensors": ("format",), "huggingface": ("format",)}
@@ -89,33 +88,20 @@ def outgoing(
     url: str,
     reader: Reader,
     catalog: Catalog,
-    select: str | None,
-    selection: Selection,
-    dtype: str | None = None,
+    casts: Casts = NO_CASTS,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Streams]:
-    """Returns streams of the part of a checkpoint that `select` and `selection` choose.
+    """Returns streams of the tensors of a catalog, under the names in its tree.
 
-    `select` is a key path: only entries below it count, and their names lose it. `selection` has
-    patterns of these names. `dtype`, a torch name, casts the floating-point tensors. The caller
-    reads one stream at a time, inside the `with` statement.
+    The caller reads one stream at a time, inside the `with` statement.
 
     Raises:
-        MismatchError: the checkpoint has no entry at `select`.
-        ArgumentError: a pattern matches no name, or the selection is empty.
-        UnsupportedError: a top entry has an empty name.
+        ArgumentError: a pattern of `casts` matches no name.
         CorruptError, FormatError: a needed file is missing, has another length, or contradicts the
             description of the checkpoint.
         HoleError: elements of a tensor are not stored.
     """
-    tree = _below(catalog, select or "", url)
-    if isinstance(tree, dict) and "" in tree and selected(tree[""], "", selection):
-        raise UnsupportedError(
-            f"{url}: the name of a top entry is empty; save the entry under another name, or leave "
-            "it out (exclude=, --exclude '')"
-        )
-    selection.check_chooses(set(names_of(tree)), without_secrets(url))
-    target = dtype_of_torch(dtype, "dtype=") if dtype is not None else None
+    casts.check_all_match(names_of(catalog.tree), without_secrets(url))
     tensors: dict[str, OutgoingTensor] = {}
     elements: dict[str, Elements] = {}
     sources: dict[str, CopySource] = {}
@@ -131,28 +117,23 @@ def outgoing(
             return TensorRef(first)
         record = catalog.tensors[leaf.name]
         check_located(record)
-        source = sources[path] = CopySource(record, _written(record, target))
+        source = sources[path] = CopySource(record, casts.written(path, record))
         stream = elements[path] = reading.of(source)
         tensors[path] = _outgoing(path, record.shape, source.dtype, stream, 0, prod(record.shape))
         return TensorRef(first)
 
     with Pool(1, "ckpt-ahead") as ahead:
         reading = _Reading(reader, ahead, progress)
-        chosen: Tree = map_selected(tree, selection, streamed)
+        tree: Tree = map_selected(catalog.tree, Selection.of(None, None), streamed)
         copier = FileCopier(reader, sources.__getitem__, "all", progress)
         yield Streams(
             tensors,
-            chosen,
+            tree,
             aliases,
             _kept_metadata(catalog),
             elements=elements,
             write=copier.write,
         )
-
-
-def _written(record: TensorRecord, target: DType | None) -> DType:
-    """Returns the dtype to write: floats are cast to `target`."""
-    return record.dtype if target is None or record.dtype.name not in _FLOATS else target
 
 
 def _kept_metadata(catalog: Catalog) -> dict[str, str]:
@@ -182,24 +163,6 @@ def check_located(record: TensorRecord) -> None:
         raise HoleError(
             f"{record.name}: {found} of its {prod(record.shape)} elements are in the checkpoint"
         )
-
-
-def _below(catalog: Catalog, select: str, url: str) -> Tree:
-    found = Saved(catalog).node(select)
-    if isinstance(found, Missing):
-        top = list(catalog.tree) if isinstance(catalog.tree, dict) else []
-        raise MismatchError(
-            url,
-            [
-                Difference(
-                    select,
-                    "missing",
-                    "no entry of the checkpoint has this name; its top entries are "
-                    + ", ".join(str(key) for key in top[:20]),
-                )
-            ],
-        )
-    return {"tensor": found} if isinstance(found, TensorRef) else found
 
 
 @dataclass(frozen=True, slots=True)

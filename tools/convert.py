@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
+from tools.name_changes import MappingOption, Pair, add_name_changes, by_first, mappings_of
 from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
 from tools.quantities import size_of
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
-from tools.text import json_text
+from tools.text import columns, json_text
+
+if TYPE_CHECKING:
+    from ckpt.conversion_plan import ConversionPlan
+    from ckpt.converting import ConvertReport
+    from ckpt.mapping.changes import Part
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -30,14 +36,22 @@ class Options:
     dst: str
     to: FormatName | None
     select: str | None
+    part: Part | None
     include: list[str] | None
     exclude: list[str] | None
+    mappings: list[MappingOption] | None
+    parameters: list[tuple[str, int]] | None
+    rename: list[Pair] | None
+    prefix: str
     max_shard_bytes: int
     overwrite: bool
     compress: bool
-    dtype: DtypeName | None
+    dtype: list[Pair] | None
     kind: KindName | None
     world_size: int | None
+    dry_run: bool
+    verify: bool
+    verbose: bool
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     dst_storage_options: list[Option] | None = field(default=None, repr=False)
@@ -54,8 +68,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the format to write; without it safetensors or torch where DST ends in "
         ".safetensors, .pt, .pth or .bin, else a folder of ckpt's own",
     )
-    add("--select", metavar="KEYPATH", help="only what is below this key path, which is dropped")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
+        "--select", metavar="KEYPATH", help="only what is below this key path, which is dropped"
+    )
+    for part in ("model", "optimizer"):
+        parts.add_argument(
+            f"--{part}-only",
+            dest="part",
+            action="store_const",
+            const=part,
+            help=f"the same for the place of the {part}, which is found",
+        )
     add_name_patterns(parser)
+    add_name_changes(parser, "SRC")
+    add("--prefix", default="", metavar="NAME", help="put NAME and a dot before all names, last")
     add(
         "--max-shard-size",
         dest="max_shard_bytes",
@@ -72,9 +99,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--compress", action="store_true", help="zstd; only for ckpt's own format")
     add(
         "--dtype",
-        metavar="DTYPE",
-        help="cast tensors of 16-bit floats and larger (example: bfloat16); smaller floats, which "
-        "mean little without their scales, stay as they are and are named",
+        action="append",
+        type=_dtype,
+        metavar="[PATTERN=]DTYPE",
+        help="cast tensors of 16-bit floats and larger (example: bfloat16), or those with such new "
+        "names (example: '*norm.weight=float32'; keep casts none); repeatable, the first pattern "
+        "counts; smaller floats, which mean little without their scales, stay and are named",
     )
     add(
         "--kind",
@@ -90,7 +120,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="the number of ranks, 1 or more; goes with --kind only, and has to be given for "
         "sharded and local; any format but ckpt holds full tensors of 1 rank",
     )
-    add("--json", dest="as_json", action="store_true", help="the summary as JSON")
+    add("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    add("--verify", action="store_true", help="read the result back and compare every byte")
+    add("-v", "--verbose", action="store_true", help="print each name with the names it comes from")
+    add("--json", dest="as_json", action="store_true", help="the summary as JSON; -v: and the plan")
     add_storage_options(parser)
     add_storage_options_of(parser, "DST")
 
@@ -107,66 +140,117 @@ def run(options: Options) -> int:
             options.dst,
             to=options.to,
             select=options.select,
+            part=options.part,
             include=options.include,
             exclude=options.exclude,
+            mapping=mappings_of(options.mappings),
+            rename=by_first(options.rename, "--rename"),
+            prefix=options.prefix,
+            parameters=by_first(options.parameters, "--set"),
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
             compress=options.compress,
-            dtype=options.dtype,
+            dtype=_dtypes(options.dtype),
             kind=options.kind,
             world_size=options.world_size,
+            dry_run=options.dry_run,
+            verify=options.verify,
             progress=advance,
             storage_options=told,
             dst_storage_options=mapping(options.dst_storage_options),
         )
     seconds = time.monotonic() - began
-    left_out = tuple(report.left_out)
     if options.as_json:
-        summary = {
-            "src": report.src,
-            "dst": report.dst,
-            "source_format": report.source_format,
-            "target_format": report.target_format,
-            "kind": report.kind,
-            "world_size": report.world_size,
-            "tensors": report.tensors,
-            "bytes": report.nbytes,
-            "left_out": left_out,
-            "became_text": report.became_text,
-            "not_cast": report.not_cast,
-            "beside": report.beside,
-            "seconds": round(seconds, 3),
-        }
-        print(json_text(summary))
-        return ExitCode.FINE
+        print(json_text(_summary(options, report, seconds)))
+    else:
+        for line in _lines(options, report, seconds):
+            print(line)
+    return ExitCode.FINE
+
+
+def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[str, object]:
+    """The report for programs."""
+    found: dict[str, object] = {
+        "src": report.src,
+        "dst": report.dst,
+        "source_format": report.source_format,
+        "target_format": report.target_format,
+        "kind": report.kind,
+        "world_size": report.world_size,
+        "tensors": report.tensors,
+        "bytes": report.nbytes,
+        "left_out": report.left_out,
+        "became_text": report.became_text,
+        "not_cast": report.not_cast,
+        "beside": report.beside,
+        "written": not options.dry_run,
+        "verified": options.verify and not options.dry_run,
+        "seconds": round(seconds, 3),
+    }
+    if report.plan is not None and (options.dry_run or options.verbose):
+        found["plan"] = asdict(report.plan)
+    return found
+
+
+def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[str]:
+    """The report for people."""
+    plan = report.plan
+    if plan is not None and (options.dry_run or options.verbose):
+        yield from _plan_lines(plan)
     written = report.target_format
     if report.kind is not None and report.world_size is not None:
         written += f", {report.kind} over {count(report.world_size, 'rank')}"
-    print(
+    done = f"in {seconds:.1f} s"
+    if options.dry_run and plan is not None:
+        done = (
+            f"to write, {size(plan.read_bytes)} to read, at most {size(plan.memory_bytes)} in "
+            "memory; a dry run: nothing was written"
+        )
+    elif options.verify:
+        done += ", read back and equal"
+    yield (
         f"{printable(str(report.src))} ({report.source_format}) -> {printable(str(report.dst))} "
-        f"({written}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} in "
-        f"{seconds:.1f} s"
+        f"({written}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} {done}"
     )
-    if left_out:
-        print(
-            f"note: {count(len(left_out), 'value')} left out, which {report.target_format} cannot "
-            f"hold: {_shown(left_out)}"
+    if plan is not None and plan.excluded:
+        names = _shown(plan.excluded)
+        yield f"note: {count(len(plan.excluded), 'name')} left out by the mapping: {names}"
+    if report.left_out:
+        yield (
+            f"note: {count(len(report.left_out), 'value')} left out, which {report.target_format} "
+            f"cannot hold: {_shown(report.left_out)}"
         )
     if report.beside:
-        print(
+        yield (
             f"note: only the weights were converted; --select takes one of {_shown(report.beside)}"
         )
     if report.became_text:
-        print(
+        yield (
             f"note: {report.target_format} has no keys but text; those that were numbers are text "
             f"now in {_shown(report.became_text)}"
         )
     if report.not_cast:
-        print(
+        yield (
             f"note: {count(len(report.not_cast), 'tensor')} of smaller floats not cast: "
             f"{_shown(report.not_cast)}"
         )
-    return ExitCode.FINE
+
+
+def _plan_lines(plan: ConversionPlan) -> Iterator[str]:
+    """A line for each tensor: the names that it comes from, its own, dtype, shape and bytes."""
+    rows = []
+    for tensor in plan.tensors:
+        dtype = tensor.dtype
+        if tensor.source_dtype != dtype:
+            dtype = f"{tensor.source_dtype} -> {dtype}"
+        shape = "[" + ", ".join(map(str, tensor.shape)) + "]"
+        nbytes = size(tensor.nbytes) if tensor.tied_to is None else "tied"
+        sources = " + ".join(map(printable, tensor.sources[:SHOWN_LEFT_OUT]))
+        more = len(tensor.sources) - SHOWN_LEFT_OUT
+        sources += f" and {more} more" if more > 0 else ""
+        rows.append((sources, "->", printable(tensor.name), dtype, shape, nbytes))
+    if rows:
+        yield from columns(rows, right=[5])
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -174,6 +258,24 @@ def _shown(names: Sequence[str]) -> str:
     more = len(names) - SHOWN_LEFT_OUT
     first = ", ".join(printable(name) for name in names[:SHOWN_LEFT_OUT])
     return first + (f" and {more} more" if more > 0 else "")
+
+
+def _dtype(text: str) -> Pair:
+    """A dtype with the pattern of its names, for argparse.
+
+    >>> _dtype("bfloat16"), _dtype("*norm.weight=float32"), _dtype("/a=b/=keep")
+    (('*', 'bfloat16'), ('*norm.weight', 'float32'), ('/a=b/', 'keep'))
+    """
+    pattern, _, dtype = text.rpartition("=")
+    return pattern or "*", dtype
+
+
+def _dtypes(given: Sequence[Pair] | None) -> dict[str, DtypeName | None]:
+    """The dtypes by pattern; that for all other names last."""
+    ordered = sorted(by_first(given, "--dtype").items(), key=lambda pair: pair[0] == "*")
+    return {
+        pattern: None if dtype == "keep" else cast(DtypeName, dtype) for pattern, dtype in ordered
+    }
 
 
 def _ranks(text: str) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
+from tools.name_changes import MappingOption, Pair, add_name_changes, by_first, mappings_of
 from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
@@ -30,8 +31,12 @@ class Options:
     include: list[str] | None
     exclude: list[str] | None
     select: str | None
+    mappings: list[MappingOption] | None
+    parameters: list[tuple[str, int]] | None
+    rename: list[Pair] | None
     tensors_only: bool
     ignore_dtype: bool
+    verbose: bool
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
     b_storage_options: list[Option] | None = field(default=None, repr=False)
@@ -50,8 +55,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="KEYPATH",
         help="compare what is below this key path, in A, B or both (example: model)",
     )
+    add_name_changes(parser, "A")
     add("--tensors-only", action="store_true", help="compare neither plain values nor structure")
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
+    add("-v", "--verbose", action="store_true", help="name the equal tensors too")
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
     add_storage_options(parser)
     add_storage_options_of(parser, "B")
@@ -71,6 +78,9 @@ def run(options: Options) -> int:
             include=options.include,
             exclude=options.exclude,
             select=options.select,
+            mapping=mappings_of(options.mappings),
+            rename=by_first(options.rename, "--rename"),
+            parameters=by_first(options.parameters, "--set"),
             values=not options.tensors_only,
             dtype=not options.ignore_dtype,
             progress=advance,
@@ -78,8 +88,13 @@ def run(options: Options) -> int:
             b_storage_options=mapping(options.b_storage_options),
         )
     if options.as_json:
-        print(json_text({**asdict(found), "equal": found.equal}))
+        described = {**asdict(found), "equal": found.equal}
+        if not options.verbose:
+            del described["equal_tensors"]
+        print(json_text(described))
     else:
+        for name in found.equal_tensors if options.verbose else ():
+            print(f"= {printable(name)}")
         _print(found)
     return ExitCode.FINE if found.equal else ExitCode.DIFFERENT
 

@@ -12,5 +12,6 @@ def add_name_patterns(parser: ArgumentParser) -> None:
             flag,
             action="append",
             metavar="PATTERN",
-            help=f"{said}; may have * and ?; has to match a name; repeatable",
+            help=f"{said}; has * and ?, or is /a regular expression/; has to match a name; "
+            "repeatable",
         )

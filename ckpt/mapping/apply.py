@@ -224,12 +224,16 @@ class _Changed:
             )
             stored.append(ref.name)
         targets = Group(rule, texts, records, self.parameters).targets()
-        names = tuple(name for name, _ in group)
+        names = tuple(name for name, _ in sorted(group, key=_place))
         alike = str(rule.rearrange), tuple(rule.sizes.items()), rule.parts, tuple(stored)
         return {
             new: _Made(names, record, (*alike, number))
             for number, (new, record) in enumerate(targets.items())
         }
+
+
+def _place(named: tuple[str, Member]) -> tuple[int, Indices]:
+    return named[1].part, named[1].indices
 
 
 def _named(

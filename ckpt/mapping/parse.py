@@ -34,6 +34,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+__all__ = ["read_mapping"]
+
 _KEYS = ("about", "strict", "exclude", "tied", "parameters", "rule")
 _RULE_KEYS = ("from", "to", "rearrange", "sizes", "parts", "optional")
 

@@ -16,6 +16,8 @@ from ckpt.mapping.rearrange import PARTS, Rearrange, axes_of, check_axes
 from ckpt.state.patterns import check_rename, is_expression
 from sharding.errors import ArgumentError
 
+__all__ = ["TensorMapping"]
+
 Size = int | str
 """A number, or numbers and parameters with `*` and `/` between, as in `heads / kv_heads`."""
 

@@ -12,8 +12,9 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from ckpt.state.patterns import prefix_in
 from ckpt.state.saved import holds_tensor
 from formats.catalog import Key, TensorRef, Tree, join
 from formats.native.tree import ROOT
@@ -22,13 +23,11 @@ from sharding.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A leaf or nest with its new name."""
+    """A leaf or nest with its new name, and its key in a dict that it lies in."""
 
     name: str
     tree: Tree
-    key: Key = None
-    """The key in the container that the entry stays in, if it does not move."""
-    stays: bool = False
+    key: Key
 
 
 def renamed_tree(tree: Tree, leaf: Callable[[str, Tree], Iterable[tuple[str, Tree]]]) -> Tree:
@@ -37,20 +36,13 @@ def renamed_tree(tree: Tree, leaf: Callable[[str, Tree], Iterable[tuple[str, Tre
     The leaves are those of `ckpt.state.saved.leaves`. No two new leaves have one name.
 
     >>> renamed_tree({"m": {"a": 1}, "s": 2}, lambda name, node: [(name.replace("m", "net"), node)])
-    {'s': 2, 'net': {'a': 1}}
+    {'net': {'a': 1}, 's': 2}
     >>> renamed_tree({"m": {"a": 1, "b": 2}}, lambda name, node: [(name.replace("a", "c.d"), node)])
-    {'m': {'b': 2, 'c.d': 1}}
+    {'m': {'c.d': 1, 'b': 2}}
     """
     entries = _walk(tree, "", leaf)
-    if len(entries) == 1 and entries[0].name == "":
-        return entries[0].tree
-    found: dict[Key, Tree] = {}
-    for entry in sorted(entries, key=lambda entry: not entry.stays):
-        if entry.stays:
-            found[entry.key] = entry.tree
-        else:
-            _insert(found, entry)
-    return found
+    whole = len(entries) == 1 and entries[0].name == ""
+    return entries[0].tree if whole else _dict_of(entries)
 
 
 def _walk(
@@ -59,33 +51,51 @@ def _walk(
     items = _items(node)
     if items is None:
         name = path or (ROOT if isinstance(node, TensorRef) else "")
-        return [Named(new, tree) for new, tree in leaf(name, node)]
+        return [Named(new, tree, new) for new, tree in leaf(name, node)]
     below = [(key, item, _walk(item, join(path, key), leaf)) for key, item in items]
     prefix = _common_prefix([(key, entries) for key, _, entries in below])
     is_flat = all(_items(item) is None for _, item, _ in below) and not path
     if prefix is not None and (prefix == path or (prefix and not is_flat)):
         children = [(key, entries[0].tree) for key, _, entries in below]
-        return [Named(prefix, _like(node, children))]
+        return [Named(prefix, _like(node, children), prefix)]
     return _apart(node, path, [(key, entry) for key, _, entries in below for entry in entries])
 
 
 def _apart(node: Tree, path: str, entries: list[tuple[Key, Named]]) -> list[Named]:
-    """Returns the entries of a container that has changed: its rest, and the loose ones."""
-    kept: dict[Key, Tree] = {}
-    loose: list[Named] = []
+    """Returns the entries of a container that has changed: its rest, and those that leave it."""
+    if not isinstance(node, dict):
+        return [entry for _, entry in entries]
+    start = len(path) + 1 if path else 0
+    inside: list[Named] = []
+    outside: list[Named] = []
     for key, entry in entries:
-        if isinstance(node, dict) and entry.name == join(path, key):
-            kept[key] = entry.tree
+        if path and not entry.name.startswith(f"{path}."):
+            outside.append(entry)
+            continue
+        name = entry.name[start:]
+        inside.append(Named(name, entry.tree, key if name == str(key) else name))
+    return [*([Named(path, _dict_of(inside), path)] if inside or not path else []), *outside]
+
+
+def _dict_of(entries: list[Named]) -> dict[Key, Tree]:
+    """Returns the entries as a dict, in their order; those below another one are put into it."""
+    nests = {entry.name for entry in entries if isinstance(entry.tree, dict) and entry.tree}
+    found: dict[Key, Tree] = {}
+    below: list[Named] = []
+    for entry in entries:
+        if prefix_in(nests, entry.name.rpartition(".")[0]):
+            below.append(entry)
+        elif entry.key in found:
+            raise _is_nest(entry.name)
         else:
-            loose.append(entry)
-    if path and isinstance(node, dict):
-        inside = [entry for entry in loose if entry.name.startswith(f"{path}.")]
-        loose = [entry for entry in loose if not entry.name.startswith(f"{path}.")]
-        for entry in inside:
-            _insert(kept, replace(entry, name=entry.name[len(path) + 1 :]))
-    if not path:
-        return [*(Named(str(key), tree, key, stays=True) for key, tree in kept.items()), *loose]
-    return [*([Named(path, kept)] if kept else []), *loose]
+            found[entry.key] = entry.tree
+    for entry in below:
+        _insert(found, entry)
+    return found
+
+
+def _is_nest(name: str) -> ArgumentError:
+    return ArgumentError(f"{name} would be a leaf and a nest; give it another name")
 
 
 def _common_prefix(below: list[tuple[Key, list[Named]]]) -> str | None:
@@ -105,7 +115,7 @@ def _insert(tree: dict[Key, Tree], entry: Named) -> None:
         assert isinstance(below, dict)
         tree, rest = below, rest[cut + 1 :]
     if rest in tree:
-        raise ArgumentError(f"{entry.name} would be a leaf and a nest; give it another name")
+        raise _is_nest(entry.name)
     tree[rest] = entry.tree
 
 

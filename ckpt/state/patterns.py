@@ -19,7 +19,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 
 from sharding.errors import ArgumentError
@@ -134,7 +134,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     return apply
 
 
-def prefix_in(table: Mapping[str, object], name: str) -> str | None:
+def prefix_in(table: Container[str], name: str) -> str | None:
     """Returns the longest key of a table that is a name or a dotted prefix of it; None if none is.
 
     >>> prefix_in({"a": 0, "a.b": 1}, "a.b.c"), prefix_in({"a": 0}, "ab"), prefix_in({"": 0}, "ab")

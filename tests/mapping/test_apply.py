@@ -177,7 +177,7 @@ def test_parameters_and_ratios_divide_query_groups() -> None:
         (
             '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "(h two d) -> (h d two)"',
             {"a": (8,)},
-            "(h two d), and the sizes of h and two and d are unknown; give all but one in `sizes`",
+            "the sizes of h and two and d are unknown; give all but one: with --set h=NUMBER",
         ),
         (
             '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "i o -> o i"',

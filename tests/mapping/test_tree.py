@@ -18,22 +18,22 @@ W, B = TensorRef("w"), TensorRef("b")
     [
         ({"w": W, "b": B}, {"": "model"}, {"model.w": W, "model.b": B}),
         ({"model": {"w": W}, "step": 1}, {"": "run"}, {"run": {"model": {"w": W}, "step": 1}}),
-        ({"model": {"w": W}, "step": 1}, {"model": ""}, {"step": 1, "w": W}),
+        ({"model": {"w": W}, "step": 1}, {"model": ""}, {"w": W, "step": 1}),
         (
             {"model": {"w": W, 3: B}, "step": 1},
             {"model": "net"},
-            {"step": 1, "net": {"w": W, 3: B}},
+            {"net": {"w": W, 3: B}, "step": 1},
         ),
         ({"a": {"l.w": W, "l.b": B}}, {"a.l": "a.m"}, {"a": {"m.w": W, "m.b": B}}),
         ({"a": {"w": W}, "b": {"w": B}}, {"a.w": "b.v"}, {"b": {"w": B, "v": W}}),
-        ({"a": [W, B], "s": 1}, {"a": "c"}, {"s": 1, "c": [W, B]}),
-        ({"a": (W, 3), "s": 1}, {"a.0": "c"}, {"s": 1, "c": W, "a.1": 3}),
+        ({"a": [W, B], "s": 1}, {"a": "c"}, {"c": [W, B], "s": 1}),
+        ({"a": (W, 3), "s": 1}, {"a.0": "c"}, {"c": W, "a.1": 3, "s": 1}),
         (
             {"o": {"state": {0: {"m": W}}, "n": [1]}},
             {"o.n": "o.k"},
             {"o": {"state": {0: {"m": W}}, "k": [1]}},
         ),
-        ({"a": {"w": W}, "e": {}}, {"a": "x.y"}, {"e": {}, "x.y": {"w": W}}),
+        ({"a": {"w": W}, "e": {}}, {"a": "x.y"}, {"x.y": {"w": W}, "e": {}}),
     ],
 )
 def test_a_rename_keeps_nests_where_it_can(

@@ -195,3 +195,95 @@ def test_smaller_floats_that_were_not_cast_are_named(run, tmp_path):
     assert torch.load(tmp_path / "e5.pt", weights_only=True)["w"].dtype == torch.float8_e5m2
     plain = json.loads(run("convert", tmp_path / "c", tmp_path / "plain", "--json").out)
     assert plain["not_cast"] == []
+
+
+MAPPING = """
+[[rule]]
+from = "*.scale"
+to = "*.gain"
+[[rule]]
+from = "embed.weight"
+to = "embed"
+rearrange = "(half v) d -> half d v"
+sizes = { half = "parts" }
+"""
+
+
+def test_names_and_shapes_change_as_the_options_say(run, saved, tmp_path):
+    (tmp_path / "m.toml").write_text(MAPPING)
+    changes = (
+        "--map",
+        tmp_path / "m.toml",
+        "--set",
+        "parts=2",
+        "--rename",
+        r"/head\.(w.*)/=out.\1",
+    )
+    ended = run(
+        *(
+            "convert",
+            saved,
+            tmp_path / "m.safetensors",
+            "--model-only",
+            *changes,
+            "--prefix",
+            "net",
+        ),
+        *("--dtype", "*gain=keep", "--dtype", "bfloat16", "--verify", "-v"),
+    )
+    assert ended.code == 0
+    assert ended.err == ""
+    *rows, summary = ended.out.splitlines()
+    assert [" ".join(row.split()) for row in rows] == [
+        "model.embed.weight -> net.embed float32 -> bfloat16 [2, 4, 4] 64 B",
+        "model.norm.scale -> net.norm.gain float32 [4] 16 B",
+        "model.head.weight -> net.out.weight float32 -> bfloat16 [8, 4] 64 B",
+    ]
+    assert summary.endswith(" s, read back and equal")
+    found = load_file(tmp_path / "m.safetensors")
+    assert found["net.embed"].shape == (2, 4, 4)
+    assert found["net.norm.gain"].dtype == torch.float32
+    ended = run("diff", saved, tmp_path / "m.safetensors", "--select", "model", *changes, "-v")
+    assert ended.code == ExitCode.DIFFERENT  # the prefix is missing
+    ended = run(
+        *("convert", tmp_path / "m.safetensors", tmp_path / "back", "--inverse-map"),
+        *(tmp_path / "m.toml", "--set", "parts=2", "--select", "net", "--rename", "out=head"),
+    )
+    assert ended.code == 0
+    ended = run("diff", tmp_path / "back", saved, "--select", "model", "--ignore-dtype", "-v")
+    assert "= norm.scale" in ended.out.splitlines()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(run, saved, tmp_path):
+    ended = run("convert", saved, tmp_path / "m.pt", "--optimizer-only", "--dry-run")
+    assert ended.code == 0
+    *rows, summary, note = ended.out.splitlines()
+    name = "state.embed.weight.exp_avg"
+    assert rows[-1].split()[:3] == [f"optimizer.{name}", "->", name]
+    assert note.startswith("note: 1 value left out, which torch cannot hold: metadata")
+    assert "132 B to write, 132 B to read, at most " in summary
+    assert summary.endswith(" in memory; a dry run: nothing was written")
+    assert not (tmp_path / "m.pt").exists()
+    ended = run("convert", saved, tmp_path / "m.pt", "--optimizer-only", "--dry-run", "--json")
+    summary = json.loads(ended.out)
+    assert summary["written"] is False
+    assert summary["plan"]["read_bytes"] == 132
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rename", "old"], "'old' is no OLD=NEW"),
+        (["--rename", "a=b", "--rename", "a=c"], "--rename has 'a' twice"),
+        (["--set", "heads=many"], "'heads=many' is no NAME=N"),
+        (["--dtype", "int8"], "cannot be cast to 'int8'"),
+        (["--dtype", "float16", "--dtype", "bfloat16"], "--dtype has '*' twice"),
+        (["--map", "nothing"], "'nothing' is no mapping and no file; the mappings are"),
+        (["--select", "model", "--model-only"], "not allowed with argument"),
+    ],
+)
+def test_a_wrong_option_is_one_line(run, saved, tmp_path, arguments, said):
+    ended = run("convert", saved, tmp_path / "out", *arguments)
+    assert ended.code == ExitCode.USAGE
+    assert said in ended.err
+    assert ended.err.count("\n") == 1

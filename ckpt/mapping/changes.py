@@ -1,0 +1,215 @@
+"""The changes that a conversion or comparison makes to names and shapes, in one order.
+
+Rules:
+
+1. The order is: the part (`select`, or the place of the model or optimizer), include and exclude,
+   mappings, renames, prefix. Each takes the names that the last one gave.
+2. The model is the first of the top entries `MODEL_KEYS` that is there, or, in a checkpoint without
+   an optimizer, everything. An optimizer is a dict with `state` and `param_groups`, as torch's
+   `state_dict()` of an optimizer; a checkpoint with several has no one place of it.
+3. A parameter of a mapping that the caller does not give comes from the `config.json` beside the
+   checkpoint, if it is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ckpt.arguments import check_word
+from ckpt.errors import Difference, MismatchError
+from ckpt.mapping.apply import Mapped, mapped
+from ckpt.mapping.known import known_mapping
+from ckpt.mapping.parse import read_mapping
+from ckpt.mapping.rules import Rule, TensorMapping
+from ckpt.match.selection import Selection, map_selected, selected
+from ckpt.sources import Source
+from ckpt.state.saved import Missing, Saved, holds_tensor
+from ckpt.structure import names_of
+from formats.catalog import Catalog, TensorRef, Tree, join
+from formats.errors import UnsupportedError
+from formats.limits import current
+from formats.strict_json import decode_object
+from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
+
+Part = Literal["model", "optimizer"]
+MappingName = str | os.PathLike[str] | TensorMapping
+"""The name of a mapping that ships, the path of a mapping file, or a mapping."""
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+"""Top entries that are a state dict of a model: DCP's, Lightning's, torch's, DeepSpeed's."""
+CONFIG = "config.json"
+SHOWN_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes as a value."""
+
+    select: str | None
+    part: Part | None
+    selection: Selection
+    mappings: tuple[TensorMapping, ...]
+    """Mappings, and the renames and the prefix as mappings."""
+    parameters: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        select: str | None = None,
+        part: Part | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        mapping: MappingName | Sequence[MappingName] = (),
+        rename: Mapping[str, str] | None = None,
+        prefix: str = "",
+        parameters: Mapping[str, int] | None = None,
+    ) -> Changes:
+        """Makes the changes of a caller's arguments.
+
+        Raises:
+            ArgumentError: an argument has no meaning, or no mapping has such a name.
+        """
+        if part is not None:
+            check_word("part", part, ("model", "optimizer"))
+            if select is not None:
+                raise ArgumentError(f"select={select!r} and part={part!r}: give one of the two")
+        named = [mapping] if isinstance(mapping, (str, os.PathLike, TensorMapping)) else mapping
+        mappings = [mapping_named(one) for one in named]
+        if rename:
+            mappings.append(_renames(rename, "rename"))
+        if prefix:
+            mappings.append(_renames({"": prefix}, "prefix"))
+        selection = Selection.of(include, exclude)
+        return cls(select, part, selection, tuple(mappings), dict(parameters or {}))
+
+    def applied(self, source: Source) -> Mapped:
+        """Returns the catalog of a checkpoint after the changes.
+
+        Raises:
+            MismatchError: the checkpoint has no entry at `select`, or no such part.
+            ArgumentError: a pattern or a rule matches no name, or a mapping does not fit.
+            UnsupportedError: a top entry has an empty name.
+        """
+        select = self.select or ""
+        if self.part is not None:
+            select = _place(source, self.part)
+        found = _chosen(source, select, self.selection)
+        for mapping in self.mappings:
+            found = mapped(found, mapping, self._parameters_of(mapping, source))
+        return found
+
+    def _parameters_of(self, mapping: TensorMapping, source: Source) -> dict[str, int]:
+        """Returns the values of parameters (rule 3). The caller's count first."""
+        found = dict(self.parameters)
+        wanted = {name: keys for name, keys in mapping.parameters.items() if name not in found}
+        config = _config(source) if wanted else {}
+        for name, keys in wanted.items():
+            values = [config[key] for key in keys if config.get(key) is not None]
+            if values and type(values[0]) is int:
+                found[name] = values[0]
+        return found
+
+
+def mapping_named(mapping: MappingName) -> TensorMapping:
+    """Returns the mapping of a name or a path. A path has a slash, or ends in .toml or .json."""
+    if isinstance(mapping, TensorMapping):
+        return mapping
+    name = os.fspath(mapping)
+    is_path = isinstance(mapping, os.PathLike) or Path(name).suffix in (".toml", ".json")
+    return read_mapping(name) if is_path or os.sep in name else known_mapping(name)
+
+
+def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:
+    rules = tuple(Rule((old,), (new,), where=where) for old, new in rename.items())
+    return TensorMapping(where, rules)
+
+
+def _config(source: Source) -> Mapping[str, object]:
+    """Returns the configuration of the model beside a checkpoint; empty if there is none."""
+    try:
+        data = source.store.read_whole(CONFIG, current().manifest_bytes)
+    except FileNotFoundError:
+        return {}
+    return decode_object(data, f"{source.store.url}/{CONFIG}")
+
+
+def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
+    """Returns the selected part of a catalog, under names without `select`."""
+    url, catalog = without_secrets(source.url), source.catalog
+    tree = _below(catalog, select, url)
+    if isinstance(tree, dict) and "" in tree and selected(tree[""], "", selection):
+        raise UnsupportedError(
+            f"{url}: the name of a top entry is empty; save the entry under another name, or leave "
+            "it out (exclude=, --exclude '')"
+        )
+    selection.check_chooses(set(names_of(tree)), url)
+    tree = map_selected(tree, selection, lambda leaf, _: leaf)
+    found = Mapped.unchanged(replace(catalog, tree=tree))
+    if not select:
+        return found
+    origins = {name: (join(select, name),) for name in found.origins}
+    if len(origins) == 1 and isinstance(Saved(catalog).node(select), TensorRef):
+        origins = dict.fromkeys(origins, (select,))
+    return replace(found, origins=origins)
+
+
+def _below(catalog: Catalog, select: str, url: str) -> Tree:
+    found = Saved(catalog).node(select)
+    if isinstance(found, Missing):
+        raise _no_part(url, select, "no entry of the checkpoint has this name", catalog.tree)
+    return {"tensor": found} if isinstance(found, TensorRef) else found
+
+
+def _no_part(url: str, name: str, problem: str, tree: Tree) -> MismatchError:
+    top = list(tree) if isinstance(tree, dict) else []
+    entries = ", ".join(str(key) for key in top[:SHOWN_NAMES])
+    return MismatchError(
+        url, [Difference(name, "missing", f"{problem}; its top entries are {entries}")]
+    )
+
+
+def _place(source: Source, part: Part) -> str:
+    """Returns the key path of the model or the optimizer (rule 2); empty if it is everything."""
+    url, tree = without_secrets(source.url), source.catalog.tree
+    optimizers = list(_optimizers(tree, ""))
+    if part == "optimizer":
+        if len(optimizers) == 1:
+            return optimizers[0]
+        said = f"{len(optimizers)} optimizers: {', '.join(optimizers)}" if optimizers else "none"
+        raise _no_part(
+            url,
+            "optimizer",
+            "an optimizer is a dict with `state` and `param_groups`, and the checkpoint has "
+            f"{said}; name it with select= (--select)",
+            tree,
+        )
+    top = tree if isinstance(tree, dict) else {}
+    for key in MODEL_KEYS:
+        if isinstance(top.get(key), dict) and holds_tensor(top[key]):
+            return key
+    if not optimizers:
+        return ""
+    raise _no_part(
+        url,
+        "model",
+        f"the model is one of the top entries {', '.join(MODEL_KEYS)}; name it with select= "
+        "(--select)",
+        tree,
+    )
+
+
+def _optimizers(tree: Tree, path: str) -> Iterator[str]:
+    """Yields the places of optimizers' state dicts."""
+    if isinstance(tree, dict) and "state" in tree and "param_groups" in tree:
+        yield path
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from _optimizers(item, join(path, key))
+    elif isinstance(tree, list | tuple):
+        for index, item in enumerate(tree):
+            yield from _optimizers(item, join(path, index))

@@ -1,0 +1,239 @@
+"""A conversion chooses, renames, casts and reshapes on the way, plans, and reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt
+from ckpt import converting
+from ckpt.errors import CorruptError, ExistsError, MismatchError
+from sharding.errors import ArgumentError
+
+PLACES = {"ckpt": "c", "safetensors": "c.safetensors", "hf": "hf", "torch": "c.pt", "dcp": "dcp"}
+
+
+def training_state() -> dict[str, Any]:
+    embed = torch.arange(12.0).reshape(4, 3)
+    return {
+        "model": {
+            "embed.weight": embed,
+            "norm.weight": torch.full((3,), 0.1),
+            "head.weight": embed,
+            "w.0": torch.arange(6.0).reshape(2, 3),
+            "w.1": torch.arange(6.0).reshape(2, 3) + 6,
+        },
+        "optim": {
+            "state": {"embed.weight": {"exp_avg": torch.ones(4, 3)}},
+            "param_groups": [{"lr": 1}],
+        },
+        "step": 3,
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ckpt.save(tmp_path / "run", training_state())
+    return tmp_path / "run"
+
+
+STACK = """
+[[rule]]
+from = "w.{row}"
+to = "w"
+rearrange = "i j -> j row i"
+"""
+
+
+@pytest.fixture
+def mapping(tmp_path: Path) -> Path:
+    (tmp_path / "stack.toml").write_text(STACK)
+    return tmp_path / "stack.toml"
+
+
+@pytest.mark.parametrize("to", PLACES)
+def test_every_format_takes_changed_tensors_and_is_read_back(
+    saved: Path, mapping: Path, tmp_path: Path, to: Any
+) -> None:
+    target = tmp_path / PLACES[to]
+    report = ckpt.convert(
+        saved,
+        target,
+        to=to,
+        part="model",
+        mapping=mapping,
+        rename={"*.weight": "net.*"},
+        verify=True,
+    )
+    assert report.tensors == 3
+    found: Any = ckpt.open(target)
+    assert set(found) == {"net.embed", "net.norm", "net.head", "w"}
+    state = training_state()["model"]
+    stacked = torch.stack([state["w.0"], state["w.1"]]).permute(2, 0, 1)
+    assert torch.equal(found["w"][...], stacked)
+    assert found.catalog.aliases in ({"net.head": "net.embed"}, {"net.embed": "net.head"})
+    back = tmp_path / "back"
+    inverse = ckpt.read_mapping(mapping).inverse()
+    ckpt.convert(target, back, mapping=inverse, rename={"net.*": "*.weight"}, verify=True)
+    assert ckpt.diff(saved, back, select="model").equal
+
+
+def test_a_conversion_in_memory_order_reads_the_same(saved: Path, tmp_path: Path) -> None:
+    ckpt.convert(saved, tmp_path / "a.pt", select="optim")
+    ckpt.convert(saved, tmp_path / "b.pt", part="optimizer")
+    assert ckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt").equal
+    assert list(ckpt.open(tmp_path / "b.pt")) == ["state.embed.weight.exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("state", "part", "said"),
+    [
+        (
+            {"net": {"w": torch.ones(1)}, "o": {"state": {}, "param_groups": []}},
+            "model",
+            "top entries model, ",
+        ),
+        (
+            {"model": {"w": torch.ones(1)}},
+            "optimizer",
+            "the checkpoint has none; name it with select=",
+        ),
+        (
+            {"o": [{"state": {}, "param_groups": []}, {"state": {}, "param_groups": []}]},
+            "optimizer",
+            "the checkpoint has 2 optimizers: o.0, o.1",
+        ),
+    ],
+)
+def test_a_part_without_one_place_is_an_error(
+    state: dict[str, Any], part: Any, said: str, tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "s.pt")
+    with pytest.raises(MismatchError) as raised:
+        ckpt.convert(tmp_path / "s.pt", tmp_path / "out", part=part)
+    assert said in str(raised.value)
+
+
+def test_a_checkpoint_without_an_optimizer_is_all_model(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
+    ckpt.convert(tmp_path / "m.safetensors", tmp_path / "out", part="model")
+    assert list(ckpt.open(tmp_path / "out")) == ["w"]
+
+
+def test_the_changes_come_in_one_order(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    report = ckpt.convert(
+        saved,
+        target,
+        select="model",
+        include=["*.weight", "w.0"],
+        exclude=r"/norm\..*/",
+        rename={"w.0": "first", "embed": "e"},
+        prefix="net",
+        dtype={"net.e.*": "float16", "*": "bfloat16"},
+    )
+    found = load_file(target)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "net.e.weight": torch.float16,
+        "net.first": torch.bfloat16,
+    }
+    assert report.plan is not None
+    assert {one.name: one.sources for one in report.plan.tensors} == {
+        "net.e.weight": ("model.embed.weight",),
+        "net.first": ("model.w.0",),
+        "net.head.weight": ("model.head.weight",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rename": {"modle": "m"}}, "rename: 'modle' matches no name; there are model"),
+        ({"rename": {"a.*": "m"}}, "'a.*' cannot become 'm'"),
+        ({"rename": {"step": "model.w.0"}}, "model.w.0 and step both get the name model.w.0"),
+        ({"dtype": {"*.bias": "float32"}}, "dtype: '*.bias' matches no name"),
+        ({"dtype": {"*": "int8"}}, "cannot be cast to 'int8'"),
+        ({"include": "/(/"}, "'/(/' is no regular expression"),
+        ({"part": "modle"}, "part is 'modle'; it can be 'model' or 'optimizer'"),
+        ({"part": "model", "select": "model"}, "give one of the two"),
+        ({"mapping": "nothing.toml"}, "nothing.toml: no mapping file"),
+        ({"mapping": "llama-hf-megatron"}, "has no rule for model.embed.weight, model.head.weight"),
+    ],
+)
+def test_a_change_without_a_meaning_is_an_error_and_writes_nothing(
+    saved: Path, tmp_path: Path, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        ckpt.convert(saved, tmp_path / "out", **arguments)
+    assert said in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", PLACES)
+def test_a_dry_run_has_the_plan_and_writes_nothing(saved: Path, tmp_path: Path, to: Any) -> None:
+    target = tmp_path / PLACES[to]
+    there = set(tmp_path.iterdir())
+    planned = ckpt.convert(saved, target, to=to, part="model", dtype="float16", dry_run=True)
+    assert set(tmp_path.iterdir()) == there
+    assert ckpt.convert(saved, target, to=to, part="model", dtype="float16") == planned
+    plan = planned.plan
+    assert plan is not None
+    assert (plan.read_bytes, plan.written_bytes) == (4 * 27, 2 * 27)
+    assert {one.name: one.tied_to for one in plan.tensors if one.tied_to} == {
+        "head.weight": "embed.weight"
+    }
+    with pytest.raises(ExistsError):
+        ckpt.convert(saved, target, to=to, part="model", dry_run=True)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_result_that_differs_from_its_source_is_found(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    """The disk changes a byte after the result is written."""
+    target = tmp_path / "m.safetensors"
+    real = converting.open_source
+
+    @contextmanager
+    def damaging(url: Any, options: Any = None) -> Iterator[Any]:
+        if url == str(target):
+            data = bytearray(target.read_bytes())
+            data[-1] ^= 1
+            target.write_bytes(data)
+        with real(url, options) as opened:
+            yield opened
+
+    monkeypatch.setattr(converting, "open_source", damaging)
+    with pytest.raises(
+        CorruptError, match="element 5 has other bytes when the result is read back"
+    ):
+        ckpt.convert(saved, target, part="model", dtype=dtype, verify=True)
+
+
+def test_a_comparison_changes_the_names_of_a(saved: Path, mapping: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.pt"
+    ckpt.convert(saved, target, part="model", mapping=mapping, rename={"*.weight": "net.*"})
+    changes: dict[str, Any] = {
+        "mapping": mapping,
+        "rename": {"*.weight": "net.*"},
+        "select": "model",
+    }
+    found = ckpt.diff(saved, target, **changes)
+    assert found.equal
+    assert found.equal_tensors == ("net.embed", "net.norm", "w")
+    assert ckpt.diff(saved, target, select="model").only_b == (
+        "net.embed",
+        "net.norm",
+        "w",
+        "net.head",
+    )
+    with pytest.raises(ArgumentError, match=r"neither .* has anything below 'nothing'"):
+        ckpt.diff(
+            saved, target, **changes | {"select": "nothing", "mapping": (), "rename": {"*": "*"}}
+        )

@@ -1,0 +1,216 @@
+"""The mappings that ship give what the libraries' own code gives, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt
+from ckpt.mapping.known import known_mapping, known_names
+from ckpt.mapping.rules import Rule, TensorMapping
+from sharding.errors import ArgumentError
+
+TORCHTITAN = Path(__file__).parents[1] / "data" / "torchtitan"
+HF = TensorMapping("hf", (Rule(("hf",), ("",)),))
+"""Takes the first part off the names of transformers in the kept files."""
+HEADS = {"heads": 4, "kv_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts": 3, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "llama-tied": ("Llama", SIZES | {"tie_word_embeddings": True}),
+    "llama-biased": ("Llama", SIZES | {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 16}),
+    "qwen3-moe": ("Qwen3Moe", SIZES | MOE | {"head_dim": 16}),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 3}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "vocab_size": 64,
+            "n_positions": 64,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+}
+"""Configurations of transformers: the prefix of the classes, and the sizes."""
+CASES = [
+    ("llama", "llama-hf-megatron"),
+    ("llama", "llama-hf-torchtitan"),
+    ("llama-tied", "llama-hf-megatron"),
+    ("llama-biased", "llama-hf-megatron"),
+    ("qwen2", "qwen2-hf-megatron"),
+    ("qwen3", "qwen3-hf-megatron"),
+    ("qwen3", "qwen3-hf-torchtitan"),
+    ("qwen3-moe", "qwen3-hf-torchtitan"),
+    ("qwen3-moe", "qwenmoe-hf-stacked"),
+    ("mixtral", "mixtral-hf-megatron"),
+    ("mixtral", "mixtral-hf-stacked"),
+    ("gpt2", "gpt2-hf-megatron"),
+]
+
+
+def turned(name: str) -> str:
+    """The name of the mapping in the other direction."""
+    model, source, target = name.split("-")
+    return f"{model}-{target}-{source}"
+
+
+def converted(
+    tmp_path: Path, tensors: Mapping[str, torch.Tensor], mapping: str
+) -> dict[str, torch.Tensor]:
+    """What a conversion from file to file makes of tensors."""
+    source, target = tmp_path / f"{mapping}.safetensors", tmp_path / f"{mapping}.out.safetensors"
+    save_file(dict(tensors), source)
+    ckpt.convert(source, target, mapping=mapping, parameters=HEADS, verify=True)
+    return load_file(target)
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("file", "mapping"),
+    [
+        ("llama", "llama-hf-torchtitan"),
+        ("qwen3", "qwen3-hf-torchtitan"),
+        ("qwen3-moe", "qwen3-hf-torchtitan"),
+    ],
+)
+def test_torchtitan_s_own_adapter_made_the_same_tensors(
+    file: str, mapping: str, tmp_path: Path
+) -> None:
+    every = load_file(TORCHTITAN / f"{file}.safetensors")
+    hf, titan = (
+        {name.removeprefix(side): tensor for name, tensor in every.items() if name.startswith(side)}
+        for side in ("hf.", "torchtitan.")
+    )
+    assert_equal(converted(tmp_path, hf, mapping), titan)
+    assert_equal(converted(tmp_path, titan, turned(mapping)), hf)
+
+
+def megatron_s(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The fused weight as tools/checkpoint/loader_mixtral_hf.py of Megatron-LM copies it."""
+    groups = HEADS["kv_heads"]
+    return torch.cat([part.reshape(groups, -1, q.shape[-1]) for part in (q, k, v)], 1).flatten(0, 1)
+
+
+def test_query_groups_and_gates_lie_as_in_megatron(tmp_path: Path) -> None:
+    hf = {
+        name.removeprefix("hf."): tensor
+        for name, tensor in load_file(TORCHTITAN / "llama.safetensors").items()
+        if name.startswith("hf.")
+    }
+    found = converted(tmp_path, hf, "llama-hf-megatron")
+    for layer in range(2):
+        own, there = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        parts = [hf[f"{own}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        fused = found[f"{there}.self_attention.linear_qkv.weight"]
+        assert torch.equal(fused, megatron_s(*parts))
+        gates = torch.cat([hf[f"{own}.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+        assert torch.equal(found[f"{there}.mlp.linear_fc1.weight"], gates)
+    assert_equal(converted(tmp_path, found, "llama-megatron-hf"), hf)
+    local = converted(tmp_path, found, "megatron-te-local")
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in local
+    stacked = converted(tmp_path, local, "megatron-layers-dist")
+    assert stacked["decoder.layers.mlp.linear_fc2.weight"].shape[0] == 2
+    assert not any("layers.0." in name for name in stacked)
+    assert_equal(converted(tmp_path, stacked, "megatron-dist-layers"), local)
+
+
+@pytest.mark.parametrize("mapping", ["llama-torchtitan-hf", "llama-megatron-hf"])
+def test_a_mapping_without_its_parameters_names_them(tmp_path: Path, mapping: str) -> None:
+    hf, path = TORCHTITAN / "llama.safetensors", tmp_path / "there.safetensors"
+    ckpt.convert(hf, path, include="hf.*", mapping=[HF, turned(mapping)], parameters=HEADS)
+    with pytest.raises(ArgumentError, match="--set kv_heads=NUMBER"):
+        ckpt.convert(path, tmp_path / "back", mapping=mapping)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
+    ckpt.convert(path, tmp_path / "back", mapping=mapping)
+    assert ckpt.diff(hf, tmp_path / "back", include="model.*", rename={"hf": ""}).equal
+
+
+def test_every_mapping_has_both_directions() -> None:
+    assert {turned(name) for name in known_names()} == set(known_names())
+    for name in known_names():
+        assert known_mapping(name).rules
+    with pytest.raises(
+        ArgumentError, match="'lama' is no mapping and no file; the mappings are gpt2-"
+    ):
+        known_mapping("lama")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of `save_pretrained` for each model, with random weights."""
+    transformers = pytest.importorskip("transformers", reason="the owner of the names")
+    transformers.utils.logging.disable_progress_bar()
+    root = tmp_path_factory.mktemp("pretrained")
+    found = {}
+    for name, (prefix, sizes) in MODELS.items():
+        ending = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
+        torch.manual_seed(0)
+        model = getattr(transformers, prefix + ending)(
+            getattr(transformers, f"{prefix}Config")(**sizes)
+        )
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        model.save_pretrained(root / name)
+        found[name] = root / name
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "mapping"), CASES)
+def test_a_real_model_comes_back_to_the_bit(
+    pretrained: dict[str, Path], tmp_path: Path, model: str, mapping: str
+) -> None:
+    ckpt.convert(pretrained[model], tmp_path / "there", mapping=mapping, verify=True)
+    parameters = HEADS
+    back = turned(mapping)
+    ckpt.convert(
+        tmp_path / "there", tmp_path / "back", mapping=back, parameters=parameters, to="hf"
+    )
+    found = ckpt.diff(pretrained[model], tmp_path / "back")
+    extra = (
+        {"lm_head.weight"} if (model, mapping) == ("llama-tied", "llama-hf-torchtitan") else set()
+    )
+    assert (set(found.only_a), set(found.only_b)) == (set(), extra)
+    assert not found.tensors
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mapping", ["llama-hf-megatron", "llama-hf-torchtitan"])
+def test_logits_are_equal_after_the_way_there_and_back(
+    pretrained: dict[str, Path], tmp_path: Path, mapping: str
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="it computes the logits")
+    ckpt.convert(pretrained["llama"], tmp_path / "there.pt", mapping=mapping)
+    back = tmp_path / "back"
+    ckpt.convert(tmp_path / "there.pt", back, mapping=turned(mapping), parameters=HEADS, to="hf")
+    (back / "config.json").write_bytes((pretrained["llama"] / "config.json").read_bytes())
+    ids = torch.arange(12).reshape(2, 6)
+    a, b = (
+        transformers.LlamaForCausalLM.from_pretrained(place)(ids).logits
+        for place in (pretrained["llama"], back)
+    )
+    assert torch.equal(a, b)
