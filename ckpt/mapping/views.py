@@ -8,6 +8,8 @@ Rules:
 1. A view computes the pieces of one box at a time. Dimensions that are merged out of order, such as
    the halves of rotary heads, have a piece for each run of rows; a whole model has millions.
 2. Each element of the box comes in one piece. A piece may be cut to the box.
+3. Rows that lie end to end at both sides are pieces of their own: they are read straight into their
+   places.
 """
 
 from __future__ import annotations
@@ -21,6 +23,12 @@ from typing import Protocol
 
 from formats.catalog import Pieces, StoredPiece
 from sharding.layout import Box, Piece, Shape, span_boxes
+
+ROW_ELEMENTS = 128
+"""The shortest row that is worth a piece."""
+
+_Run = tuple[int, int, int, int]
+"""Indices `[lo, hi)` of a dimension, the place of the first one, and the stride."""
 
 
 class View(Protocol):
@@ -235,13 +243,31 @@ class Flattened:
                     continue
                 piece = stored.part(own)
                 merged = Box(own.lo[dim:end], own.hi[dim:end])
-                for lo, hi, at, step in _runs(sizes, merged, piece.strides[dim:end]):
+                runs = _runs(sizes, merged, piece.strides[dim:end])
+                for lo, hi, at, step in runs if len(runs) == 1 else self._as_rows(piece, runs):
                     mine = Box(
                         _replaced(own.lo, dim, self.count, (lo,)),
                         _replaced(own.hi, dim, self.count, (hi,)),
                     )
                     strides = _replaced(piece.strides, dim, self.count, (step,))
                     yield StoredPiece(Piece(mine, piece.at + at, strides), extent)
+
+    def _as_rows(self, piece: Piece, runs: list[_Run]) -> list[_Run]:
+        """Returns single indices in the place of runs, if each is a row end to end (rule 3).
+
+        `piece` is the one below that has the runs.
+        """
+        shape, end, step = piece.box.shape, self.dim + self.count, runs[0][3]
+        row = Piece(Box.whole(shape[end:]), 0, piece.strides[end:])
+        elements = prod(shape[end:])
+        is_row = elements >= ROW_ELEMENTS and prod(shape[: self.dim]) == 1 and row.is_packed
+        if not is_row or step == elements:  # one row behind the other
+            return runs
+        return [
+            (index, index + 1, at + (index - lo) * step, step)
+            for lo, hi, at, step in runs
+            for index in range(lo, hi)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +285,8 @@ class ViewPieces:
         return self.view.locate(Box.whole(self.view.shape))
 
 
-def _runs(sizes: Shape, box: Box, strides: Shape) -> list[tuple[int, int, int, int]]:
-    """Returns the runs of a box in the merged dimension, as (lo, hi, first place, stride).
+def _runs(sizes: Shape, box: Box, strides: Shape) -> list[_Run]:
+    """Returns the runs of a box in the merged dimension.
 
     >>> _runs((2, 3), Box((0, 0), (2, 3)), (3, 1))
     [(0, 6, 0, 1)]

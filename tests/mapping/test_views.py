@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,9 +101,17 @@ def test_a_merge_in_order_is_one_piece() -> None:
     assert piece == record.pieces.__iter__().__next__().piece
 
 
-def test_rotary_halves_are_a_piece_for_each_pair_of_rows() -> None:
+@pytest.mark.parametrize(
+    ("columns", "pieces"), [(3, [(2, 3)] * 8), (128, [(1, 128)] * 16), (0, [])]
+)
+def test_rotary_halves_are_pairs_of_rows_or_long_rows_alone(
+    columns: int, pieces: list[tuple[int, int]]
+) -> None:
     elements: Elements = {}
-    record = stored("t", numbered(16, 3), elements)
-    halves = Unflattened(Stored(record.shape, record.pieces), 0, (2, 2, 4))
-    view = Flattened(Permuted(halves, (0, 2, 1, 3)), 0, 3)
-    assert [piece.box.shape for piece, _ in ViewPieces(view)] == [(2, 3)] * 8
+    record = stored("t", numbered(16, columns), elements)
+    apart = Unflattened(Stored(record.shape, record.pieces), 0, (2, 2, 4))
+    view = Flattened(Permuted(apart, (0, 2, 1, 3)), 0, 3)
+    found = TensorRecord("v", view.shape, I64, ViewPieces(view))
+    assert [piece.box.shape for piece, _ in found.pieces] == pieces
+    halves = numbered(16, columns).reshape(2, 2, 4, columns).swapaxes(1, 2)
+    assert np.array_equal(read(found, elements), halves.reshape(16, columns))
