@@ -33,7 +33,7 @@ DtypeName = Literal[
 ]
 """The dtypes to which weights can be cast. float8_e8m0fnu has no sign, and torch has no casts to
 packed floats."""
-FormatName = Literal["ckpt", "safetensors", "hf", "torch", "dcp"]
+FormatName = Literal["ckpt", "safetensors", "hf", "torch", "dcp", "gguf", "npz"]
 """The formats to which a checkpoint is converted."""
 KindName = Literal["full", "sharded", "local"]
 """The kinds of state dicts (`sharding.kind`)."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -24,6 +24,7 @@ from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.conversion_plan import ConversionPlan, conversion_plan
 from ckpt.errors import ExistsError
 from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
+from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part
 from ckpt.outgoing import MEMORY_BYTES, Streams, outgoing
@@ -34,11 +35,12 @@ from ckpt.stores.store import Options, Store, local_path, open_store, split_url
 from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.commit import commit, now
 from ckpt.version import __version__
-from formats import dcp, huggingface, safetensors_file, torch_save
-from formats.catalog import Tree, TypedValue, named_leaves
+from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_save
+from formats.catalog import OpaqueValue, Tree, TypedValue, named_leaves, without_opaque
 from formats.dcp_nest import lost
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import current
+from formats.magic import ENDINGS
 from formats.native.manifest import MANIFEST, Manifest, ShardFile
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
@@ -58,11 +60,13 @@ class Format(str, Enum):
     HUGGINGFACE = "hf"
     TORCH = "torch"
     DCP = "dcp"
+    GGUF = "gguf"
+    NPZ = "npz"
 
     @property
     def is_file(self) -> bool:
         """Whether a checkpoint of this format is one file, not a folder."""
-        return self in (Format.SAFETENSORS, Format.TORCH)
+        return self in (Format.SAFETENSORS, Format.TORCH, Format.GGUF, Format.NPZ)
 
     @property
     def is_of_weights(self) -> bool:
@@ -70,7 +74,7 @@ class Format(str, Enum):
 
         Of a training's folder, a conversion writes the weights alone unless `select` is given.
         """
-        return self in (Format.SAFETENSORS, Format.HUGGINGFACE)
+        return self in (Format.SAFETENSORS, Format.HUGGINGFACE, Format.GGUF, Format.NPZ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class ConvertReport:
     nbytes: int
     """Bytes of the written tensors."""
     left_out: tuple[str, ...]
-    """Key paths of plain values that the target's format cannot hold, and metadata."""
+    """Key paths of opaque values, of plain values that the target's format cannot hold, of tied
+    names that it lacks, and metadata."""
     kind: str | None = None
     """`full`, `sharded` or `local` if the caller gave a kind."""
     world_size: int | None = None
@@ -132,8 +137,9 @@ def convert(
     no checksums.
 
     Args:
-        to: `ckpt`, `safetensors`, `hf`, `torch` or `dcp`. By default the end of `dst` decides
-            (`.safetensors`, `.pt`, `.pth`, `.bin`); a folder becomes `ckpt`.
+        to: `ckpt`, `safetensors`, `hf`, `torch`, `dcp`, `gguf` or `npz`. By default the end of
+            `dst` decides (`.safetensors`, `.pt`, `.pth`, `.bin`, `.gguf`, `.npz`); a folder becomes
+            `ckpt`. The ending of a format that is not written is refused.
         select: a key path. The conversion takes the entries below it and removes it from the names.
             By default of a training's folder the weights, if the target's format is one of weights.
         part: `model` or `optimizer`, in the place of `select`: the top entry `model`, `state_dict`,
@@ -199,7 +205,7 @@ def convert(
             weights = opened.catalog.weights
             beside = tuple(key for key in _top_keys(opened.catalog.tree) if key != weights)
             changes = replace(changes, select=weights)
-        found = changes.applied(opened)
+        found, opaque = _without_opaque(opened.url, changes.applied(opened))
         with outgoing(opened.url, opened.store, found.catalog, casts, progress) as state:
             _check_values(chosen, state)
             if dry_run:
@@ -230,7 +236,7 @@ def convert(
             chosen.value,
             len(state.tensors),
             sum(tensor.nbytes for tensor in state.tensors.values()),
-            _left_out(chosen, state),
+            (*opaque, *_left_out(chosen, state)),
             None if divided is None else divided.value,
             ranks,
             _became_text(chosen, state),
@@ -252,7 +258,21 @@ def format_of(target: str, to: str | None) -> Format:
         return Format.SAFETENSORS
     if target.endswith((".pt", ".pth", ".bin")):
         return Format.TORCH
+    if target.endswith((".gguf", ".npz")):
+        return Format(target.rpartition(".")[2])
+    _check_no_foreign_ending(target)
     return Format.CKPT
+
+
+def _check_no_foreign_ending(target: str) -> None:
+    """Raises ArgumentError if a name ends as files of a format that is not written."""
+    ending = os.path.splitext(target.rstrip("/"))[1].lower()
+    if ending in ENDINGS:
+        raise ArgumentError(
+            f"{without_secrets(target)} ends with {ending}, which is {ENDINGS[ending]}, and no "
+            "such file is written; end it with .safetensors, .pt, .gguf or .npz, or name the "
+            "folder's format (to='ckpt', --to ckpt)"
+        )
 
 
 def write_native(
@@ -315,6 +335,10 @@ def _write_file(
     with open_store(folder, options) as store, file_writer(target, store, overwrite) as writer:
         if chosen is Format.SAFETENSORS:
             state.write(writer, [safetensors_file.plan(name, state)])
+        elif chosen is Format.NPZ:
+            state.write(writer, [npz.plan(name, state)])
+        elif chosen is Format.GGUF:
+            state.write(writer, [gguf_write.plan(name, state)])
         else:
             state.write(writer, [torch_save.plan(name, state)])
         store.flush()
@@ -341,9 +365,25 @@ def _left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
         return ()
     if chosen in (Format.SAFETENSORS, Format.HUGGINGFACE):
         return safetensors_file.left_out(state.tree)
-    is_dcp = chosen is Format.DCP
-    empty = [name for name, is_empty in lost(state.tree) if is_empty] if is_dcp else []
-    return (*empty, *(f"metadata[{key!r}]" for key in sorted(state.metadata)))
+    lacking: Iterable[str] = ()
+    if chosen is Format.NPZ:
+        lacking = npz.left_out(state)
+    elif chosen is Format.GGUF:
+        lacking = gguf_write.left_out(state)
+    elif chosen is Format.DCP:
+        lacking = (name for name, is_empty in lost(state.tree) if is_empty)
+    return (*lacking, *(f"metadata[{key!r}]" for key in sorted(state.metadata)))
+
+
+def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
+    """Returns what is converted without opaque values, and their names."""
+    tree, names = without_opaque(found.catalog.tree)
+    if isinstance(found.catalog.tree, OpaqueValue):
+        raise UnsupportedError(
+            f"{url}: it has no tensors and values, only {found.catalog.tree}, an object that is "
+            "shown and never made; load it where its class is known, and save its state_dict()"
+        )
+    return replace(found, catalog=replace(found.catalog, tree=tree)), names
 
 
 def _check_values(chosen: Format, state: Outgoing) -> None:

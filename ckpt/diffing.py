@@ -32,7 +32,7 @@ from ckpt.stores.store import Options
 from ckpt.structure import Container, StructureDifference, compare_structure, containers
 from ckpt.transfer.read import RangeReader
 from ckpt.transfer.record_sums import RecordSums
-from formats.catalog import TensorRecord, TensorRef, Tree, named_leaves, str_of
+from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, named_leaves, str_of
 from formats.joined import under
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
@@ -43,8 +43,9 @@ _T = TypeVar("_T")
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a tensor that are read and compared in one step."""
-FLAT_FORMATS = ("safetensors", "huggingface")
+FLAT_FORMATS = ("safetensors", "huggingface", "npz", "npy")
 """Formats that hold only tensors."""
+SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +380,15 @@ def _compare_values(
         both = here is not None and there is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             found.append(ValueDifference(name, here, there))
-    return tuple(found), ()
+    return tuple(found), _about_opaque({**b.values, **a.values})
+
+
+def _about_opaque(values: Mapping[str, Tree]) -> tuple[str, ...]:
+    """Returns a note on the opaque values of two checkpoints; none without any."""
+    opaque = [name for name, value in values.items() if isinstance(value, OpaqueValue)]
+    shown = ", ".join(opaque[:SHOWN_NAMES])
+    more = f" and {len(opaque) - SHOWN_NAMES} more" if len(opaque) > SHOWN_NAMES else ""
+    return (f"{shown}{more} were compared by their classes alone: objects",) if opaque else ()
 
 
 def _compare_structure(a: _Side, b: _Side) -> tuple[StructureDifference, ...]:

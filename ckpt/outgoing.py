@@ -50,7 +50,7 @@ MEMORY_BYTES = 2 * BLOCK_BYTES
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
-_WRITTEN = {"ckpt": WRITER_KEYS, "safetensors": ("format",), "huggingface": ("format",)}
+_WRITTEN = {"ckpt": WRITER_KEYS, "safetensors": ("format",), "huggingface": ("format",), "gguf": ()}
 """Formats with metadata, and the keys that their writers add."""
 
 _ALIGN_BYTES = 16

@@ -6,17 +6,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.stores.replacement_guard import guarded
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
+from formats.errors import CorruptError, ForeignFileError
 from formats.folders import DCP_METADATA, folder_format, is_shard
 from formats.limits import check, current
+from formats.magic import EMPTY, HEAD_BYTES, JSON, SAFETENSORS, TEXT, kind_of
 from formats.native.manifest import MANIFEST
 
-ZIP_MAGIC = b"PK\x03\x04"
 SHOWN_NAMES = 8
 
 
@@ -96,18 +98,20 @@ def _read_file(store: Store, name: str) -> Catalog:
         from formats.native import reader
 
         return reader.read(store)
-    if store.read(name, 0, min(4, store.size(name))) == ZIP_MAGIC:
-        from formats import torch_save
-
-        return torch_save.read(store, name)
-    if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl")):
+    kind = kind_of(store.read(name, 0, min(HEAD_BYTES, store.size(name))), name)
+    if name.endswith(".safetensors") and kind in (None, EMPTY, JSON, TEXT):
+        kind = SAFETENSORS  # its reader says what is damaged
+    if kind is None:
         raise NotACheckpointError(
-            f"{store.url}/{name}: not a zip file: torch below 1.6 wrote it, or it is damaged; load "
-            "it with torch.load and save it again"
+            f"{store.url}/{name}: its first bytes are of no known format; if it is a checkpoint, "
+            "it is damaged, or of a library that ckpt does not know"
         )
-    from formats import safetensors_file
-
-    return safetensors_file.read(store, name)
+    if kind is EMPTY:
+        raise CorruptError(f"{store.url}/{name}: the file is empty; {kind.advice}")
+    if not kind.reader:
+        raise ForeignFileError(f"{store.url}/{name}", kind.name, kind.advice)
+    catalog: Catalog = import_module(f"formats.{kind.reader}").read(store, name)
+    return catalog
 
 
 def _read_folder(store: Store) -> Catalog:

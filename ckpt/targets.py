@@ -39,7 +39,7 @@ from formats.native.manifest_loader import load
 
 SHOWN_NAMES = 5
 _WEIGHTS = re.compile(
-    r"(.+?)(-[0-9]{5,}-of-[0-9]{5,})?(\.safetensors|\.pt|\.pth|\.bin|\.ckpt|\.pkl)(\.index\.json)?",
+    r"(.+?)(-[0-9]{5,}-of-[0-9]{5,})?(\.safetensors|\.pt|\.pth|\.bin|\.ckpt|\.pkl|\.gguf|\.npz)(\.index\.json)?",
     re.DOTALL,
 )
 """The names of files of weights: a whole file, one of several shards, or their index."""

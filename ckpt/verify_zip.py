@@ -1,12 +1,13 @@
-"""Verifies torch's own formats by the CRC-32 that zip stores for each record.
+"""Verifies torch's own formats, and numpy's, by the CRC-32 that zip stores for each record.
 
-A file of torch.save is one zip. A DCP folder has one small zip for each of its items. Bytes outside
-of the records (padding, DCP's `.metadata`) have no checksum. `ckpt.transfer.record_sums` compares
-the records, as for a load. No pickle is executed.
+A file of torch.save or numpy is one zip. A DCP folder has one small zip for each of its items.
+Bytes outside of the records (padding, DCP's `.metadata`) have no checksum.
+`ckpt.transfer.record_sums` compares the records, as for a load. No pickle is executed.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 
@@ -17,27 +18,53 @@ from formats.catalog import Catalog, Extent
 from formats.dcp_items import Items
 from formats.dcp_nest import METADATA
 from formats.errors import FormatError
+from formats.limits import check
 from formats.pickle_reader import load
 from formats.pickle_records import Metadata
 from formats.storage import Reader
-from formats.zip_records import Archive
+from formats.zip_records import Archive, Compressed
 
 Progress = Callable[[int], None]
 
 
-def check_torch(reader: Reader, catalog: Catalog, progress: Progress | None = None) -> Findings:
-    """Checks a file of torch.save whose pickle could be read."""
+def check_zip(reader: Reader, catalog: Catalog, progress: Progress | None = None) -> Findings:
+    """Checks a file of torch.save, TorchScript or numpy that could be opened."""
     (file,) = catalog.files
-    check = _Check(reader, progress)
+    zips = _Check(reader, progress, is_torch=catalog.format != "npz")
     owners: dict[int, str] = {}
     for name, record in catalog.tensors.items():
         try:
             for stored in record.pieces:
                 owners.setdefault(stored.extent.offset, name)
         except FormatError as error:
-            check.problems.append(Problem.of(error, file.name, name))
-    check.archive(file.name, 0, file.size, lambda extent: owners.get(extent.offset))
-    return check.findings("structure, and the CRC-32 of every record")
+            zips.problems.append(Problem.of(error, file.name, name))
+    starts = sorted(owners)
+
+    def owner(extent: Extent) -> str | None:
+        """Returns the tensor that begins in a record: in a .npz file behind a header."""
+        at = bisect_left(starts, extent.offset)
+        inside = at < len(starts) and starts[at] < extent.offset + max(1, extent.nbytes)
+        return owners[starts[at]] if inside else None
+
+    zips.archive(file.name, 0, file.size, owner)
+    return zips.findings("structure, and the CRC-32 of every record")
+
+
+def check_counts(catalog: Catalog) -> Findings:
+    """Checks a file of torch.save before 1.6: the number of elements before each storage."""
+    (file,) = catalog.files
+    problems: dict[str, Problem] = {}
+    for name, record in catalog.tensors.items():
+        try:
+            for _ in record.pieces:
+                pass
+        except FormatError as error:
+            problems.setdefault(str(error), Problem.of(error, file.name, name))
+    return Findings(
+        "structure, sizes, and the number of elements before each storage: this format has no "
+        "checksums",
+        problems=tuple(problems.values()),
+    )
 
 
 def check_dcp(reader: Reader, catalog: Catalog, progress: Progress | None = None) -> Findings:
@@ -76,7 +103,8 @@ def _name_of(name: str, extent: Extent) -> str:
 class _Check:
     """Collects the problems of one checkpoint's zips."""
 
-    def __init__(self, reader: Reader, progress: Progress | None) -> None:
+    def __init__(self, reader: Reader, progress: Progress | None, *, is_torch: bool = True) -> None:
+        self._is_torch = is_torch
         self.problems: list[Problem] = []
         self._reader = reader
         self._progress = progress
@@ -91,7 +119,7 @@ class _Check:
         """Checks each record of a zip. `owner` returns the tensor of the record at an extent."""
         whole = Extent(file, offset, length)
         try:
-            archive = Archive(self._reader, file, offset, length)
+            archive = Archive(self._reader, file, offset, length, is_torch=self._is_torch)
         except FormatError as error:
             self.problems.append(Problem.of(error, file, owner(whole)))
             return
@@ -104,11 +132,22 @@ class _Check:
         notes = (f"{unchecked} records were written without a checksum",) if unchecked else ()
         return Findings(checked, self._checked_bytes, tuple(self.problems), notes)
 
+    def _inflate(self, place: Compressed) -> None:
+        """Decodes a compressed record, which compares its CRC-32."""
+        check("chunk_bytes", place.raw_bytes, f"{place.file}: the compressed {place.name}")
+        place.decoded(memoryview(place.read(place.offset, place.stored_bytes)))
+        self._checked_bytes += place.stored_bytes
+        if self._progress is not None:
+            self._progress(place.stored_bytes)
+
     def _record(
         self, archive: Archive, name: str, owner: Callable[[Extent], str | None], whole: Extent
     ) -> None:
         try:
-            extent = archive.extent(name)
+            extent = archive.place(name)
+            if isinstance(extent, Compressed):
+                self._inflate(extent)
+                return
         except FormatError as error:
             self.problems.append(Problem.of(error, whole.file, owner(whole)))
             return

@@ -20,7 +20,7 @@ from ckpt.sources import Source, open_source
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from ckpt.verify_native import check_native
-from ckpt.verify_zip import check_dcp, check_torch
+from ckpt.verify_zip import check_counts, check_dcp, check_zip
 from formats.catalog import Catalog
 from formats.errors import FormatError, UnsupportedError
 from formats.folders import DCP_METADATA, folder_format
@@ -32,8 +32,10 @@ from formats.storage import Reader
 __all__ = ["Problem", "Report", "verify"]
 
 SAFETENSORS = ".safetensors"
-FILES = ("safetensors", "torch")
-"""The formats that are one file."""
+FILES = frozenset(
+    ("safetensors", "torch", "torchscript", "torch-legacy", "pickle", "npz", "npy", "gguf")
+)
+"""Formats of which a checkpoint is one file."""
 SHOWN_NAMES = 20
 Progress = Callable[[int], None] | None
 
@@ -103,8 +105,10 @@ def _of_catalog(reader: Reader, catalog: Catalog, progress: Progress) -> Finding
         return _of_parts(
             [(part, _below(reader, folder, part, progress)) for folder, part in catalog.parts]
         )
-    if catalog.format == "torch":
-        return check_torch(reader, catalog, progress)
+    if catalog.format in ("torch", "torchscript", "npz"):
+        return check_zip(reader, catalog, progress)
+    if catalog.format == "torch-legacy":
+        return check_counts(catalog)
     if catalog.format == "dcp":
         return check_dcp(reader, catalog, progress)
     if catalog.format == "json":
@@ -164,8 +168,8 @@ def _unreadable(url: str, error: FormatError, options: Options) -> Report:
     checked = "only its description, which cannot be read"
     if is_file(url, options):
         name = split_url(url)[1]
-        kind = "safetensors" if name.endswith(SAFETENSORS) else "torch"
-        kind = "ckpt" if name == MANIFEST else kind
+        ending = name.rpartition(".")[2]
+        kind = "ckpt" if name == MANIFEST else ending if ending in FILES else "torch"
         return Report(url, kind, 0, 0, checked, (Problem.of(error, name),))
     with open_store(url, options) as store:
         names = store.names()

@@ -170,6 +170,20 @@ class TypedValue:
         return f"{self.kind}({', '.join(map(str_of, self.parts))})"
 
 
+@dataclass(frozen=True, slots=True)
+class OpaqueValue:
+    """An object that a reader shows and never makes, such as an `argparse.Namespace`.
+
+    A conversion leaves it out by its name, and a load that asks for it is refused.
+    """
+
+    type: str
+    """The name of its class with the module, or another description."""
+
+    def __repr__(self) -> str:
+        return f"<{self.type}>"
+
+
 def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
     """Returns the nest of dicts, lists and tuples with `leaf(node)` in the place of other nodes.
 
@@ -188,6 +202,24 @@ def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
 def join(path: str, key: object) -> str:
     """Returns the name of the entry `key` of the nest at `path`."""
     return f"{path}.{key}" if path else str(key)
+
+
+def without_opaque(tree: Tree, path: str = "") -> tuple[Tree, tuple[str, ...]]:
+    """Returns the tree without its opaque values, and their key paths. A list has None for them.
+
+    >>> without_opaque({"args": OpaqueValue("argparse.Namespace"), "steps": [1, OpaqueValue("C")]})
+    ({'steps': [1, None]}, ('args', 'steps[1]'))
+    """
+    if isinstance(tree, dict):
+        pairs = {key: without_opaque(item, join(path, key)) for key, item in tree.items()}
+        kept = {k: part for k, (part, _) in pairs.items() if not isinstance(tree[k], OpaqueValue)}
+        return kept, tuple(name for _, names in pairs.values() for name in names)
+    if isinstance(tree, list | tuple):
+        items = [without_opaque(item, f"{path}[{at}]") for at, item in enumerate(tree)]
+        parts = [part for part, _ in items]
+        names = tuple(name for _, names in items for name in names)
+        return (parts if isinstance(tree, list) else tuple(parts)), names
+    return (None, (path,)) if isinstance(tree, OpaqueValue) else (tree, ())
 
 
 def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
@@ -222,6 +254,7 @@ Tree = (
     | TensorRef
     | DType
     | TypedValue
+    | OpaqueValue
     | list["Tree"]
     | tuple["Tree", ...]
     | dict[Key, "Tree"]
@@ -243,7 +276,7 @@ class Catalog:
     """The content of one checkpoint. See the rules at the top of this file."""
 
     format: str
-    """`ckpt`, `safetensors`, `huggingface`, `torch`, `dcp`."""
+    """The name of the format, such as `ckpt`, `safetensors`, `huggingface`, `torch`, `dcp`."""
     tensors: Mapping[str, TensorRecord]
     """By name, in stored order."""
     tree: Tree

@@ -10,6 +10,7 @@ from sharding.errors import CkptError
 
 __all__ = [
     "CorruptError",
+    "ForeignFileError",
     "FormatError",
     "GoneError",
     "HostileError",
@@ -41,6 +42,15 @@ class UnsupportedError(FormatError):
     """The file is sound, but this version cannot read it, or the target's format cannot hold it."""
 
     kind = "unsupported"
+
+
+class ForeignFileError(UnsupportedError):
+    """The file is of a known kind that is not read, such as HDF5. The message has the remedy."""
+
+    kind = "foreign_file"
+
+    def __init__(self, where: str, name: str, advice: str) -> None:
+        super().__init__(f"{where}: this is {name}, which ckpt does not read; {advice}")
 
 
 class TooLargeError(HostileError):

@@ -1,13 +1,15 @@
-"""The names that a checkpoint's pickle may use, and the inert value of each.
+"""The names in a checkpoint's pickle, and the inert value of each.
 
 A pickle names classes and functions by module and name, and an ordinary unpickler imports and calls
 them. This reader only looks a name up in the tables below. Rules:
 
-1. The reader imports nothing and calls nothing of the file. A name becomes a `Name`, a plain value
-   or a record of `formats.pickle_records`; any other name is refused.
-2. A value without a type in this package becomes the nearest plain one: an OrderedDict becomes a
-   dict, a torch.Size a tuple, a device, a layout or a path its text.
-3. The types of arguments are checked before use, and no argument is a size to allocate.
+1. The reader imports nothing and calls nothing of the file. A known name becomes a `Name` with a
+   maker here, a plain value or a record of `formats.pickle_records`.
+2. A call of any other name makes an `Opaque`: an object that is shown and never made. The names of
+   attacks are refused (`formats.hostile_names`).
+3. A value without a type in this package becomes the nearest plain one: an OrderedDict becomes a
+   dict, a torch.Size a tuple, a deque a list, a device, a layout or a path its text.
+4. The types of arguments are checked before use, and no argument is a size to allocate.
 
 torch's own list of allowed names is in torch/_weights_only_unpickler.py.
 """
@@ -17,20 +19,22 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable
 
-from formats.dtypes import BY_TORCH_NAME, DType
-from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.dtypes import BY_TORCH_NAME
+from formats.errors import FormatError, UnsupportedError
+from formats.hostile_names import NAME_CHARS, check_harmless, refused
 from formats.keys import KeysApart
+from formats.pickle_numpy import from_buffer, numpy_dtype, reconstructed, scalar
 from formats.pickle_records import (
     RECORDS,
     Name,
+    Opaque,
     Storage,
     StorageType,
-    StoredTensor,
     check_key,
     integer_of,
     shape_of,
-    view,
 )
+from formats.pickle_tensors import TENSOR_MAKERS
 
 # The makers: each takes the arguments in the file and returns the value of the call.
 
@@ -54,6 +58,10 @@ def _ordered_dict(arguments: Arguments) -> object:
 
 def _default_dict(arguments: Arguments) -> object:
     return _ordered_dict(arguments[1:])
+
+
+def _deque(arguments: Arguments) -> object:
+    return _list(arguments[0]) if arguments else []
 
 
 def _set(arguments: Arguments) -> object:
@@ -116,50 +124,41 @@ def _memory_format(arguments: Arguments) -> object:
     return integer_of(number)
 
 
-def _tensor(arguments: Arguments) -> object:
-    storage, at, shape, strides, *_ = arguments
-    metadata = arguments[6] if len(arguments) > 6 else None
-    if not isinstance(storage, Storage):
-        raise FormatError("a tensor is built on a value that is not a storage")
-    return view(storage, storage.dtype, at, shape, strides, metadata)
+def _member(arguments: Arguments) -> object:
+    # Members of enums, by Python 3.11, and bound methods.
+    owner, name = arguments if len(arguments) == 2 else (None, None)
+    if isinstance(owner, Name | Opaque) and type(name) is str:
+        inside = owner.full if isinstance(owner, Name) else owner.type
+        check_harmless(inside, name)
+        return Opaque(f"{inside}.{name}")
+    raise refused("builtins.getattr")
 
 
-def _tensor_of_dtype(arguments: Arguments) -> object:
-    storage, at, shape, strides, _, _, dtype, *metadata = arguments
-    if not isinstance(storage, Storage) or not isinstance(dtype, DType):
-        raise FormatError("a tensor is built on a value that is not a storage")
-    return view(storage, dtype, at, shape, strides, metadata[0] if metadata else None)
+def _type(arguments: Arguments) -> object:
+    if arguments == (None,):
+        return Opaque("builtins.NoneType")
+    raise refused("builtins.type")
 
 
-def _parameter(arguments: Arguments) -> object:
-    data = arguments[0]
-    if not isinstance(data, StoredTensor):
-        raise FormatError("a parameter is built on a value that is not a tensor")
-    return data
+def _first(arguments: Arguments) -> object:
+    # TorchScript says the types of its lists.
+    return arguments[0]
 
 
-def _tensor_with_attributes(arguments: Arguments) -> object:
-    maker, kind, inner, _ = arguments
-    if not isinstance(maker, Name) or maker.full not in _TENSOR_MAKERS:
-        raise FormatError("a tensor is built by a function that builds no tensors")
-    if not isinstance(kind, Name) or kind.full not in _TENSOR_CLASSES or type(inner) is not tuple:
-        raise FormatError("a tensor is built with a class that is not a class of tensors")
-    return _TENSOR_MAKERS[maker.full](inner)
+_TYPED = (
+    *("restore_type_tag", "build_intlist", "build_tensorlist", "build_doublelist"),
+    "build_boollist",
+)
 
 
-_TENSOR_MAKERS: dict[str, Callable[[Arguments], object]] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-}
+def _old_object(arguments: Arguments) -> object:
+    if not arguments or not isinstance(arguments[0], Name):
+        raise FormatError("copyreg makes an object of a value that is not a class")
+    return Opaque(arguments[0].full)
 
-_TENSOR_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
 MAKERS: dict[str, Callable[[Arguments], object]] = {
-    **_TENSOR_MAKERS,
-    "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
+    **TENSOR_MAKERS,
     "torch.Size": _size,
     "torch.device": _device,
     "torch.serialization._get_layout": _text,
@@ -169,12 +168,27 @@ MAKERS: dict[str, Callable[[Arguments], object]] = {
     "collections.OrderedDict": _ordered_dict,
     "collections.Counter": _ordered_dict,
     "collections.defaultdict": _default_dict,
+    "collections.deque": _deque,
+    "builtins.getattr": _member,
+    "builtins.type": _type,
+    "copyreg._reconstructor": _old_object,
+    **{f"torch.jit._pickle.{name}": _first for name in _TYPED},
     "builtins.set": _set,
     "builtins.frozenset": _set,
     "builtins.complex": _complex,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
     "_codecs.encode": _encode,
+    "numpy.dtype": numpy_dtype,
+    **{
+        f"numpy.{core}.{name}": maker
+        for core in ("core", "_core")
+        for name, maker in (
+            ("multiarray._reconstruct", reconstructed),
+            ("multiarray.scalar", scalar),
+            ("numeric._frombuffer", from_buffer),
+        )
+    },
     **{
         f"pathlib.{module}{name}": _path
         for module in ("", "_local.")
@@ -183,20 +197,14 @@ MAKERS: dict[str, Callable[[Arguments], object]] = {
 }
 """Makes the value of a call of each known class or function."""
 
-_ONLY_NAMED = _TENSOR_CLASSES | {f"builtins.{name}" for name in ("dict", "list", "int", "float")}
-"""Names that occur only as arguments: the class of a tensor, the factory of a defaultdict."""
-
-_UNREAD = {
-    "torch._utils._rebuild_qtensor": "quantised tensors",
-    "torch._utils._rebuild_sparse_tensor": "sparse tensors",
-    "torch._utils._rebuild_nested_tensor": "nested tensors",
-    "torch._utils._rebuild_meta_tensor_no_storage": "tensors on the meta device, without data",
-    "torch._utils._rebuild_wrapper_subclass": "tensor subclasses",
-    "torch._utils._rebuild_device_tensor_from_numpy": "tensors stored as numpy arrays",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "tensors of a foreign device",
-    "torch.distributed.tensor.DTensor": "pickled DTensors",
-    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "pickled ShardedTensors",
-}
+_CONSTANTS = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams"),
+        *("per_tensor_symmetric", "per_channel_symmetric"),
+    )
+)
+"""Values of torch that are named, and become their names."""
 
 _STORAGE_DTYPES = {
     "DoubleStorage": "float64",
@@ -211,47 +219,57 @@ _STORAGE_DTYPES = {
     "BoolStorage": "bool",
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "uint8",
 }
 
-STORAGE_NAMES = {dtype: name for name, dtype in _STORAGE_DTYPES.items() if name != "UntypedStorage"}
+STORAGE_NAMES = {dtype: name for name, dtype in _STORAGE_DTYPES.items()}
 """The typed storage class by the torch name of the dtype; other dtypes have untyped storages."""
+
+_STORAGE_DTYPES |= {
+    "UntypedStorage": "uint8",
+    "QInt8Storage": "int8",
+    "QUInt8Storage": "uint8",
+    "QInt32Storage": "int32",
+    "QUInt4x2Storage": "uint8",
+    "QUInt2x4Storage": "uint8",
+}
+
+_RENAMED = {"__builtin__": "builtins", "exceptions": "builtins", "copy_reg": "copyreg"}
+"""The names of modules in Python 2, which protocol 2 still has."""
 
 
 def known(module: str, name: str) -> object:
-    """Returns the inert value of a name in a pickle.
+    """Returns the inert value of a name in a pickle: a dtype, a class of storages or a `Name`.
 
-    Raises:
-        HostileError: no checkpoint needs this name; the message has it.
-        UnsupportedError: the name builds a kind of tensor that is not read.
+    Raises HostileError, with the name, by the rule of `formats.hostile_names`.
     """
-    full = f"{module.replace('__builtin__', 'builtins')}.{name}"
-    if full in MAKERS or full in RECORDS or full in _ONLY_NAMED:
+    module = _RENAMED.get(module, module)
+    full = f"{module}.{name}" if len(module) + len(name) <= NAME_CHARS else ""
+    if full in MAKERS or full in RECORDS:
         return Name(full)
     if module == "torch" and name in BY_TORCH_NAME:
         return BY_TORCH_NAME[name]
     if module in ("torch", "torch.cuda", "torch.storage") and name in _STORAGE_DTYPES:
         return StorageType(BY_TORCH_NAME[_STORAGE_DTYPES[name]])
-    if full in _UNREAD:
-        raise UnsupportedError(
-            f"the pickle builds {_UNREAD[full]} ({full}), which this reader cannot read; save them "
-            "as plain tensors"
-        )
-    raise HostileError(
-        f"the pickle asks for {_shown(full)}, which a checkpoint never needs; nothing was executed"
-    )
+    if full in _CONSTANTS:
+        return full
+    check_harmless(module, name)
+    return Name(full)
 
 
-def _shown(name: str) -> str:
-    # A hostile name may have control characters for the terminal, or a megabyte.
-    return name if name.isprintable() and len(name) <= 200 else repr(name[:200])
+def storage(reference: object) -> Storage | Opaque | Name:
+    """Returns the storage of a persistent id in a pickle.
 
-
-def storage(reference: object) -> Storage:
-    """Returns the storage of a persistent id in a pickle."""
+    The older format of torch.save also has ids of classes of modules, with their source.
+    """
     match reference:
-        case ("storage", StorageType(dtype), str(key), str(), int(numel)) if numel >= 0:
+        case ("storage", StorageType(dtype), str(key), str(), int(numel), *rest) if numel >= 0:
+            if rest not in ([], [None]):
+                raise UnsupportedError("a storage is a part of another one, as before torch 0.4")
             return Storage(key, dtype, numel)
+        case ("storage", Name(full), str(), str(), int(), *_):
+            return Opaque(full)
+        case ("module", Name() as kind, *_):
+            return kind
     raise FormatError("the pickle refers to an outside object that is not a storage")
 
 

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint's pickle as inert records: tensors, storages, the metadata of DCP.
+"""The parts of a checkpoint's pickle as inert records: tensors, objects, the metadata of DCP.
 
 Frozen substitutes for the classes of torch that occur in checkpoints; torch is not needed. Rules:
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeGuard
 
 from formats.dtypes import DType
-from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.errors import FormatError, HostileError
 from formats.limits import DIMENSIONS, ELEMENTS, KEY_DEPTH, KEY_PARTS
 
 LARGEST_STRIDE = ELEMENTS // 16
@@ -38,12 +38,14 @@ class StorageType:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage of the pickle. Its bytes are the record `data/<key>` of the zip."""
+    """A storage of the pickle. Its bytes are the record `data/<key>` of the zip, or `data`."""
 
     key: str
     dtype: DType
     """The dtype of the elements that `numel` counts."""
     numel: int
+    data: bytes | None = field(default=None, repr=False)
+    """The bytes of a storage that lies in the pickle itself."""
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +62,25 @@ class StoredTensor:
     at: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Opaque:
+    """An object of a class that this package does not know, as its parts. Nothing makes it.
+
+    `formats.pickle_objects` decides which parts are shown.
+    """
+
+    type: str
+    """The class, or the function that makes the object, with its module."""
+    arguments: tuple[object, ...] = ()
+    state: object = None
+    """The attributes, usually a dict."""
+    items: list[object] | dict[object, object] | None = None
+    """The items of an object that was filled as a list or dict is."""
+
+    def __repr__(self) -> str:
+        return f"<{self.type}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +208,9 @@ def fill(record: Record, state: object) -> None:
             object.__setattr__(record, name, state[name])
 
 
+_KEYS = (str, int, float, complex, bytes, DType, StoredTensor, Opaque, Name, type(None))
+
+
 def check_key(key: object, depth: int = 0, parts: int = KEY_PARTS) -> int:
     """Raises FormatError unless `key` is safe and cheap to hash and compare.
 
@@ -199,7 +223,7 @@ def check_key(key: object, depth: int = 0, parts: int = KEY_PARTS) -> int:
             parts = check_key(each, depth + 1, parts - 1)
     elif isinstance(key, MetadataIndex):
         check_index(key)
-    elif not isinstance(key, str | int | float | complex | bytes | DType | None):
+    elif not isinstance(key, _KEYS):
         raise FormatError(f"a {type(key).__name__} cannot be a key of a dict or a member of a set")
     return parts
 
@@ -213,15 +237,10 @@ def check_index(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
 
 
 def view(
-    storage: Storage, dtype: DType, at: object, shape: object, strides: object, metadata: object
+    storage: Storage, dtype: DType, at: object, shape: object, strides: object
 ) -> StoredTensor:
     """Returns the tensor of this shape in a storage. Raises unless all elements lie inside."""
     start, sizes, steps = integer_of(at), shape_of(shape), shape_of(strides)
-    if metadata:
-        raise UnsupportedError(
-            "a tensor is stored as the conjugate or negative of its bytes; save "
-            "tensor.resolve_conj().resolve_neg() instead"
-        )
     if len(sizes) != len(steps):
         raise FormatError(f"a tensor has the shape {sizes} and the strides {steps}")
     numel = least = 1

@@ -1,11 +1,12 @@
 """Reads and writes files of torch.save (.pt, .pth, .bin) in the zip format of torch since 1.6.
 
 `read` opens the zip directory and, by the restricted reader, `data.pkl`. A tensor is a view of its
-storage record, with the strides and offset in the pickle. `plan` makes a zip that `torch.load`
-opens with `weights_only=True` and with `mmap=True`: storages are uncompressed and begin at
-multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is not needed.
+storage record, with the strides and offset in the pickle. The file of a TorchScript program is such
+a zip too: its attributes are the tree, and its code is not read. `plan` makes a zip that
+`torch.load` opens with `weights_only=True` and with `mmap=True`: storages are uncompressed and
+begin at multiples of 64 bytes, and zip64 holds sizes beyond 4 GiB. torch is not needed.
 
-A file of the older format (a row of pickles) is an error that tells how to convert it.
+`formats.torch_legacy` reads files of the older format, a row of pickles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from formats.catalog import Catalog, FileRecord, TensorRef, Tree, map_tree
-from formats.errors import CorruptError, UnsupportedError
 from formats.file_plan import FilePlan, Part
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.pickle_reader import load
@@ -29,6 +29,9 @@ from sharding.layout import row_major
 ALIGNMENT = 64
 """Storages begin at multiples of so many bytes, as torch's own, for mmap and vector loads."""
 
+TORCH, TORCHSCRIPT = "torch", "torchscript"
+"""The names of the formats."""
+
 FOLDER = "archive/"
 """The folder of the records in the zip; torch accepts any name."""
 
@@ -37,26 +40,21 @@ def read(reader: Reader, name: str) -> Catalog:
     """Reads the catalog of the file `name`: the zip directory and the pickle, no tensor.
 
     Raises:
-        HostileError: the pickle has a name that no checkpoint needs. Nothing was executed.
-        UnsupportedError: the file has an older format, big-endian bytes, or tensors of a kind that
-            is not read.
+        HostileError: the pickle has a name of an attack. Nothing was executed.
+        UnsupportedError: the file has big-endian bytes, or is another kind of zip.
         CorruptError: the file is truncated or damaged.
         FormatError: the file is invalid in another way.
     """
-    try:
-        archive = Archive(reader, name)
-    except CorruptError:
-        if reader.size(name) >= 2 and reader.read(name, 0, 1) == b"\x80":
-            raise UnsupportedError(
-                f"{name}: a bare pickle or the format of torch.save before 1.6; if you trust the "
-                "file, open it with torch.load and save it again with torch.save"
-            ) from None
-        raise
-    pickled = archive.read(PICKLE)
+    return read_archive(Archive(reader, name), reader.size(name))
+
+
+def read_archive(archive: Archive, size: int) -> Catalog:
+    """Reads the catalog of a zip that is a file of `size` bytes. Raises as `read` does."""
+    name, pickled = archive.file, archive.read(PICKLE)
     nest = Nest(name, len(pickled))
     tree = nest.tree(load(pickled, name), (), archive)
-    files = (FileRecord(name, reader.size(name)),)
-    return Catalog("torch", nest.tensors, tree, files, nest.aliases)
+    kind = TORCHSCRIPT if "constants.pkl" in archive else TORCH
+    return Catalog(kind, nest.tensors, tree, (FileRecord(name, size),), nest.aliases)
 
 
 def plan(name: str, state: Outgoing) -> FilePlan:

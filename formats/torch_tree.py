@@ -6,22 +6,39 @@ Rules:
    a nest has the name `tensor`. Two key paths with one name are an error.
 2. Two equal views of one storage are one tensor with two names. Different views of one storage are
    separate tensors that share its bytes.
-3. A value without a type in the tree becomes the nearest one: a set becomes a sorted list.
-4. A pickle may contain itself, or one part a million times. The depth and size of the walk, and the
+3. A value without a type in the tree becomes the nearest one: a set becomes a sorted list. A numpy
+   array is a tensor, and so is a storage.
+4. An object of an unknown class is an opaque value, or its parts (`formats.pickle_objects`). Also
+   opaque are a numpy array that is no tensor, and a dict with a key that is no key of a tree.
+5. A pickle may contain itself, or one part a million times. The depth and size of the walk, and the
    length of the names, are therefore bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from reprlib import Repr
+from typing import Protocol
 
-from formats.catalog import StoredPiece, TensorRecord, TensorRef, Tree
+from formats.catalog import (
+    Extent,
+    Key,
+    OpaqueValue,
+    Pieces,
+    PieceTable,
+    StoredPiece,
+    TensorRecord,
+    TensorRef,
+    Tree,
+)
 from formats.dtypes import DType
-from formats.errors import CorruptError, HostileError, UnsupportedError
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.inline import inline
 from formats.limits import DEPTH, FREE_VALUES, Names
-from formats.pickle_records import StoredTensor
-from formats.zip_records import Archive
+from formats.pickle_numpy import NumpyArray, NumpyDType
+from formats.pickle_objects import Entries, parts_of
+from formats.pickle_records import Name, Opaque, Storage, StoredTensor
 from sharding.layout import Box, Piece
 
 KeyPath = tuple[object, ...]
@@ -47,11 +64,28 @@ def chars_of(key: object) -> int:
     return len(key) if isinstance(key, str) else len(str(key))
 
 
-class RecordPieces:
-    """The one piece of a tensor in a zip. The place of its record is looked up on demand."""
+class Storages(Protocol):
+    """The storages of one pickle, by their keys."""
 
-    def __init__(self, archive: Archive, record: str, piece: Piece) -> None:
-        self._archive, self._record, self._piece = archive, record, piece
+    where: str
+    """The place of the pickle, for messages."""
+    file: str
+    """The file of the pickle."""
+
+    def nbytes_of(self, key: str) -> int:
+        """Returns the bytes of a storage. Raises CorruptError if it is missing."""
+        ...
+
+    def extent_of(self, key: str) -> Extent:
+        """Returns the extent of a storage. May read a header of the file."""
+        ...
+
+
+class StoragePieces:
+    """The one piece of a tensor in a storage, whose place is looked up on demand."""
+
+    def __init__(self, storages: Storages, key: str, piece: Piece) -> None:
+        self._storages, self._key, self._piece = storages, key, piece
 
     def locate(self, box: Box) -> Iterator[StoredPiece]:
         """Yields the piece if it overlaps `box`."""
@@ -60,7 +94,7 @@ class RecordPieces:
 
     def __iter__(self) -> Iterator[StoredPiece]:
         if self._piece.box:
-            yield StoredPiece(self._piece, self._archive.extent(self._record))
+            yield StoredPiece(self._piece, self._storages.extent_of(self._key))
 
 
 class Nest:
@@ -74,6 +108,10 @@ class Nest:
         self._views: dict[object, str] = {}
         self._values_left = FREE_VALUES + pickle_bytes
         self._names = Names(where, pickle_bytes)
+
+    def count_name(self, chars: int) -> None:
+        """Counts a name of so many characters."""
+        self._names.values(chars)
 
     def grow(self, pickle_bytes: int) -> None:
         """Adds the bytes of another pickle to the bounds."""
@@ -101,70 +139,143 @@ class Nest:
             self.aliases[record.name] = stored
         return TensorRef(stored)
 
-    def tree(self, value: object, path: KeyPath, archive: Archive) -> Tree:
-        """Returns the tree of a pickle of `archive`, and adds its tensors.
+    def tree(self, value: object, path: KeyPath, storages: Storages) -> Tree:
+        """Returns the tree of a pickle, and adds its tensors.
 
         Raises:
-            UnsupportedError: a tree cannot hold a value or key, or a name occurs twice.
-            CorruptError: a tensor's storage is missing from the zip or has another size.
+            UnsupportedError: two tensors get one name.
+            CorruptError: a tensor's storage is missing or has another size.
             HostileError: the nest is too deep or too large.
         """
-        return self._tree(value, path, archive, sum(map(chars_of, path)) + len(path))
+        walk = _Walk(self, storages)
+        return walk.tree(value, path, sum(map(chars_of, path)) + len(path))
 
-    def _tree(self, value: object, path: KeyPath, archive: Archive, chars: int) -> Tree:
-        self._values_left -= 1
-        if len(path) > DEPTH or self._values_left < 0:
+    def count(self, values: int) -> None:
+        """Counts values that are looked at. Raises HostileError if they are too many."""
+        self._values_left -= values
+        if self._values_left < 0:
             raise HostileError(
-                f"{self._where}: {shown(path[:4])} is nested deeper than {DEPTH} or has more "
-                "values than its pickle has bytes"
+                f"{self._where}: it has more values than its pickle has bytes: parts of it repeat"
             )
+
+    def enter(self, path: KeyPath, chars: int) -> None:
+        """Counts the value at a key path, whose name has so many characters."""
+        if len(path) > DEPTH:
+            raise HostileError(f"{self._where}: {shown(path[:4])} is nested deeper than {DEPTH}")
+        self.count(1)
         self._names.values(chars)
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The walk through one pickle."""
+
+    nest: Nest
+    storages: Storages
+    open: set[int] = field(default_factory=set)
+    """The identities of the objects around the present value: objects may refer to each other."""
+
+    def tree(self, value: object, path: KeyPath, chars: int) -> Tree:
+        self.nest.enter(path, chars)
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | DType):
             return value
         if isinstance(value, StoredTensor):
-            return self._tensor(value, path, archive)
+            return self._tensor(value, path)
+        if isinstance(value, Opaque):
+            return self._object(value, path, chars)
         if isinstance(value, dict):
-            return {
-                self._key(key, path): self._tree(
-                    each, (*path, key), archive, chars + chars_of(key) + 1
-                )
-                for key, each in value.items()
-            }
+            if not all(map(_is_key, value)):
+                return OpaqueValue("dict with keys that are not text or numbers")
+            return self._dict(value.items(), path, chars)
+        if isinstance(value, Entries):
+            return self._dict(value.items, path, chars)
         if isinstance(value, set):
             for each in value:
-                self._names.values(chars_of(each))
+                self.nest.count_name(chars_of(each))
             value = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
         if isinstance(value, list | tuple):
-            items = [
-                self._tree(each, (*path, i), archive, chars + 8) for i, each in enumerate(value)
-            ]
+            items = [self.tree(each, (*path, i), chars + 8) for i, each in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
-        raise UnsupportedError(
-            f"{self._where}: {shown(path)} is a {type(value).__name__}, which is neither a tensor "
-            "nor a plain value; leave it out and save again"
-        )
+        return self._other(value, path)
 
-    def _tensor(self, tensor: StoredTensor, path: KeyPath, archive: Archive) -> TensorRef:
-        name, record = self.claim(path), f"data/{tensor.storage.key}"
+    def _other(self, value: object, path: KeyPath) -> Tree:
+        """Returns the tree of a value that is neither plain nor a container."""
+        if isinstance(value, Storage):
+            whole = StoredTensor(value, value.dtype, 0, (value.numel,), (1,))
+            return self._tensor(whole, path)
+        if isinstance(value, NumpyArray):
+            return self._array(value, path)
+        if isinstance(value, Name):
+            return OpaqueValue(value.full)
+        if isinstance(value, NumpyDType):
+            return OpaqueValue(f"numpy.dtype {value!r}")
+        return OpaqueValue(type(value).__name__)
+
+    def _object(self, value: Opaque, path: KeyPath, chars: int) -> Tree:
+        parts = None if id(value) in self.open else parts_of(value, self.nest.count)
+        if parts is None:
+            return OpaqueValue(value.type)
+        self.open.add(id(value))
+        try:
+            return self.tree(parts, path, chars)
+        finally:
+            self.open.discard(id(value))
+
+    def _dict(self, items: Iterable[tuple[object, object]], path: KeyPath, chars: int) -> Tree:
+        found: dict[Key, Tree] = {}
+        self._fill(found, "", items, path, chars)
+        return found
+
+    def _fill(
+        self,
+        found: dict[Key, Tree],
+        prefix: str,
+        items: Iterable[tuple[object, object]],
+        path: KeyPath,
+        chars: int,
+    ) -> None:
+        """Adds the trees of all entries to a dict; keys of merged entries get a prefix."""
+        for key, part in items:
+            if not _is_key(key) or (prefix and type(key) is not str):
+                raise FormatError(f"{self.storages.where}: {shown(path)} has a key that is no name")
+            if isinstance(part, Entries) and part.is_merged:
+                if prefix.count(".") > DEPTH:
+                    raise HostileError(f"{self.storages.where}: modules nest deeper than {DEPTH}")
+                self.nest.enter(path, chars + len(prefix))
+                self._fill(found, f"{prefix}{key}.", part.items, path, chars)
+                continue
+            name = f"{prefix}{key}" if prefix else key
+            found[name] = self.tree(part, (*path, name), chars + chars_of(name) + 1)  # type: ignore[index]
+
+    def _array(self, array: NumpyArray, path: KeyPath) -> Tree:
+        dtype = array.dtype
+        if dtype is None or array.data is None:
+            return OpaqueValue(repr(array))
+        piece = Piece(Box.whole(array.shape), 0, array.strides)
+        extent = inline(self.storages.file, array.data)
+        pieces = PieceTable([StoredPiece(piece, extent)] if piece.box else [])
+        name = self.nest.claim(path)
+        return self.nest.place(array, TensorRecord(name, array.shape, dtype, pieces))
+
+    def _tensor(self, tensor: StoredTensor, path: KeyPath) -> TensorRef:
+        name, storage = self.nest.claim(path), tensor.storage
         piece = Piece(Box.whole(tensor.shape), tensor.at, tensor.strides)
-        if piece.box and archive.record(record).nbytes != tensor.storage.nbytes:
-            raise CorruptError(
-                f"{archive.where}: the storage of {name} has {tensor.storage.nbytes} bytes by the "
-                f"pickle, {archive.record(record).nbytes} by the zip"
-            )
-        pieces = RecordPieces(archive, record, piece)
+        pieces: Pieces = StoragePieces(self.storages, storage.key, piece)
         # The key is text: an attacker can choose the hashes of numbers.
-        view = f"{archive.where}\0{tensor}"
-        return self.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
+        view = f"{self.storages.where}\0{tensor}", storage.data
+        if storage.data is not None:
+            extent = inline(self.storages.file, storage.data)
+            pieces = PieceTable([StoredPiece(piece, extent)] if piece.box else [])
+        elif piece.box and self.storages.nbytes_of(storage.key) != storage.nbytes:
+            raise CorruptError(
+                f"{self.storages.where}: the storage of {name} has {storage.nbytes} bytes by the "
+                f"pickle, {self.storages.nbytes_of(storage.key)} by the file"
+            )
+        return self.nest.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
 
-    def _key(
-        self, key: object, path: KeyPath
-    ) -> str | int | float | bool | tuple[object, ...] | None:
-        if key is None or isinstance(key, str | int | float | bool):
-            return key
-        if isinstance(key, tuple):
-            return tuple(self._key(each, path) for each in key)
-        raise UnsupportedError(
-            f"{self._where}: {shown(path)} has a key of type {type(key).__name__}; use text or "
-            "numbers as keys and save again"
-        )
+
+def _is_key(key: object) -> bool:
+    """Whether a tree can have a key."""
+    if isinstance(key, tuple):
+        return all(map(_is_key, key))
+    return key is None or isinstance(key, str | int | float)

@@ -3,7 +3,7 @@
 Rules (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5):
 
 1. Records are uncompressed, with flag bit 3: CRC-32 and sizes follow the data. All places are thus
-   known before the first checksum.
+   known before the first checksum. Names are UTF-8.
 2. The data of a record begins at a multiple of its alignment. The extra field `FB`, which torch
    uses too, is the padding.
 3. A record of `ZIP64_BYTES` or more has 64-bit sizes. A record behind 4 GiB has a 64-bit offset.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import pack
 
-from formats.crc32 import crc32
+from formats.crc32 import combine, crc32
 from formats.file_plan import Late, Part, length_of
 from formats.outgoing import OutgoingTensor
 
@@ -24,7 +24,7 @@ ZIP64_BYTES = 1 << 30
 
 _MAX_32 = 0xFFFFFFFF
 _MAX_16 = 0xFFFF
-_FLAGS = 0x08
+_FLAGS, _UTF8 = 0x08, 0x800
 _DATE = (1 << 5) | 1  # 1980-01-01, the first date of the format
 _VERSION, _VERSION_64 = 20, 45
 _UNIX = 3
@@ -38,6 +38,8 @@ class Member:
     name: str
     data: bytes | OutgoingTensor
     align: int = 1
+    head: bytes = b""
+    """Bytes of the record before its data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,17 @@ class _Entry:
     checksum: int
     """The CRC-32; for a tensor, its number in the file."""
     is_late: bool
+    head: bytes
+
+    @property
+    def flags(self) -> int:
+        """The flags, which tell readers how the name is encoded."""
+        return _FLAGS if self.name.isascii() else _FLAGS | _UTF8
 
     def sum_of(self, sums: Sequence[int]) -> int:
         """Returns the CRC-32, by those of the file's tensors."""
-        return sums[self.checksum] if self.is_late else self.checksum
+        found = sums[self.checksum] if self.is_late else self.checksum
+        return combine(crc32(self.head), found, self.nbytes - len(self.head))
 
 
 def zip_parts(members: Iterable[Member], tensors_before: int = 0) -> list[Part]:
@@ -62,11 +71,13 @@ def zip_parts(members: Iterable[Member], tensors_before: int = 0) -> list[Part]:
     entries: list[_Entry] = []
     at, number = 0, tensors_before
     for member in members:
-        nbytes, is_late = length_of(member.data), not isinstance(member.data, bytes)
+        nbytes = len(member.head) + length_of(member.data)
+        is_late = not isinstance(member.data, bytes)
         checksum = crc32(member.data) if isinstance(member.data, bytes) else number
-        entry = _Entry(member.name.encode("ascii"), at, nbytes, checksum, is_late)
+        entry = _Entry(member.name.encode(), at, nbytes, checksum, is_late, member.head)
         number += is_late
-        added: tuple[Part, ...] = _header(entry, member.align), member.data, _descriptor(entry)
+        header = _header(entry, member.align) + member.head
+        added: tuple[Part, ...] = header, member.data, _descriptor(entry)
         at += sum(map(length_of, added))
         entries.append(entry)
         parts += added
@@ -83,7 +94,7 @@ def _header(entry: _Entry, align: int) -> bytes:
         extra += b"FB" + pack("<H", padding) + bytes(padding)
     size = _MAX_32 if wide else 0
     version = _VERSION_64 if wide else _VERSION
-    fields = (version, _FLAGS, 0, 0, _DATE, 0, size, size, len(entry.name), len(extra))
+    fields = (version, entry.flags, 0, 0, _DATE, 0, size, size, len(entry.name), len(extra))
     return b"PK\x03\x04" + pack("<5H3L2H", *fields) + entry.name + extra
 
 
@@ -136,7 +147,7 @@ def _directory_entry(entry: _Entry, checksum: int) -> bytes:
     extra = pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version = _VERSION_64 if wide else _VERSION
     made_by = _UNIX << 8 | version
-    fields = (made_by, version, _FLAGS, 0, 0, _DATE, checksum, nbytes, nbytes)
+    fields = (made_by, version, entry.flags, 0, 0, _DATE, checksum, nbytes, nbytes)
     lengths = (len(entry.name), len(extra), 0, 0, 0, _MODE, header)
     return b"PK\x01\x02" + pack("<6H3L5H2L", *fields, *lengths) + entry.name + extra
 

@@ -18,14 +18,15 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
 
-from formats.catalog import Extent
+from formats.catalog import Chunks, Extent
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import check
 from formats.storage import Reader
@@ -115,10 +116,54 @@ class Record:
     checksum: int
     """The CRC-32; 0 if torch was set to compute none."""
     stored: bool
+    stored_bytes: int = 0
+    """Bytes in the zip, if the record is compressed by deflate; otherwise 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """A record that is compressed by deflate."""
+
+    name: str
+    file: str
+    offset: int
+    """The first stored byte in the file."""
+    stored_bytes: int
+    raw_bytes: int
+    checksum: int
+    read: Callable[[int, int], bytes]
+    """Reads bytes of the file."""
+
+    def extent(self, chunks: Chunks) -> Extent:
+        """Returns the extent with these chunks."""
+        return Extent(self.file, self.offset, self.raw_bytes, chunks)
+
+    def beginning(self, nbytes: int) -> bytes:
+        """Returns the first decoded bytes, at most so many."""
+        stored = self.read(self.offset, min(self.stored_bytes, 2 * nbytes))
+        return self._inflated(memoryview(stored), nbytes)
+
+    def decoded(self, stored: memoryview) -> bytes:
+        """Returns all decoded bytes. Raises CorruptError unless length and CRC-32 are right."""
+        data = self._inflated(stored, self.raw_bytes)
+        if len(data) != self.raw_bytes or zlib.crc32(data) != self.checksum:
+            raise CorruptError(
+                f"{self.file}: the record {self.name} does not decode to the bytes that were "
+                "written; restore the file from another copy"
+            )
+        return data
+
+    def _inflated(self, stored: memoryview, nbytes: int) -> bytes:
+        try:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored, max(1, nbytes))
+        except zlib.error as error:
+            raise CorruptError(f"{self.file}: the record {self.name}: {error}") from None
 
 
 class Archive:
     """A zip of torch.save in a byte range of a file; by default in the whole file.
+
+    With `is_torch=False` it is any zip whose records are read, and names have their folders.
 
     Raises:
         CorruptError: the directory at the end is missing or unreadable, as after a truncation.
@@ -127,15 +172,27 @@ class Archive:
     """
 
     def __init__(
-        self, reader: Reader, file: str, offset: int = 0, length: int | None = None
+        self,
+        reader: Reader,
+        file: str,
+        offset: int = 0,
+        length: int | None = None,
+        *,
+        is_torch: bool = True,
     ) -> None:
         nbytes = reader.size(file) - offset if length is None else length
         self.file = file
         self.where = file if length is None else f"{file} at byte {offset}"
         self._window = Window(reader, file, offset, nbytes)
         self._records = self._directory()
-        self._folder = self._find_folder()
         self._extents: dict[str, Extent] = {}
+        self._folder = ""
+        if is_torch:
+            self.enter()
+
+    def enter(self) -> None:
+        """Reads names below the folder of a zip of torch.save from now on. Raises as the class."""
+        self._folder = self._find_folder()
         if "version" in self:
             self.read("version")  # compares its checksum; any version is accepted
         if "byteorder" in self and self.read("byteorder") != b"little":
@@ -160,10 +217,18 @@ class Archive:
             raise CorruptError(f"{self.where}: the zip lacks the record {self._folder}{name}")
         if not found.stored:
             raise UnsupportedError(
-                f"{self.where}: the record {found.name} is compressed, which torch.save never "
-                "does; unzip the file and zip it again with -0"
+                f"{self.where}: the record {found.name} is compressed, so that no range of the "
+                "file has its bytes; unzip the file and zip it again with -0"
             )
         return found
+
+    def nbytes_of(self, key: str) -> int:
+        """Returns the bytes of the storage with this key. Raises CorruptError if it is missing."""
+        return self.record(f"data/{key}").nbytes
+
+    def extent_of(self, key: str) -> Extent:
+        """Returns the extent of the storage with this key."""
+        return self.extent(f"data/{key}")
 
     def extent(self, name: str) -> Extent:
         """Returns the extent of a record's data. Reads its local header the first time."""
@@ -179,6 +244,19 @@ class Archive:
             )
         return self._extents[name]
 
+    def place(self, name: str) -> Extent | Compressed:
+        """Returns the extent of a record, or its place if it is compressed by deflate."""
+        record = self._records.get(self._folder + name)
+        if record is None or record.stored or not record.stored_bytes:
+            return self.extent(name)
+        at = self._window.offset + self._data(record, record.stored_bytes)
+        sizes = record.stored_bytes, record.nbytes, record.checksum
+        return Compressed(name, self.file, at, *sizes, partial(self._window.reader.read, self.file))
+
+    def bytes_at(self, offset: int, nbytes: int) -> bytes:
+        """Reads bytes of the file that lie inside the zip."""
+        return self._window.bytes_at(offset - self._window.offset, nbytes)
+
     def read(self, name: str) -> bytes:
         """Reads the data of a small record, and compares its checksum."""
         record = self.record(name)
@@ -188,11 +266,12 @@ class Archive:
             raise self._wrong(record, zlib.crc32(data))
         return data
 
-    def _data(self, record: Record) -> int:
+    def _data(self, record: Record, stored_bytes: int | None = None) -> int:
         """Returns the first byte of a record's data in the zip."""
         window, name = self._window, record.name.encode()
+        nbytes = record.nbytes if stored_bytes is None else stored_bytes
         ends = record.header + _LOCAL_HEADER.size + len(name)
-        if record.header < 0 or ends + record.nbytes > window.length:
+        if record.header < 0 or ends + nbytes > window.length:
             raise self._outside(record)
         head = window.bytes_at(record.header, ends - record.header)
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(head)
@@ -201,7 +280,7 @@ class Archive:
                 f"{self.where}: the record {record.name} has no header at byte {record.header}, "
                 "its place in the directory; restore the file from another copy"
             )
-        if ends + extra_bytes + record.nbytes > window.length:
+        if ends + extra_bytes + nbytes > window.length:
             raise self._outside(record)
         return ends + int(extra_bytes)
 
@@ -228,10 +307,16 @@ class Archive:
         with self._reading_directory(), zipfile.ZipFile(self._window) as archive:
             for info in archive.infolist():
                 stored = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+                deflated = info.compress_type == zipfile.ZIP_DEFLATED and not info.flag_bits & 1
                 if info.filename in records:
                     raise HostileError(f"{self.where}: two records are named {info.filename!r}")
                 records[info.filename] = Record(
-                    info.filename, info.header_offset, info.file_size, info.CRC, stored
+                    info.filename,
+                    info.header_offset,
+                    info.file_size,
+                    info.CRC,
+                    stored,
+                    info.compress_size if deflated else 0,
                 )
         self._check_end()
         self._check_apart(records)
@@ -287,11 +372,12 @@ class Archive:
     def _check_apart(self, records: Mapping[str, Record]) -> None:
         """Raises HostileError if two records share bytes, as in a zip bomb."""
         end, before = 0, "the beginning"
-        stored = [record for record in records.values() if record.stored]
+        stored = [record for record in records.values() if record.stored or record.stored_bytes]
         for record in sorted(stored, key=attrgetter("header")):
             if record.header < end:
                 raise HostileError(f"{self.where}: {before} and {record.name} overlap")
-            end = record.header + _LOCAL_HEADER.size + len(record.name) + record.nbytes
+            nbytes = record.nbytes if record.stored else record.stored_bytes
+            end = record.header + _LOCAL_HEADER.size + len(record.name) + nbytes
             before = record.name
 
     @contextmanager
@@ -322,10 +408,5 @@ class Archive:
         if len(folders) != 1:
             raise UnsupportedError(
                 f"{self.where}: a zip with {len(folders)} records {PICKLE}, not one of torch.save"
-            )
-        if folders[0] + "constants.pkl" in self._records:
-            raise UnsupportedError(
-                f"{self.where}: a TorchScript program, not a checkpoint; save its state_dict() "
-                "with torch.save"
             )
         return folders[0]

@@ -65,8 +65,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--to",
         choices=get_args(FormatName),
-        help="the format to write; without it safetensors or torch where DST ends in "
-        ".safetensors, .pt, .pth or .bin, else a folder of ckpt's own",
+        help="the format to write; without it that of DST's ending (.safetensors, .pt, .pth, .bin, "
+        ".gguf, .npz), else a folder of ckpt's own",
     )
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument(

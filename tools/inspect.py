@@ -14,7 +14,16 @@ from ckpt.display import count, printable, size
 from ckpt.match.selection import check_names_some
 from ckpt.state.patterns import matches
 from ckpt.state.saved import by_name
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, join, str_of
+from formats.catalog import (
+    Catalog,
+    OpaqueValue,
+    TensorRecord,
+    TensorRef,
+    Tree,
+    join,
+    map_tree,
+    str_of,
+)
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, shortened
@@ -200,6 +209,12 @@ def _text(value: Tree) -> str:
     return str_of(value)
 
 
+def _plain(value: Tree) -> Tree:
+    """A value with the text of opaque ones in their place."""
+    plain: Tree = map_tree(value, lambda leaf: str(leaf) if isinstance(leaf, OpaqueValue) else leaf)
+    return plain
+
+
 def _described(
     url: str, catalog: Catalog, values: Mapping[str, Tree], chosen: Callable[[str], bool]
 ) -> dict[str, object]:
@@ -228,7 +243,7 @@ def _described(
             if chosen(record.name)
         ],
         "aliases": {alias: name for alias, name in catalog.aliases.items() if chosen(alias)},
-        "values": {name: encode(value, no_tensor) for name, value in values.items()},
+        "values": {name: encode(_plain(value), no_tensor) for name, value in values.items()},
         "files": [
             {"name": file.name, "bytes": file.size, "digest": file.digest or None}
             for file in catalog.files

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckpt.stores.store import Store
 
 SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
-FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz")
 """Names of files that are looked at as checkpoints of their own."""
 _SHARD = re.compile(r"\.?[0-9a-f]{16}-[0-9]{5,}\.safetensors(\..+\.part)?")
 """A native shard, also one that is still being written."""

@@ -26,7 +26,7 @@ from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
 from ckpt.state.typed_values import opened
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify, checked_verify
-from formats.catalog import TensorRecord, TensorRef, Tree, map_tree
+from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, map_tree
 from formats.torch_tree import KeyPath
 from sharding.layout import Box
 
@@ -139,6 +139,11 @@ class CkptStorageReader(StorageReader):
         checkpoint, data = self._opened, BytesIO()
 
         def leaf(node: Tree) -> object:
+            if isinstance(node, OpaqueValue):
+                raise StateError(
+                    f"{self.checkpoint_id}: {name} is {node}, an object that is never made; leave "
+                    "it out of the state to load"
+                )
             return checkpoint[node.name][...] if isinstance(node, TensorRef) else opened(node)
 
         torch.save(map_tree(self._node(name), leaf), data)

@@ -18,7 +18,7 @@ from ckpt.plan.load_plan import LoadItem
 from ckpt.state.memory import empty_for, is_plain, torch_dtype
 from ckpt.state.saved import Missing, Saved, holds_tensor
 from ckpt.state.typed_values import opened
-from formats.catalog import TensorRecord, TensorRef, Tree, join
+from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, join
 from formats.dtypes import DType
 from sharding.describe.describing import TensorLike, describe
 from sharding.layout import Mesh
@@ -165,6 +165,13 @@ class MatchBuilder:
             if isinstance(tree, tuple):
                 return lambda: tuple(step() for step in steps)
             return lambda: [step() for step in steps]
+        if isinstance(tree, OpaqueValue):
+            self.differ(
+                path,
+                "structure",
+                f"is {tree} in the checkpoint, an object that is never made; leave it out "
+                "(exclude=), or load it with torch.load where its class is known",
+            )
         value = opened(tree)
         return lambda: value
 

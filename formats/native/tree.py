@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from formats.catalog import Key, TensorRef, Tree, TypedValue, join
+from formats.catalog import Key, OpaqueValue, TensorRef, Tree, TypedValue, join
 from formats.dtypes import BY_NAME
 from formats.errors import FormatError, HostileError
 from formats.keys import KeysApart
@@ -72,6 +72,8 @@ def encode(tree: Tree, tensor: Callable[[str, TensorRef], Json], path: str = "")
         return {"$complex": [encode_value(tree.real), encode_value(tree.imag)]}
     if isinstance(tree, TypedValue):
         return {"$typed": [tree.kind, *map(encode_value, tree.parts)]}
+    if isinstance(tree, OpaqueValue):
+        raise FormatError(f"{path}: {tree} is no value that can be stored")
     return {"$dtype": tree.name}
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 import pickletools
+import re
 import zipfile
 from collections.abc import Callable
 from random import Random
@@ -241,13 +242,68 @@ def changed_zip(data: bytes, random: Random) -> bytes:
             records[random.choice((f"{folder}/data/0", "../x", "/x", f"{folder}/version"))] = b"1"
             del records[name]
         return zipped(records, random.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
-    found = bytearray(data)  # a field of the directory or of a local header
+    return _changed_directory(data, random)
+
+
+def _changed_directory(data: bytes, random: Random) -> bytes:
+    """A zip with a field of its directory or of a local header changed."""
+    found = bytearray(data)
     places = [at for at in range(len(data) - 3) if data[at : at + 2] == b"PK"]
-    at = random.choice(places[-10:] if action == 7 else places) + random.randrange(60)
+    at = random.choice(random.choice((places[-10:], places))) + random.randrange(60)
     width = random.choice((1, 2, 4, 8))
     number = random.choice((random.choice(NUMBERS), random.choice(places), len(data)))
     found[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, "little")
     return bytes(found)
+
+
+def changed_npz(data: bytes, random: Random) -> bytes:
+    """A zip of arrays with a header, a record or its structure changed."""
+    if random.random() < 0.3:
+        return _changed_directory(data, random)
+    records = unzipped(data)
+    name = random.choice(list(records))
+    records[name] = changed_npy(records[name], random)
+    return zipped(records, random.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)))
+
+
+def changed_npy(data: bytes, random: Random) -> bytes:
+    """An array of numpy with its header or its bytes changed."""
+    if random.random() < 0.4:
+        return changed_bytes(data, random)
+    length = int.from_bytes(data[8:10], "little")
+    header, rest = data[10 : 10 + length], data[10 + length :]
+    parts = re.split(rb"(\d+|<\w+|True|False)", header)
+    at = random.randrange(len(parts))
+    words = (b"<f4", b"|O", b">i8", b"True", b"-1", b"9" * 30, b"4" * 5000, b"(", b"[", b"__")
+    parts[at] = random.choice((*words, str(random.choice(NUMBERS)).encode()))
+    header = b"".join(parts)
+    return data[:8] + (len(header) % 2**16).to_bytes(2, "little") + header + rest
+
+
+def changed_gguf(data: bytes, random: Random) -> bytes:
+    """A GGUF file with numbers of its header changed, or any bytes."""
+    if random.random() < 0.4:
+        return changed_bytes(data, random)
+    found = bytearray(data)
+    places = [at for at in range(4, len(data) - 8) if not any(data[at + 2 : at + 4])]
+    at, width = random.choice(places), random.choice((4, 8))
+    number = random.choice((*NUMBERS, *range(50)))
+    found[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, "little")
+    return bytes(found)
+
+
+def changed_row(data: bytes, random: Random) -> bytes:
+    """A row of pickles with one of them, or the bytes behind them, changed."""
+    at, pieces = 0, []
+    while data[at : at + 1] == b"\x80" and len(pieces) < 5:
+        end = max(place for _, _, place in pickletools.genops(data[at:])) + 1
+        pieces.append(data[at : at + end])
+        at += end
+    chosen = random.randrange(len(pieces) + 1)
+    if chosen == len(pieces):
+        return data[:at] + changed_bytes(data[at:], random)
+    pieces[chosen] = changed_pickle(pieces[chosen], random)
+    return b"".join(pieces) + data[at:]
 
 
 # Safetensors.
@@ -401,6 +457,10 @@ def changed(seed: Seed, random: Random) -> Files:
         "hf": changed_safetensors,
         "pickle": changed_pickle,
         "bytes": changed_bytes,
+        "row": changed_row,
+        "npz": changed_npz,
+        "npy": changed_npy,
+        "gguf": changed_gguf,
     }
     if name.endswith(".json"):
         files[name] = text(changed_json(json.loads(files[name]), random)).encode()

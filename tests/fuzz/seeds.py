@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
+import pickle
 import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +32,8 @@ class Seed(NamedTuple):
     """A sound checkpoint."""
 
     kind: str
-    """`native`, `safetensors`, `hf`, `torch`, `dcp`; `folder` for several files of these."""
+    """`native`, `safetensors`, `hf`, `torch`, `dcp`, `row` of pickles, `npz`, `npy` or `gguf`;
+    `folder` for several files of these."""
     files: Files
     file: str | None = None
     """The file to open; None for the folder."""
@@ -74,6 +78,10 @@ def _by_us() -> list[Seed]:
         found.append(Seed("torch", files_of(folder), "ours.pt"))
         ckpt.convert(folder / "state", folder / "dcp", to="dcp")
         found.append(Seed("dcp", files_of(folder / "dcp")))
+        for kind in ("gguf", "npz"):
+            model = {"dtype": "float32", "select": "model"}
+            ckpt.convert(folder / "state", folder / f"ours.{kind}", **model)  # type: ignore[arg-type]
+            found.append(Seed(kind, files_of(folder), f"ours.{kind}"))
     return found
 
 
@@ -98,11 +106,32 @@ def _by_others() -> list[Seed]:
             "dtype": torch.float16,
             "device": torch.device("cpu"),
             "parameter": nn.Parameter(torch.ones(2)),
+            "objects": [argparse.Namespace(w=torch.ones(2)), module, optimizer, nn.Linear],
+            "numpy": {"array": np.arange(6.0).reshape(2, 3), "number": np.int64(3)},
+            "sparse": torch.eye(3).to_sparse(),
+            "quantised": torch.quantize_per_tensor(torch.ones(3), 0.5, 1, torch.qint8),
         }
         for protocol in (2, 4):
             name = f"protocol-{protocol}.pt"
             torch.save(all_of_it, folder / name, pickle_protocol=protocol)
             found.append(Seed("torch", files_of(folder), name))
+        torch.save(all_of_it, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+        found.append(Seed("row", files_of(folder), "legacy.pt"))
+        plain = {"w": torch.ones(2), "n": np.arange(3), "args": argparse.Namespace(lr=1)}
+        (folder / "plain.pkl").write_bytes(pickle.dumps(plain, 4))
+        found.append(Seed("row", files_of(folder), "plain.pkl"))
+        arrays = {
+            "w": np.arange(6.0).reshape(2, 3),
+            "text": np.array("a"),
+            "f": np.ones((2, 3), "f2", "F"),
+        }
+        np.savez(folder / "a.npz", **arrays)
+        np.savez_compressed(folder / "b.npz", **arrays)
+        np.save(folder / "c.npy", arrays["f"])
+        for name in ("a.npz", "b.npz", "c.npy"):
+            found.append(Seed(name[2:], files_of(folder), name))
+        small = Path(__file__).parents[1] / "data" / "gguf" / "small.gguf"
+        found.append(Seed("gguf", {"small.gguf": small.read_bytes()}, "small.gguf"))
         dcp_alone.save({"module": module.state_dict(), **state()}, folder / "dcp")
         found.append(Seed("dcp", files_of(folder / "dcp")))
     return found

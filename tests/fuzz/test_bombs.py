@@ -275,6 +275,55 @@ def a_large_chunk() -> Bomb:
     return {MANIFEST: signed(body), "a.safetensors": shard}, None
 
 
+OBJECT = b"c__main__\nM\n"
+
+
+def modules_in_modules() -> Bomb:
+    """A module with the one before as two of its modules, forty deep."""
+    steps = [b"N" + put(0)]
+    for number in range(1, 41):
+        before = b"}(" + text("a") + get(number - 1) + text("b") + get(number - 1) + b"u"
+        state = b"}(" + text("_parameters") + b"}" + text("_buffers") + b"}" + text("_modules")
+        steps.append(b"0" + OBJECT + b")\x81" + put(number) + state + before + b"ub")
+    return a_torch_file(*steps)
+
+
+def objects_of_one(arguments: bytes, state: bytes = b"", count: int = 60_000) -> Bomb:
+    """Many objects with the same arguments and state, which are long."""
+    parts = arguments + put(0) + b"0" + (state + put(1) + b"0" if state else b"")
+    each = OBJECT + (get(0) + b"\x81") + (get(1) + b"b" if state else b"")
+    return a_torch_file(parts, b"](", each * count, b"e")
+
+
+def optimizers_of_one() -> Bomb:
+    listed = b"](" + b"K\x01" * 200_000 + b"e"
+    group = b"](}" + text("params") + listed + b"se"
+    state = b"}(" + text("state") + b"}" + text("param_groups") + group + b"u"
+    return objects_of_one(b")", state, 30_000)
+
+
+def storages_inside() -> Bomb:
+    """The bytes of one storage, read again and again."""
+    target = io.BytesIO()
+    torch.save(torch.zeros(100_000).untyped_storage(), target, _use_new_zipfile_serialization=False)
+    data = target.getvalue()
+    inside = b"B" + pack("<I", len(data)) + data + put(0)
+    call = b"ctorch.storage\n_load_from_bytes\n" + get(0) + b"\x85R"
+    return a_torch_file(b"](", inside + b"0", call * 20_000, b"e")
+
+
+def members_of_members() -> Bomb:
+    """A member of a member, a hundred thousand deep, each with a longer name."""
+    steps = (b"cbuiltins\ngetattr\n" + put(0) + b"0" + text("a") + put(1) + b"0" + OBJECT + put(2),)
+    each = b"0" + get(0) + get(2) + get(1) + b"\x86R" + put(2)
+    return a_torch_file(*steps, each * 100_000)
+
+
+def numpy_texts() -> Bomb:
+    maker = b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\n" + text("U250000") + b"\x85R"
+    return copied_text(maker)
+
+
 BOMBS: dict[str, Callable[[], Bomb]] = {
     "a list of lists of lists": laughs,
     "a tuple of tuples as a key": laughs_in_a_key,
@@ -289,6 +338,15 @@ BOMBS: dict[str, Callable[[], Bomb]] = {
     "long names of many values": long_names,
     "a million sets": lambda: a_torch_file(b"](", b"\x8f" * 1_000_000, b"e"),
     "a number of the memo": lambda: a_torch_file(b"N", put(2**31)),
+    "modules of modules": modules_in_modules,
+    "objects of one long tuple": lambda: objects_of_one(b"(" + b"K\x01" * 200_000 + b"t"),
+    "objects of one long state": lambda: objects_of_one(
+        b")", b"}(" + b"".join(text(str(n)) + b"N" for n in range(100_000)) + b"u"
+    ),
+    "optimizers of one long list": optimizers_of_one,
+    "storages in a pickle": storages_inside,
+    "members of members": members_of_members,
+    "texts of numpy": numpy_texts,
     "native: long names": native_long_names,
     "native: integers of one hash": native_keys_alike,
     "native: tensors cut too finely": many_splits,

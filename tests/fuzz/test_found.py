@@ -74,9 +74,9 @@ def test_no_shape_or_stride_is_larger_than_memory_can_have(
     from formats.pickle_records import Storage, view
 
     storage = Storage("0", BY_NAME["F32"], 100)
-    assert isinstance(view(storage, storage.dtype, 0, (1,), (5,), None), StoredTensor)
+    assert isinstance(view(storage, storage.dtype, 0, (1,), (5,)), StoredTensor)
     with pytest.raises(FormatError):
-        view(storage, storage.dtype, 0, shape, strides, None)
+        view(storage, storage.dtype, 0, shape, strides)
 
 
 def test_a_borrowed_run_lies_inside_the_file_it_is_borrowed_from() -> None:

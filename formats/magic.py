@@ -1,0 +1,158 @@
+"""Names what a file is by its first bytes, and the module of this package that reads it.
+
+A reader then checks the file itself. A kind without a reader is named in an error with the remedy,
+because "no checkpoint here" helps nobody who has a file of another library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+HEAD_BYTES = 512
+"""Bytes at the beginning of a file that decide its kind: a tar has its magic at byte 257."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file."""
+
+    name: str
+    """With its article: `an HDF5 file`."""
+    advice: str = ""
+    """The remedy, if this package does not read it."""
+    reader: str = ""
+    """The module of this package that reads it."""
+
+
+_SAVE = "load it with its own library, and save the tensors as safetensors or with numpy.savez"
+_PAGE = (
+    "download it again: it was saved in the place of the weights, as a login page or an error is"
+)
+
+GGUF = Kind("a GGUF file", reader="gguf")
+NPY = Kind("a .npy file", reader="npz")
+ZIP = Kind("a zip", reader="zip_kinds")
+PICKLE = Kind("a pickle", reader="torch_legacy")
+SAFETENSORS = Kind("a safetensors file", reader="safetensors_file")
+LFS = Kind(
+    "a Git LFS pointer in the place of the file", "fetch the file: `git lfs pull` in its repository"
+)
+HTML = Kind("an HTML page", _PAGE)
+HDF5 = Kind("an HDF5 file, as of Keras or h5py", _SAVE)
+ONNX = Kind("an ONNX model", "read its initializers with the onnx package, and save them as arrays")
+MSGPACK = Kind("a msgpack file, as of flax", f"use flax.serialization; {_SAVE}")
+TENSORFLOW = Kind("a part of a TensorFlow checkpoint", "use tf.train.load_checkpoint and savez")
+TAR = Kind("a tar archive", "unpack it with tar, and give the files in it")
+GZIP = Kind("compressed by gzip", "decompress it with gunzip")
+ZSTD = Kind("compressed by zstd", "decompress it with unzstd")
+XZ = Kind("compressed by xz", "decompress it with unxz")
+BZIP2 = Kind("compressed by bzip2", "decompress it with bunzip2")
+ELF = Kind("a program or library", "give a file of weights")
+OLD_PICKLE = Kind("a pickle of protocol 0 or 1", "load it where you trust it, and pickle it again")
+JSON = Kind("a JSON file", "give the folder that it belongs to, or the file of weights itself")
+TEXT = Kind("a text file", "give a file of weights")
+EMPTY = Kind("an empty file", "restore it from another copy")
+
+_BY_START: tuple[tuple[bytes, Kind], ...] = (
+    (b"GGUF", GGUF),
+    (b"\x93NUMPY", NPY),
+    (b"PK\x03\x04", ZIP),
+    (b"PK\x05\x06", ZIP),
+    (b"\x89HDF\r\n\x1a\n", HDF5),
+    (b"\x1f\x8b", GZIP),
+    (b"\x28\xb5\x2f\xfd", ZSTD),
+    (b"\xfd7zXZ\0", XZ),
+    (b"BZh", BZIP2),
+    (b"\x7fELF", ELF),
+    (b"version https://git-lfs.github.com/spec", LFS),
+    *((bytes((0x80, protocol)), PICKLE) for protocol in range(2, 6)),
+)
+_TENSORFLOW = re.compile(r".*(\.data-\d{5}-of-\d{5}|\.ckpt(-\d+)?\.(index|meta)|saved_model\.pb)")
+
+
+def kind_of(head: bytes, name: str = "") -> Kind | None:
+    """Returns the kind of a file by its first `HEAD_BYTES`, and its name; None if it is unknown.
+
+    >>> kind_of(b"GGUF").name, kind_of(b"<!DOCTYPE html>").name
+    ('a GGUF file', 'an HTML page')
+    """
+    for start, kind in _BY_START:
+        if head.startswith(start):
+            return kind
+    if head[8:9] == b"{" and len(head) > 8:
+        return SAFETENSORS
+    if head[257:262] == b"ustar":
+        return TAR
+    if _TENSORFLOW.fullmatch(name):
+        return TENSORFLOW
+    return _of_text(head) or _of_fields(head, name)
+
+
+def _of_text(head: bytes) -> Kind | None:
+    """Returns the kind of a file of text; None for other bytes."""
+    if not head:
+        return EMPTY
+    if re.match(rb"\(?[dl]p[0-9]+\n|c[\w.]+\n\w+\n", head):
+        return OLD_PICKLE
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if start.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
+        return HTML
+    if b"\0" in head or any(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in head):
+        return None
+    return JSON if start[:1] in (b"{", b"[") else TEXT
+
+
+_FIELDS = (b"\x1a", b"\x22", b":", b"B")
+
+
+def _of_fields(head: bytes, name: str) -> Kind | None:
+    """Returns the kind of a file that begins with a field of its message."""
+    # ir_version, a small number, and then producer_name or another field of text
+    is_onnx = head[:1] == b"\x08" and head[1:2] < b" " and head[2:3] in (*_FIELDS, b"\x12")
+    if is_onnx and (name.endswith(".onnx") or head[2:3] == b"\x12"):
+        return ONNX
+    first = head[0]
+    is_map = 0x81 <= first <= 0x8F or first in (0xDE, 0xDF)
+    key = head[{0xDE: 3, 0xDF: 5}.get(first, 1) :][:1]
+    if is_map and key and (0xA0 <= key[0] <= 0xBF or key[0] in (0xD9, 0xDA)):
+        return MSGPACK
+    return None
+
+
+ENDINGS = {
+    **dict.fromkeys((".h5", ".hdf5", ".keras"), "HDF5 of Keras"),
+    **dict.fromkeys((".msgpack", ".flax"), "msgpack of flax"),
+    **dict.fromkeys((".tar", ".nemo", ".tgz", ".gz", ".zst"), "an archive"),
+    **dict.fromkeys((".pb", ".index", ".tflite"), "TensorFlow"),
+    ".onnx": "ONNX",
+    ".pt2": "torch.export",
+    ".npy": "one array of numpy (.npz has several)",
+    ".pkl": "a pickle (.pt is one that torch.load opens)",
+    ".zip": "a zip (.pt and .npz are zips)",
+    ".ckpt": "a file of torch.save in some libraries, and a folder in others",
+    ".distcp": "a file in a folder of DCP (to='dcp', --to dcp)",
+    ".json": "JSON",
+    ".mlmodel": "Core ML",
+    ".engine": "TensorRT",
+}
+"""The endings of names that belong to formats which are not written, with these formats."""
+
+
+def zip_kind(names: Iterable[str]) -> Kind | None:
+    """Returns the kind of a zip by the names of its records; None for a zip of torch.save."""
+    found = list(names)
+    if any(name.endswith("/data.pkl") for name in found):
+        return None
+    if found and all(name.endswith(".npy") for name in found):
+        return Kind("a .npz file", reader="npz")
+    if any(name.endswith("archive_format") for name in found):
+        return Kind("a program of torch.export (pt2)", "save program.state_dict with torch.save")
+    if any(name.endswith(("model.weights.h5", "metadata.json")) for name in found):
+        return Kind("a .keras file", "unzip it: model.weights.h5 has the weights, in HDF5")
+    if any(name.startswith("META-INF/") or name.endswith(".dist-info/METADATA") for name in found):
+        return Kind("a package of Java or Python", "give a file of weights")
+    return Kind(
+        f"a zip of other files ({', '.join(found[:3])})", "unzip it, and give the files in it"
+    )

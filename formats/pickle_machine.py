@@ -1,0 +1,439 @@
+"""The stack machine that reads a pickle as data, without imports, calls or code of the file.
+
+This is the stack machine of Python's pickle module (protocols 2 to 5), reduced to the content of
+checkpoints. Its safety rules, next to those of `formats.pickle_names`:
+
+1. A class or function of the file is looked up in a table of known names and never imported. REDUCE
+   and NEWOBJ of another name make an `Opaque`. BUILD accepts only a record or dict of this pickle.
+2. Extension codes, which Python resolves through a registry of the process, are refused.
+3. No number of the file sizes memory: text and bytes are slices of the file, the memo grows by
+   one, and integers have at most `INTEGER_BYTES`.
+4. A key is hashed or compared only after `check_key`, and no dict gets many keys with one hash.
+5. Steps are counted, and so are elements that calls copy: the pickle cannot copy one part a
+   thousand times.
+6. Any other invalid byte is a FormatError with its position.
+
+The result may contain itself, or one part many times: a walk over it needs bounds. The standard
+library's pickletools describes the opcodes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from struct import Struct
+from struct import error as StructError
+
+from formats.errors import FormatError, HostileError, UnsupportedError
+from formats.keys import KeysApart
+from formats.limits import INTEGER_BYTES, current, exceeded
+from formats.pickle_names import MAKERS, known, storage
+from formats.pickle_numpy import NumpyArray, NumpyDType
+from formats.pickle_records import (
+    FIELDS,
+    RECORDS,
+    Name,
+    Opaque,
+    Record,
+    Storage,
+    check_key,
+    fill,
+)
+
+SET_STEPS = 3
+"""A new set counts as so many steps: it takes as much memory."""
+
+FREE_COPIES = 1 << 18
+"""Elements that calls may copy beyond one for each byte of the pickle."""
+
+STORED_INSIDE = "torch.storage._load_from_bytes"
+"""The function that makes a storage of the bytes of a file of torch.save."""
+
+_UNSOUND = (LookupError, TypeError, ValueError, OverflowError, RecursionError, StructError)
+"""The errors of the machine for invalid bytes."""
+
+_U16, _I32, _U32, _U64, _F64 = (Struct(code) for code in ("<H", "<i", "<I", "<Q", ">d"))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The content of a pickle that may be followed by other bytes."""
+
+    value: object
+    end: int
+    """The first byte behind the pickle."""
+    storages: Mapping[str, Storage]
+    """The storages that it refers to, by key."""
+
+
+def run(data: bytes, at: int, where: str, storage_of: Callable[[object], Storage]) -> Loaded:
+    """Returns the content of the pickle at byte `at`. Raises as `formats.pickle_reader.load` does.
+
+    `storage_of` returns the storage in the bytes of a file that lies in the pickle.
+    """
+    machine = _Machine(data, at, storage_of)
+    try:
+        return Loaded(machine.run(), machine.at + 1, machine.storages)
+    except FormatError as error:
+        raise type(error)(f"{where}: {error} (byte {machine.at} of the pickle)") from None
+    except _UNSOUND as error:
+        raise FormatError(
+            f"{where}: the pickle is not valid at byte {machine.at} of {len(data)} "
+            f"({type(error).__name__}: {error}); restore the file from another copy"
+        ) from None
+
+
+class _Machine:
+    """The stack with its marks, the memo, and the position in the bytes."""
+
+    __slots__ = (
+        "at",
+        "below",
+        "copied",
+        "data",
+        "frame_end",
+        "keys",
+        "memo",
+        "pop",
+        "push",
+        "sparse",
+        "stack",
+        "storage_of",
+        "storages",
+    )
+
+    def __init__(self, data: bytes, at: int, storage_of: Callable[[object], Storage]) -> None:
+        self.data = data
+        self.at = at
+        self.storage_of = storage_of
+        self.storages: dict[str, Storage] = {}
+        """The storages outside of the pickle, by key."""
+        self.stack: list[object] = []
+        self.below: list[list[object]] = []
+        """The stacks below the marks. Only an opcode that removes a mark reaches below it."""
+        self.memo: list[object] = []
+        self.sparse: dict[int, object] = {}
+        """The memo of a pickle that leaves out numbers, which no pickler does."""
+        self.frame_end = -1
+        """The end of the present frame; -1 outside of a frame."""
+        self.copied = 0
+        self.keys = KeysApart()
+        self.push: Callable[[object], None] = self.stack.append
+        self.pop: Callable[[], object] = self.stack.pop
+
+    def run(self) -> object:
+        data, steps, end = self.data, _STEPS, len(self.data)
+        most = current().pickle_steps
+        for _ in range(most):
+            if self.at == self.frame_end:
+                self.frame_end = -1
+            if self.at >= end:
+                raise FormatError("the pickle ends before its end mark: the file was truncated")
+            opcode = data[self.at]
+            if opcode == _STOP:
+                if len(self.stack) != 1 or self.below:
+                    raise FormatError("values are left at the end of the pickle")
+                if self.frame_end not in (-1, self.at + 1):
+                    raise FormatError("the last frame does not end with the pickle")
+                return self.stack[0]
+            step = steps[opcode]
+            if step is None:
+                raise UnsupportedError(
+                    f"opcode {data[self.at : self.at + 1]!r} is not one that torch writes"
+                )
+            self.at += 1
+            step(self)
+        raise exceeded("pickle_steps", most + 1, "the pickle")
+
+    # Parts of steps.
+
+    def take(self, nbytes: int) -> bytes:
+        """Returns the next bytes of the file. Raises FormatError if there are fewer."""
+        end = self.at + nbytes
+        if end > len(self.data):
+            raise FormatError(f"{nbytes} bytes are announced, the pickle ends before")
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def number(self, struct: Struct) -> int:
+        (value,) = struct.unpack_from(self.data, self.at)
+        self.at += struct.size
+        return int(value)
+
+    def byte(self) -> int:
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        text = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return text
+
+    def copy(self, elements: int) -> None:
+        """Counts copied elements. Raises HostileError if they are more than the file has bytes."""
+        self.copied += elements
+        if self.copied > len(self.data) + FREE_COPIES:
+            raise HostileError("the pickle copies parts of itself repeatedly")
+
+    # The memo.
+
+    def put(self, number: int) -> None:
+        if number == len(self.memo):
+            self.memo.append(self.stack[-1])
+        elif number < len(self.memo):
+            self.memo[number] = self.stack[-1]
+        else:
+            self.copy(1)
+            self.sparse[number] = self.stack[-1]
+
+    def get(self, number: int) -> None:
+        known = self.memo
+        self.push(known[number] if number < len(known) else self.sparse[number])
+
+    def frame(self, nbytes: int) -> None:
+        """Begins a frame: it ends with an opcode and contains no other frame."""
+        if self.frame_end >= 0 or nbytes > len(self.data) - self.at:
+            raise FormatError(f"a frame of {nbytes} bytes does not end where an opcode does")
+        self.frame_end = self.at + nbytes
+
+    def pop_marked(self) -> list[object]:
+        """Removes the last mark, and returns the values above it."""
+        items = self.stack
+        self.use(self.below.pop())
+        return items
+
+    def use(self, stack: list[object]) -> None:
+        self.stack, self.push, self.pop = stack, stack.append, stack.pop
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.use([])
+
+    def drop(self) -> None:
+        if self.stack:
+            self.pop()
+        else:
+            self.pop_marked()
+
+    # Collections.
+
+    def make_tuple(self, length: int) -> None:
+        if len(self.stack) < length:
+            raise FormatError(f"a tuple of {length} is announced, the stack is shorter")
+        self.stack[-length:] = [tuple(self.stack[-length:])]
+
+    def marked_tuple(self) -> None:
+        items = self.pop_marked()  # first: it changes the stack to which the tuple is pushed
+        self.push(tuple(items))
+
+    def append(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is Opaque:
+            if target.items is None:
+                target.items = []
+            target = target.items
+        if type(target) is not list:
+            raise FormatError(f"items are appended to a {type(target).__name__}")
+        target.extend(items)
+
+    def set_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is Opaque:
+            if target.items is None:
+                target.items = {}
+            target = target.items
+        if type(target) is not dict or len(items) % 2:
+            raise FormatError(
+                f"{len(items)} keys and values are put into a {type(target).__name__}"
+            )
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str:
+                check_key(key)
+                self.keys.check(key, target)
+            target[key] = value
+
+    def add_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise FormatError(f"members are added to a {type(target).__name__}")
+        for item in items:
+            check_key(item)
+            self.keys.check(item, target)
+        target.update(items)
+
+    def empty_set(self) -> None:
+        self.copy(SET_STEPS)
+        self.push(set())
+
+    def frozen_set(self) -> None:
+        items = self.pop_marked()
+        self.empty_set()
+        self.add_items(items)
+
+    # Names, and the calls that an ordinary unpickler would make.
+
+    def name_in_stack(self) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise FormatError("a class or function has a name that is not text")
+        self.push(known(module, name))
+
+    def name_in_lines(self) -> None:
+        module = self.line()
+        self.push(known(module, self.line()))
+
+    def old_instance(self) -> None:
+        self.name_in_lines()
+        raise UnsupportedError("opcode b'i' makes an instance in a way that torch never writes")
+
+    def call(self) -> None:
+        arguments, callee = self.pop(), self.pop()
+        if type(callee) is Opaque and type(arguments) is tuple:
+            self.push(Opaque(callee.type, arguments))
+            return
+        if not isinstance(callee, Name) or type(arguments) is not tuple:
+            raise FormatError(f"a {type(callee).__name__} is called, which cannot be called")
+        if callee.full in MAKERS or callee.full == STORED_INSIDE:
+            for each in arguments:
+                if type(each) in _COPIED:
+                    self.copy(len(each))
+            made = MAKERS.get(callee.full)
+            self.push(self.storage_of(*arguments) if made is None else made(arguments))
+        elif callee.full in RECORDS:
+            if arguments:
+                raise FormatError(f"{callee.full} is called with {len(arguments)} arguments")
+            self.push(RECORDS[callee.full]())
+        else:
+            self.push(Opaque(callee.full, arguments))
+
+    def call_with_keywords(self) -> None:
+        keywords = self.pop()
+        self.call()
+        if keywords != {} and type(self.stack[-1]) is not Opaque:
+            raise FormatError("a class is called with keyword arguments, which it does not take")
+
+    def build(self) -> None:
+        state, target = self.pop(), self.stack[-1]
+        if type(target) is dict:
+            return  # attributes of an OrderedDict, such as `_metadata` of a module, are dropped
+        if isinstance(target, NumpyArray | NumpyDType):
+            target.build(state)
+            return
+        if type(target) is Opaque:
+            target.state = state
+            return
+        if type(target) not in FIELDS:
+            raise FormatError(f"a {type(target).__name__} is given a state, which it cannot have")
+        assert isinstance(target, Record)
+        fill(target, state)
+
+    def outside(self) -> None:
+        found = storage(self.pop())
+        if isinstance(found, Storage):
+            known = self.storages.setdefault(found.key, found)
+            if known.nbytes != found.nbytes:
+                raise FormatError(f"the storage {found.key} has two sizes")
+        self.push(found)
+
+    def extension(self) -> None:
+        raise HostileError(
+            "the pickle asks for an extension code of Python's copyreg registry, which a "
+            "checkpoint never needs; nothing was executed"
+        )
+
+    # The rest.
+
+    def integer(self, length: int) -> None:
+        if not 0 <= length <= INTEGER_BYTES:
+            raise HostileError(
+                f"an integer of {length} bytes is refused, the limit is {INTEGER_BYTES}"
+            )
+        self.push(int.from_bytes(self.take(length), "little", signed=True))
+
+    def real(self) -> None:
+        (value,) = _F64.unpack(self.take(8))
+        self.push(value)
+
+    def text(self, length: int) -> None:
+        self.push(self.take(length).decode("utf-8", "surrogatepass"))
+
+    def old_text(self, length: int) -> None:
+        self.push(self.take(length).decode("latin-1"))  # Python 2's str
+
+    def check_protocol(self) -> None:
+        protocol = self.byte()
+        if not 2 <= protocol <= pickle.HIGHEST_PROTOCOL:
+            raise UnsupportedError(f"pickle protocol {protocol} is not read, only 2 to 5")
+
+
+Step = Callable[[_Machine], object]
+
+_STOP = pickle.STOP[0]
+
+_COPIED = frozenset({list, tuple, dict, set, str, bytes})
+
+_BY_OPCODE: dict[bytes, Step] = {
+    pickle.PROTO: _Machine.check_protocol,
+    pickle.FRAME: lambda m: m.frame(m.number(_U64)),
+    pickle.MARK: _Machine.mark,
+    pickle.POP: _Machine.drop,
+    pickle.POP_MARK: lambda m: m.pop_marked(),
+    pickle.DUP: lambda m: m.push(m.stack[-1]),
+    # Values.
+    pickle.NONE: lambda m: m.push(None),
+    pickle.NEWTRUE: lambda m: m.push(True),
+    pickle.NEWFALSE: lambda m: m.push(False),
+    pickle.BININT: lambda m: m.push(m.number(_I32)),
+    pickle.BININT1: lambda m: m.push(m.byte()),
+    pickle.BININT2: lambda m: m.push(m.number(_U16)),
+    pickle.LONG1: lambda m: m.integer(m.byte()),
+    pickle.LONG4: lambda m: m.integer(m.number(_I32)),
+    pickle.BINFLOAT: _Machine.real,
+    pickle.SHORT_BINSTRING: lambda m: m.old_text(m.byte()),
+    pickle.BINSTRING: lambda m: m.old_text(m.number(_U32)),
+    pickle.SHORT_BINUNICODE: lambda m: m.text(m.byte()),
+    pickle.BINUNICODE: lambda m: m.text(m.number(_U32)),
+    pickle.BINUNICODE8: lambda m: m.text(m.number(_U64)),
+    pickle.SHORT_BINBYTES: lambda m: m.push(m.take(m.byte())),
+    pickle.BINBYTES: lambda m: m.push(m.take(m.number(_U32))),
+    pickle.BINBYTES8: lambda m: m.push(m.take(m.number(_U64))),
+    pickle.BYTEARRAY8: lambda m: m.push(m.take(m.number(_U64))),
+    # Collections.
+    pickle.EMPTY_TUPLE: lambda m: m.push(()),
+    pickle.TUPLE1: lambda m: m.make_tuple(1),
+    pickle.TUPLE2: lambda m: m.make_tuple(2),
+    pickle.TUPLE3: lambda m: m.make_tuple(3),
+    pickle.TUPLE: _Machine.marked_tuple,
+    pickle.EMPTY_LIST: lambda m: m.push([]),
+    pickle.APPEND: lambda m: m.append([m.pop()]),
+    pickle.APPENDS: lambda m: m.append(m.pop_marked()),
+    pickle.EMPTY_DICT: lambda m: m.push({}),
+    pickle.SETITEM: lambda m: m.set_items([m.pop(), m.pop()][::-1]),
+    pickle.SETITEMS: lambda m: m.set_items(m.pop_marked()),
+    pickle.EMPTY_SET: _Machine.empty_set,
+    pickle.ADDITEMS: lambda m: m.add_items(m.pop_marked()),
+    pickle.FROZENSET: _Machine.frozen_set,
+    # The memo.
+    pickle.BINGET: lambda m: m.get(m.byte()),
+    pickle.LONG_BINGET: lambda m: m.get(m.number(_U32)),
+    pickle.BINPUT: lambda m: m.put(m.byte()),
+    pickle.LONG_BINPUT: lambda m: m.put(m.number(_U32)),
+    pickle.MEMOIZE: lambda m: m.put(len(m.memo) + len(m.sparse)),
+    # Names and calls.
+    pickle.GLOBAL: _Machine.name_in_lines,
+    pickle.STACK_GLOBAL: _Machine.name_in_stack,
+    pickle.INST: _Machine.old_instance,
+    pickle.REDUCE: _Machine.call,
+    pickle.NEWOBJ: _Machine.call,
+    pickle.NEWOBJ_EX: _Machine.call_with_keywords,
+    pickle.BUILD: _Machine.build,
+    pickle.BINPERSID: _Machine.outside,
+    pickle.EXT1: _Machine.extension,
+    pickle.EXT2: _Machine.extension,
+    pickle.EXT4: _Machine.extension,
+}
+
+_STEPS: list[Step | None] = [_BY_OPCODE.get(bytes([opcode])) for opcode in range(256)]

@@ -1,0 +1,177 @@
+"""GGUF, against the `gguf` package where it is installed, and against its published layout."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
+from formats.gguf import BLOCK_TYPES, TENSOR_TYPES, VALUE_TYPES
+
+DATA = Path(__file__).parents[1] / "data" / "gguf"
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def a_file(
+    entries: list[tuple[str, tuple[int, ...], int, int]],
+    values: bytes = b"",
+    count: int = 0,
+    data: bytes = bytes(64),
+    head: bytes = b"GGUF\x03\0\0\0",
+) -> bytes:
+    """A file put together by hand: entries of name, shape, type and offset."""
+    found = head + struct.pack("<QQ", len(entries), count) + values
+    for name, shape, kind, offset in entries:
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        found += text(name) + sizes + struct.pack("<IQ", kind, offset)
+    return found + bytes(-len(found) % 32) + data
+
+
+def test_values_and_tensors_of_a_file_of_the_library_are_read() -> None:
+    """tests/data/gguf/write.py, which wrote the file with the gguf package, has the values."""
+    path = DATA / "small.gguf"
+    with ckpt.open(path) as opened:
+        found: Any = ckpt.read(path)
+        values = found.pop("gguf")
+        assert values["general.architecture"] == "llama"
+        assert values["llama.block_count"] == 2
+        assert values["llama.attention.layer_norm_rms_epsilon"] == float(np.float32(1e-5))
+        assert values["tokenizer.ggml.tokens"] == ["<s>", "▁a", "é"]
+        assert values["tokenizer.ggml.scores"] == [0.0, -1.0, -2.5]
+        assert values["tokenizer.ggml.token_type"] == [3, 1, 1]
+        assert values["tokenizer.ggml.add_bos_token"] is True
+        assert values["test.int64"] == -3
+        for name, dtype in (("f32", "float32"), ("f16", "float16"), ("i8", "int8")):
+            expected = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype))
+            assert torch.equal(found[f"{name}.weight"], expected)
+        assert torch.equal(found["bf16.weight"], torch.arange(12).reshape(3, 4).bfloat16())
+        quantised = json.loads(opened.metadata["gguf.quantised"])
+        assert quantised == {"q8.weight": ["Q8_0", [2, 64]], "q4.weight": ["Q4_0", [2, 64]]}
+        assert opened["q8.weight"].shape == (2, 68)
+        assert opened["q8.weight"].dtype == torch.uint8
+    row = found["q8.weight"][0].numpy()
+    scale = row[:2].view(np.float16)[0].astype(np.float32)
+    assert np.allclose(row[2:34].view(np.int8) * scale, np.arange(32), atol=0.3)
+    report = ckpt.verify(path)
+    assert report.sound
+    assert report.checked == "structure and sizes only: this format has no checksums"
+
+
+def test_a_file_is_the_same_after_two_conversions(tmp_path: Path) -> None:
+    for way in ("a", "a.gguf"):
+        ckpt.convert(DATA / "small.gguf", tmp_path / way)
+    ckpt.convert(tmp_path / "a", tmp_path / "b.gguf")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    assert ckpt.diff(DATA / "small.gguf", tmp_path / "b.gguf").equal
+    with ckpt.open(DATA / "small.gguf") as one, ckpt.open(tmp_path / "b.gguf") as other:
+        assert one.metadata == other.metadata
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="make test-peers installs it")
+    state: dict[str, Any] = {
+        "a": torch.arange(12.0).reshape(3, 4),
+        "b": torch.arange(6).reshape(1, 2, 3).half(),
+        "c": torch.arange(5).bfloat16(),
+        "d": torch.arange(5),
+        "e": torch.tensor(2.0),
+        "gguf": {"general.architecture": "llama", "n": 3, "xs": [1, -2], "f": 0.5, "s": ["a", "b"]},
+        "step": 3,
+    }
+    torch.save(state, tmp_path / "a.pt")
+    report = ckpt.convert(tmp_path / "a.pt", tmp_path / "a.gguf")
+    assert report.left_out == ("step",)
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["xs"].contents() == [1, -2]
+    assert reader.fields["f"].contents() == 0.5
+    assert reader.fields["s"].contents() == ["a", "b"]
+    for tensor in reader.tensors:
+        expected = state[tensor.name]
+        assert tuple(tensor.shape[::-1]) == tuple(expected.shape)
+        data = expected.reshape(-1).view(torch.uint8).numpy()
+        assert np.array_equal(np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8), data)
+    assert {tensor.name for tensor in reader.tensors} == set("abcde")
+
+
+def test_the_tables_are_those_of_the_library() -> None:
+    constants = pytest.importorskip("gguf.constants", reason="make test-peers installs it")
+    kinds = constants.GGMLQuantizationType
+    sizes = constants.GGML_QUANT_SIZES
+    for number, block in BLOCK_TYPES.items():
+        assert kinds(number).name == block.name
+        assert sizes[kinds(number)] == (block.elements, block.nbytes)
+    for number, name in TENSOR_TYPES.items():
+        assert kinds(number).name == name
+    known = {kind.value for kind in sizes}
+    assert known == {*BLOCK_TYPES, *TENSOR_TYPES}
+    assert [constants.GGUFValueType(number).name for number in range(13)] == list(VALUE_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"w": torch.ones(2, dtype=torch.uint8)}, "GGUF has no uint8, of w; cast it"),
+        ({"w": torch.ones(2).to(torch.float8_e4m3fn)}, "GGUF has no float8_e4m3fn"),
+        ({"w" * 64: torch.ones(2)}, "at most 63 bytes"),
+        ({"w": torch.ones(1, 1, 1, 1, 1)}, "at most 4 dimensions"),
+    ],
+)
+def test_what_gguf_lacks_is_refused_by_name(
+    state: dict[str, torch.Tensor], says: str, tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedError, match=says):
+        ckpt.convert(tmp_path / "a.pt", tmp_path / "a.gguf")
+    assert not (tmp_path / "a.gguf").exists()
+
+
+ONE = ("w", (2, 4), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "says"),
+    [
+        (a_file([ONE])[:-40], CorruptError, "truncated"),
+        (a_file([ONE])[:30], CorruptError, "truncated"),
+        (a_file([ONE], data=bytes(65)), CorruptError, "33 bytes follow"),
+        (a_file([ONE, ("v", (2, 4), 0, 16)]), HostileError, "share bytes"),
+        (a_file([ONE, ONE]), FormatError, "two tensors are named 'w'"),
+        (a_file([("w", (2, 4), 99, 0)]), UnsupportedError, "the type 99"),
+        (a_file([("w", (2, 31), 8, 0)]), FormatError, "not whole blocks of 32"),
+        (a_file([("w", (2**40, 2**40), 0, 0)]), HostileError, "absurdly many"),
+        (a_file([("w", (1,) * 65, 0, 0)]), HostileError, "65 dimensions"),
+        (a_file([ONE], head=b"GGUF\0\0\0\x03"), UnsupportedError, "big-endian"),
+        (a_file([ONE], head=b"GGUF\1\0\0\0"), UnsupportedError, "of version 1"),
+        (a_file([ONE], text("a") + b"\x63\0\0\0\0", 1), FormatError, "the type 99"),
+        (a_file([("gguf", (2, 8), 0, 0)]), UnsupportedError, "named 'gguf'"),
+        (
+            a_file([ONE], text("a") + struct.pack("<IIQ", 9, 4, 2**60), 1),
+            CorruptError,
+            "beyond the file",
+        ),
+        (
+            a_file([ONE], text("general.alignment") + struct.pack("<II", 4, 3), 1),
+            FormatError,
+            "not a power of two",
+        ),
+    ],
+)
+def test_a_damaged_or_hostile_file_is_a_named_error(
+    data: bytes, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.gguf").write_bytes(a_file([ONE], data=bytes(32)))
+    assert ckpt.verify(tmp_path / "a.gguf").sound
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(error, match=says):
+        ckpt.open(tmp_path / "a.gguf")
