@@ -1,4 +1,4 @@
-"""Layouts of torch's tensors, modules and optimizers, in the words of `sharding.layout`.
+"""Layouts of torch's tensors, modules and optimizers, by `sharding.layout`.
 
-Nothing here communicates.
+No function here communicates.
 """

@@ -1,23 +1,24 @@
-"""A module's state as this rank has it: names, local tensors and layouts.
+"""Describes this rank's part of a module's state: names, local tensors and layouts.
 
-A checkpoint needs no more of a runtime than these. Two runtimes flatten parameters: ours
+A checkpoint needs only these from a runtime. Two runtimes flatten parameters: ours
 (`sharding.describe.own_members`) and torch's FullyShardedDataParallel
 (`sharding.describe.torch_fsdp`).
 
 Rules:
 
-1. Nothing communicates. Unsharded parameters of the modules are resharded; an all-gather that is on
-   its way is awaited.
+1. No function communicates. Unsharded parameters of the modules are resharded; an all-gather in
+   flight is awaited.
 2. Names are those of the modules themselves, without the parts that wrappers add. A tied parameter
    has all of its names, and one part.
-3. A local part shares the memory of the parameter that the optimizer sees: writing to it loads it.
+3. A local part shares the memory of the parameter that the optimizer sees: a write to the part
+   loads the parameter.
 4. Optimizer state of a parameter is divided like the parameter (`FlatSlice.of`).
 
 The parameters of `fully_shard` are DTensors, which `sharding.describe.dtensor` describes. A flat
 parameter is a run of parameters end to end, cut evenly over the ranks that share it. Of each
 parameter, a rank has a range of row-major elements, `FlatShard` in the algebra. Ranks that hold the
-same shard are replicas. Where tensor parallelism divided the parameters first, the range is one of
-the local part that it left.
+same shard are replicas. If tensor parallelism has divided the parameters first, the range is one of
+the local part of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ TensorLike = torch.Tensor | LocalPart
 
 
 def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
-    """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
+    """Returns this rank's part of a tensor, detached and sharing memory, and the tensor's layout.
 
-    Like `sharding.describe.dtensor.describe`, also for `LocalPart`s and ShardedTensors. Raises
-    LocalShapeError for a part that has not the elements that its layout gives this rank.
+    Like `sharding.describe.dtensor.describe`, but also for `LocalPart`s and ShardedTensors. Raises
+    LocalShapeError if a part does not have the elements that its layout gives this rank.
     """
     if isinstance(tensor, LocalPart):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -59,7 +60,7 @@ def describe(tensor: TensorLike, name: str, world: Mesh) -> tuple[torch.Tensor, 
 
 
 def describe_module(module: nn.Module) -> dict[str, object]:
-    """The module's state by name: a `LocalPart` for every parameter that lies in a flat one.
+    """Returns the module's state by name: a `LocalPart` for every parameter in a flat one.
 
     The other values are those of `module.state_dict(keep_vars=True)`: tensors and DTensors, which
     `describe` takes, and objects that modules add to their state dicts.
@@ -87,7 +88,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
         member = members.get(id(value))
         if member is None:
             entries[name] = value
-            if torch_fsdp.is_flattened(value):  # and not divided: as it was before it was wrapped
+            if torch_fsdp.is_flattened(value):  # not divided: the same as before wrapping
                 entries[name] = value.detach()
             elif name in buffer_dtypes and isinstance(value, torch.Tensor):
                 entries[name] = value.to(buffer_dtypes[name])
@@ -96,9 +97,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
             entries[name] = own.of(member.parameter, own.key)
         else:
             entries |= dict(member.parts())
-    for (
-        member
-    ) in members.values():  # one outside of the module, with a parameter tied to one inside
+    for member in members.values():  # a flat parameter outside that has a tied one
         if not member.is_original:
             for name, part in member.parts():
                 entries.setdefault(name, part)
@@ -106,9 +105,9 @@ def describe_module(module: nn.Module) -> dict[str, object]:
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """The parameters that an optimizer sees of all flat parameters in a module.
+    """Yields the parameters in a module that an optimizer sees for flat parameters.
 
-    Original parameters that are not divided are left out: they are as before wrapping.
+    Original parameters that are not divided are left out: they are the same as before wrapping.
     """
     return _flat_members(module, torch_fsdp.is_in(module))
 
@@ -121,10 +120,10 @@ def _flat_members(module: nn.Module, has_torch_fsdp: bool) -> Iterator[FlatMembe
 
 
 def part_of(tensor: torch.Tensor) -> LocalPart | None:
-    """The part that an original parameter is by itself, without its module; None if it is none.
+    """Returns the part that an original parameter is, without its module; None if it is none.
 
-    Raises ShardingError for a parameter of torch's FullyShardedDataParallel: only its
-    module knows the parameter that it is a part of.
+    Raises ShardingError for a parameter of torch's FullyShardedDataParallel: only its module
+    knows the whole parameter.
     """
     if torch_fsdp.is_flattened(tensor) and tensor.ndim == 1:
         raise torch_fsdp.loose(tensor)
@@ -133,9 +132,9 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
 
 
 def is_divided(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer sees a part in it that does not itself name its parameter.
+    """Whether the parameter that an optimizer sees is a part, and does not name the whole one.
 
-    One-dimensional parameters that torch's FullyShardedDataParallel replicates are taken for parts.
+    One-dimensional parameters that torch's FullyShardedDataParallel replicates count as parts.
     """
     if torch_fsdp.is_flattened(parameter):
         return parameter.ndim == 1
@@ -144,21 +143,21 @@ def is_divided(parameter: torch.Tensor) -> bool:
 
 
 def load_rest(module: nn.Module, state: Mapping[str, object]) -> None:
-    """Call the module's `load_state_dict` with all values but the `LocalPart`s, filled already."""
+    """Calls the module's `load_state_dict` with all values but the `LocalPart`s, filled before."""
     rest = {name: value for name, value in state.items() if not isinstance(value, LocalPart)}
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
         module.load_state_dict(rest, strict=False)
 
 
 def state_dict_names(module: nn.Module) -> list[str]:
-    """The names that the module's `state_dict()` has, made without gathering anything."""
+    """Returns the names in the module's `state_dict()`, without a gather."""
     with _local_state_dicts(module, torch_fsdp.is_in(module)):
         return list(module.state_dict())
 
 
 @contextmanager
 def _local_state_dicts(module: nn.Module, has_torch_fsdp: bool) -> Iterator[None]:
-    """Inside, state dicts have this rank's tensors, whatever kind a user has set."""
+    """Makes state dicts have this rank's tensors in the block, of whatever kind a user has set."""
     theirs = torch_fsdp.local_state_dicts(module) if has_torch_fsdp else nullcontext()
     with local_state_dicts(), theirs:
         yield
@@ -177,10 +176,10 @@ class _OwnMembers(Protocol):
 
 
 def _own_members() -> _OwnMembers | None:
-    """The description of our flat parameters; None where no module can have one yet."""
+    """Returns the description of our flat parameters; None before any module can have one."""
     if "sharding.engine.flat_param_group" not in sys.modules:
         return None
-    # Start-up: it imports the engine, which takes a second, and few states have flat parameters.
+    # Start-up: this imports the engine, which takes a second, and few states have flat parameters.
     from sharding.describe import own_members
 
     return own_members

@@ -1,21 +1,21 @@
-"""The local tensor and the layout of torch's tensors, in the words of the layout algebra.
+"""Describes torch's plain tensors and DTensors: local tensors and layouts.
 
-Rules that hold here:
+Rules:
 
-1. Nothing communicates. Every rank describes its own tensors. Ranks that run the same program get
-   equal layouts, because a layout follows from the tensor's shape, mesh and placements alone.
-2. A DTensor's placements are checked against its local tensor: a layout is returned only when the
+1. No function communicates. Every rank describes its own tensors. Ranks that run the same program
+   get equal layouts, because a layout follows from the tensor's shape, mesh and placements alone.
+2. A DTensor's placements are checked against its local tensor: a layout is returned only if the
    two agree.
 3. `torch.distributed.tensor` is imported only once a DTensor is seen. It takes a second to import,
    and a torch built without torch.distributed does not have it.
 
 [Note: FSDP over tensor parallelism]
-FSDP2 cuts the local tensor that tensor parallelism left. So along a dimension that both cut, the
-axis on the right comes first. Torch expresses this by `_StridedShard(dim, split_factor)` on the
-left axis. Its placements, read from left to right, give every rank its elements as long as the
-dimension divides evenly. Otherwise the two can differ: of 9 rows over 4 × 2 ranks, FSDP2 has the
-last row at (3, 1) and torch's reading at (3, 0). Such a tensor is described by the transposed mesh
-with plain shards, which is the order in which it was cut.
+FSDP2 cuts the local tensor of tensor parallelism. Along a dimension that both cut, the axis on the
+right therefore cuts first. Torch expresses this by `_StridedShard(dim, split_factor)` on the left
+axis. Its placements, read from left to right, give every rank its elements if the dimension divides
+evenly. Otherwise the two can differ: of 9 rows over 4 × 2 ranks, FSDP2 has the last row at (3, 1),
+and torch's placements at (3, 0). The layout of such a tensor has the transposed mesh with plain
+shards, in the order of the cuts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_KNOWN = 1 << 14
 
 _REPLICATED = (Replicate(),)
 _known: dict[tuple[int, tuple[int, ...], tuple[Placement, ...]], Layout] = {}
-"""By the identity of its mesh, which the layout keeps alive, the shape and the placements."""
+"""Layouts by the identity of the mesh (which the layout keeps alive), shape and placements."""
 _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 _specs: dict[int, _Known] = {}
 """The layout and rank of each DTensorSpec, by its id."""
@@ -49,10 +49,10 @@ _specs: dict[int, _Known] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A DTensorSpec, and the layout that follows from it with the shape and this rank."""
+    """A DTensorSpec, with the layout, the local shape and the rank that follow from it."""
 
     spec: ReferenceType[object]
-    """Another may get its id, so both are compared."""
+    """The spec itself: another spec may get its id, so both are compared."""
     placements: object
     layout: Layout
     rank: int
@@ -61,16 +61,16 @@ class _Known:
     """Whether the rank is not in the mesh."""
 
     def fits(self, local: torch.Tensor) -> bool:
-        """Whether a local tensor has the shape that it should have."""
+        """Whether a local tensor has the right shape."""
         return local.shape == self.local_shape or (self.is_outside and local.numel() == 0)
 
 
 def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor, Layout]:
-    """The rank's own part of a tensor, detached and sharing its memory, and the tensor's layout.
+    """Returns this rank's part of a tensor, detached and sharing memory, and the tensor's layout.
 
-    A plain tensor is taken for a replica on each rank of `world`, a mesh of one axis. A DTensor's
-    layout spans its own mesh. The layout's pieces count the local tensor's elements in row-major
-    order, whatever its strides. `name` is for messages.
+    A plain tensor counts as a replica on each rank of `world`, a mesh of one axis. A DTensor's
+    layout has the DTensor's own mesh. The layout's pieces count the local tensor's elements in
+    row-major order, independent of its strides. `name` is for messages.
 
     Raises `PartialError`, `UnknownPlacementError` or `LocalShapeError`.
 
@@ -83,10 +83,10 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
     known = _of_spec(tensor, name)
     local = tensor._local_tensor
     if type(local) is not torch.Tensor:
-        wait = getattr(local, "wait", None)  # a redistribution that torch has not awaited yet
+        wait = getattr(local, "wait", None)  # torch may not have awaited a redistribution yet
         local = local if wait is None else wait()
     if not known.fits(local):
-        _specs.pop(id(tensor._spec), None)  # perhaps this process is another rank by now
+        _specs.pop(id(tensor._spec), None)  # this process may have become another rank
         known = _of_spec(tensor, name)
     if not known.fits(local):
         said = known.local_shape
@@ -100,10 +100,10 @@ def describe(tensor: torch.Tensor, name: str, world: Mesh) -> tuple[torch.Tensor
 
 
 def described_before(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
-    """The result of `describe` for a DTensor whose spec is that of one described before; else None.
+    """Returns the result of `describe` for a DTensor with a known spec; None for other tensors.
 
-    Only for those of torch's own class with a dense local tensor of the right shape. No weak
-    reference to a tensor is kept: `torch.utils.swap_tensors`, and so `module.to()`, refuses them.
+    Only for torch's own class with a dense local tensor of the right shape. Keeps no weak reference
+    to a tensor: `torch.utils.swap_tensors`, and thus `module.to()`, refuses tensors with one.
     """
     spec: Any = getattr(tensor, "_spec", None)
     known = _specs.get(id(spec))
@@ -119,7 +119,7 @@ def described_before(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
         or local.is_meta
         or local.is_nested
         or local.is_quantized
-        or "_fsdp_flattened" in vars(tensor)  # torch's wrapper has made it a part of another
+        or "_fsdp_flattened" in vars(tensor)  # a part of another tensor, by torch's wrapper
     ):
         return None
     return local.detach(), known.layout
@@ -149,7 +149,7 @@ def _of_spec(tensor: DTensor, name: str) -> _Known:
 def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zeros of `dtype` with the shape, device, strides and (of a DTensor) placements of `param`.
 
-    They require no gradient. Nothing communicates. Optimizer state is loaded into them.
+    They require no gradient. Does not communicate. Optimizer state is loaded into them.
 
     >>> zeros_placed_like(torch.ones(2, 3, dtype=torch.bfloat16), torch.float32).sum()
     tensor(0.)
@@ -163,7 +163,7 @@ def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
-    """The layout of these parts: the same object as the last time."""
+    """Returns the layout of these parts: always the same object."""
     key = id(mesh), shape, placements
     layout = _known.get(key)
     if layout is None:
@@ -174,7 +174,7 @@ def _known_layout(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placemen
 
 
 def _layout(tensor: DTensor, name: str) -> Layout:
-    """The layout that torch's mesh and placements give a DTensor."""
+    """Returns the layout for a DTensor's mesh and placements."""
     shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
     placements = tuple(_placement(p, shape, name) for p in tensor.placements)
     last = _cut_last(shape, mesh, placements)
@@ -186,7 +186,7 @@ def _layout(tensor: DTensor, name: str) -> Layout:
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The ranks of a DeviceMesh, converted once."""
+    """Returns the ranks of a DeviceMesh, converted once."""
     mesh = _meshes.get(device_mesh)
     if mesh is None:
         ranks = device_mesh.mesh
@@ -197,7 +197,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> Placement:
-    # Here and not above: see rule 3. Whoever holds a DTensor has imported it already.
+    # Imported here because of rule 3. A program with a DTensor has imported it already.
     from torch.distributed.tensor import placement_types as torch_placements
 
     if isinstance(placement, torch_placements.Replicate):
@@ -223,9 +223,9 @@ def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> 
 def _cut_last(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
 ) -> dict[int, Shard]:
-    """The strided axes whose `split` stands for the shards to their right, where that matters.
+    """The strided axes whose `split` means the shards to their right, if the order matters.
 
-    Each with its placement as the last cut. See [Note: FSDP over tensor parallelism].
+    Each has its placement as the last cut. See [Note: FSDP over tensor parallelism].
     """
     found: dict[int, Shard] = {}
     for axis, placement in enumerate(placements):

@@ -1,8 +1,8 @@
-"""The layouts of the parameters in a flat one, each over all ranks that have elements of it.
+"""The layouts of the parameters in a flat one, each over all ranks that hold its elements.
 
-The mesh has up to three kinds of axes, in this order, each only where it has more than one rank:
-the ranks that replicate the shards, those that share them, and those of tensor parallelism, which
-divided the parameters before.
+The mesh has up to three kinds of axes, in this order, each only if it has more than one rank: the
+ranks that replicate the shards, the ranks that share them, and the axes of tensor parallelism,
+which has divided the parameters before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOWHERE = Mesh.grid((), ())
 
 
 def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
-    """By parameter, the slice of this rank's shard that is part of it, and its layout."""
+    """Returns, by parameter, its slice of this rank's shard, with its layout."""
     found = []
     groups = param_group.groups
     axes = {"replicate": groups.replicate.ranks, "shard": groups.shard.ranks}
@@ -38,10 +38,10 @@ def slices_of(param_group: FlatParamGroup) -> list[FlatSlice]:
 
 
 def _divided_before(param_group: FlatParamGroup) -> Iterator[Layout | None]:
-    """By parameter, the layout of tensor parallelism before it was flattened; None without it.
+    """Yields, by parameter, its layout under tensor parallelism; None without tensor parallelism.
 
-    Raises UnknownPlacementError where it divided one unevenly: the flat parameters of its ranks are
-    cut in different places then, and no one layout says where.
+    Raises UnknownPlacementError if it divides a parameter unevenly: the flat parameters of its
+    ranks are then cut at different places, which no single layout describes.
     """
     for entry in param_group.parameters:
         if entry.distributed is None:

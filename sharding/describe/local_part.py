@@ -1,4 +1,4 @@
-"""A tensor that is spread over ranks, as one rank has it: some of its elements, and the layout."""
+"""One rank's part of a tensor that is spread over ranks: its elements, and the layout."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ FLAT_PARAMETERS = "flat_parameters"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPart:
-    """This rank's part of a tensor; it stands for the tensor in a module's state."""
+    """This rank's part of a tensor, in the place of the tensor in a module's state."""
 
     local: torch.Tensor
-    """The local storage, in the tensor's row-major order; it shares its memory."""
+    """The local storage, in the tensor's row-major order; it shares the tensor's memory."""
     layout: Layout
     key: object = None
-    """Equal for two parts that are one tensor; None for a part that has one name."""
+    """A key that is equal for the parts of one tensor; None for a part with only one name."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole tensor's."""
+        """The shape of the whole tensor."""
         return self.layout.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
+        """The dtype of the tensor."""
         return self.local.dtype
 
     @property
     def is_meta(self) -> bool:
-        """Whether there is no memory yet."""
+        """Whether the part has no memory yet."""
         return self.local.is_meta
 
 
 @dataclass(frozen=True, slots=True)
 class FlatSlice:
-    """Elements `[lo, hi)` of a tensor that an optimizer sees: this rank's part of one parameter."""
+    """This rank's part of one parameter: elements `[lo, hi)` of a tensor that an optimizer sees."""
 
     lo: int
     hi: int
@@ -49,7 +49,7 @@ class FlatSlice:
     key: object
 
     def of(self, tensor: torch.Tensor, key: object = None) -> LocalPart:
-        """The part of a tensor that is laid out as the parameter is, such as its moments."""
+        """Returns the part of a tensor with the parameter's layout, such as its moments."""
         local = tensor.detach()
         if (self.lo, self.hi) != (0, local.numel()):
             local = local[self.lo : self.hi]
@@ -57,7 +57,7 @@ class FlatSlice:
 
 
 def check_holds(name: str, local: torch.Tensor, layout: Layout, rank: int) -> None:
-    """Raise LocalShapeError where a local tensor has not the elements its layout gives a rank."""
+    """Raises LocalShapeError unless a local tensor has the elements that a rank's layout gives."""
     lo, hi = layout.span(rank)
     if local.numel() != hi - lo:
         raise LocalShapeError(

@@ -1,25 +1,25 @@
-"""Local state dicts, whose metadata names the parameters that their shards are parts of.
+"""Local state dicts, whose metadata names the parameters of their shards.
 
 A local state dict shares this rank's memory: flat parameters, or this rank's elements of the
 original ones. Its `_metadata` has a record of them under the name of the module that made it. A
-record has only numbers, strings and tuples. So it stays with the state dict, and
-`torch.load(weights_only=True)` takes it.
+record has only numbers, strings and tuples, so that it stays with the state dict and
+`torch.load(weights_only=True)` accepts it.
 
 Rules:
 
-1. Nothing here communicates, and nothing needs the module that made the state dict.
-2. One record for each flat parameter: `flat_parameters` is a tuple of dicts with
+1. No function communicates, or needs the module that made the state dict.
+2. Each flat parameter has a record: `flat_parameters` is a tuple of dicts with
 
-       key              its name in the state dict; None with original parameters
-       fqns             by parameter in it, all of its names in the module
-       shapes           by parameter, its shape, or the local one of tensor parallelism
+       key              the flat parameter's key in the state dict; None with original parameters
+       fqns             by parameter in it, all of the parameter's names in the module
+       shapes           by parameter, its shape, or its local shape under tensor parallelism
        offsets          by parameter, its first element in the flat parameter
-       numel            elements of all, without padding
-       shard_numel      elements of every rank's shard, with padding
+       numel            the number of elements, without padding
+       shard_numel      the number of elements of every rank's shard, with padding
        layouts          by parameter, the whole shape, the mesh and its placements
        sharing          the ranks that share the flat parameter, in the order of its shards
        replicating      the ranks that hold the same shard
-       rank, world_size which rank made it, of how many
+       rank, world_size the rank that made the state dict, and the number of ranks
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from sharding.errors import LocalShapeError, ShardingError, WorldMismatchError
 from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate, Shard, StridedShard
 
 Record = dict[str, Any]
-"""See rule 2."""
+"""A record of rule 2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnKeys:
-    """A flat parameter group in one module's state dict, and the keys of its parameters there."""
+    """A flat parameter group in one module's state dict, with the keys of its parameters."""
 
     param_group: FlatParamGroup
     keys: list[tuple[str, ...]]
-    """By parameter: several where it is tied, none where it is outside the module."""
+    """By parameter: several keys if it is tied, none if it is outside the module."""
 
 
 def record_of(param_group: FlatParamGroup, names: list[tuple[str, ...]]) -> Record:
-    """The record of a flat parameter group; `names` are those of its parameters in the module."""
+    """Returns the record of a flat parameter group; `names` are those in the module."""
     form, packing, slots = param_group.form, param_group.packing, param_group.packing.slots
     return {
         "key": None if form.use_orig_params else form.name,
@@ -70,7 +70,7 @@ def record_of(param_group: FlatParamGroup, names: list[tuple[str, ...]]) -> Reco
 
 
 def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Record:
-    """The record of a module's DTensors, each a local tensor under its names."""
+    """Returns the record of a module's DTensors, each a local tensor under its names."""
     rank = dist.get_rank()
     return {
         "key": None,
@@ -90,20 +90,20 @@ def record_of_layouts(names: list[tuple[str, ...]], layouts: list[Layout]) -> Re
 def local_parts(
     state: Mapping[str, Any], *, rank: int | None = None, world_size: int | None = None
 ) -> dict[str, object]:
-    """A local state dict by the names of the parameters: `LocalPart`s, and undivided values.
+    """Returns a local state dict by parameter names: `LocalPart`s, and undivided values.
 
     Parts share the state dict's memory. Values without a record stay as they are. The order is the
-    state dict's; the parameters of a flat one stand in its place.
+    state dict's; the parameters in a flat one take its place.
 
-    Raises ShardingError where the state dict has lost its `_metadata`, LocalShapeError where a
-    shard has another size than its record, and WorldMismatchError where another `rank` or
-    `world_size` than the given one made it.
+    Raises ShardingError if the state dict has lost its `_metadata`, LocalShapeError if a shard has
+    another size than its record, and WorldMismatchError if another `rank` or `world_size` than the
+    given one made the state dict.
     """
     found: dict[str, object] = {}
     records = dict(_by_key(state))
     if not records and any(_is_flat_name(key) for key in state):
         raise ShardingError(
-            "this local state dict has flat parameters and no _metadata that says what is in them; "
+            "this local state dict has flat parameters and no _metadata with their parameters; "
             "keep the state dict as `state_dict()` made it, not its items in another dict"
         )
     for key, value in state.items():
@@ -118,7 +118,7 @@ def local_parts(
 
 
 def check_made_by(key: str, record: Record, rank: int | None, world_size: int | None) -> None:
-    """Raise WorldMismatchError where a record is of another rank or world size than given."""
+    """Raises WorldMismatchError if a record is of another rank or world size than given."""
     if record["rank"] not in record["sharing"]:
         raise WorldMismatchError(
             f"{key}: the metadata of this local state dict says that rank {record['rank']} made it "
@@ -129,18 +129,18 @@ def check_made_by(key: str, record: Record, rank: int | None, world_size: int | 
             raise WorldMismatchError(
                 f"{key}: this local state dict was made by rank {record['rank']} of "
                 f"{record['world_size']}, and this is {what.replace('_', ' ')} {wanted}; load it "
-                "where it was made, or convert it by ckpt.state_dict.convert"
+                "by the ranks that made it, or convert it by ckpt.state_dict.convert"
             )
 
 
 def check_loadable(
     own: Sequence[OwnKeys], state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
 ) -> None:
-    """Raise where a local state dict does not fit a module's flat parameters, on this rank.
+    """Raises if a local state dict does not fit a module's flat parameters, on this rank.
 
-    LocalShapeError for a shard of another size, or a module that was wrapped another way;
-    WorldMismatchError where another rank made it, or another number of ranks. Missing keys are no
-    error here, and neither are values without metadata.
+    LocalShapeError for a shard of another size, or a module that was wrapped in another way;
+    WorldMismatchError if another rank or another number of ranks made it. Missing keys and values
+    without metadata are not errors here.
     """
     rank, records = dist.get_rank(), metadata.get(FLAT_PARAMETERS, ())
     if records and len(records) != len(own):
@@ -196,18 +196,18 @@ class _Entry:
     record: Record
     prefix: str
     index: int | None
-    """The parameter's; None: all of them, end to end."""
+    """The index of the parameter; None: all of them, end to end."""
 
     @property
     def numel(self) -> int:
-        """Elements of the value."""
+        """The number of elements of the value."""
         if self.index is None:
             return int(self.record["shard_numel"])
         lo, hi = self._layouts[self.index].span(self.record["rank"])
         return hi - lo
 
     def parts(self, value: torch.Tensor) -> dict[str, object]:
-        """By name, the parts of parameters that the value has."""
+        """Returns the parts of parameters in the value, by name."""
         flat = value.detach().reshape(-1)
         found: dict[str, object] = {}
         first = self.record["sharing"].index(self.record["rank"]) * self.record["shard_numel"]
@@ -232,7 +232,7 @@ class _Entry:
 
 
 def _by_key(state: Mapping[str, Any]) -> Iterator[tuple[str, _Entry]]:
-    """The keys of a state dict that have a record."""
+    """Yields the keys of a state dict that have a record."""
     for path, metadata in (getattr(state, "_metadata", None) or {}).items():
         prefix = key_prefix(path)
         for record in metadata.get(FLAT_PARAMETERS, ()):
@@ -257,7 +257,7 @@ _PLACEMENTS = {
 
 
 def _written(layout: Layout) -> Record:
-    """A layout as numbers, strings and tuples."""
+    """Returns a layout as numbers, strings and tuples."""
     placements = []
     for placement in layout.placements:
         for word, (kind, fields) in _PLACEMENTS.items():

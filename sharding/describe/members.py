@@ -1,7 +1,7 @@
-"""The parameters that an optimizer sees of flat ones, and the names of parameters in a module.
+"""The parameters that an optimizer sees for flat ones, and the names of a module's parameters.
 
-Both runtimes that flatten parameters are described in these terms: ours
-(`sharding.describe.own_members`) and torch's FSDP1 (`sharding.describe.torch_fsdp`).
+Both runtimes that flatten parameters use these types: ours (`sharding.describe.own_members`) and
+torch's FSDP1 (`sharding.describe.torch_fsdp`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class FlatMember:
 
     parameter: nn.Parameter
     names: tuple[tuple[str, ...], ...]
-    """For each slice the names of its parameter, in the order of the modules."""
+    """For each slice: the names of its parameter, in the order of the modules."""
     slices: tuple[FlatSlice, ...]
     is_original: bool
-    """Whether it stands in the modules in the place of its one parameter."""
+    """Whether it is in the modules, in the place of its one parameter."""
     is_idle: bool = False
-    """Whether it gets no gradient on this rank, which has no element of it, but does on others."""
+    """Whether this rank has no element of it and gets no gradient, unlike other ranks."""
 
     def parts(self) -> Iterator[tuple[str, LocalPart]]:
-        """The parts in it, under all names."""
+        """Yields the parts in it, under all names."""
         for names, part in zip(self.names, self.slices, strict=True):
             found = part.of(self.parameter, part.key)
             for name in names:
@@ -48,21 +48,21 @@ class NamedParameter(NamedTuple):
 
     parameter: torch.Tensor
     names: tuple[str, ...]
-    """One, unless it is a flat parameter; of a tied one the first."""
+    """One name, several for a flat parameter; the first name of a tied one."""
     slices: tuple[FlatSlice, ...] = ()
-    """For each name which part of the parameter it is; none where it is the name's own."""
+    """For each name: its part of the parameter; empty if the parameter is not a flat one."""
     is_idle: bool = False
     """Whether this rank has no element of it, so that its optimizer keeps no state for it."""
 
     @classmethod
     def of(cls, member: FlatMember) -> NamedParameter:
-        """One that has parts of the module's."""
+        """Returns a parameter with parts of the module's parameters."""
         names = tuple(tied[0] for tied in member.names)
         return cls(member.parameter, names, member.slices, member.is_idle)
 
 
 def clean_name(name: str) -> str:
-    """A name without the parts that wrappers add.
+    """Returns a name without the parts that wrappers add.
 
     >>> clean_name("_fsdp_wrapped_module.layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -73,7 +73,7 @@ def clean_name(name: str) -> str:
 
 
 def clean_prefix(path: str) -> str:
-    """The prefix that a module's path gives to the names inside it.
+    """Returns the prefix of a module's path for the names inside the module.
 
     >>> clean_prefix("layers.0._fsdp_wrapped_module"), clean_prefix("")
     ('layers.0.', '')
@@ -82,14 +82,14 @@ def clean_prefix(path: str) -> str:
 
 
 def state_key(path: str) -> str:
-    """The key in a state dict of a parameter or buffer with this path."""
+    """Returns the state dict's key of a parameter or buffer with this path."""
     for wrapper in KEY_WRAPPERS:
         path = path.replace(wrapper, "")
     return path
 
 
 def key_prefix(path: str) -> str:
-    """The prefix that a module's path gives to the keys of its state dict.
+    """Returns the prefix of a module's path for the keys of its state dict.
 
     >>> key_prefix("layers.0._fsdp_wrapped_module"), key_prefix("")
     ('layers.0.', '')
@@ -117,7 +117,7 @@ def names_in(module: nn.Module, parameters: Sequence[Places]) -> list[tuple[str,
 
 
 def check_numel(parameter: nn.Parameter, name: str, numel: int) -> None:
-    """Raise LocalShapeError for a parameter that has not this rank's number of elements."""
+    """Raises LocalShapeError unless a parameter has this rank's number of elements."""
     if parameter.numel() != numel:
         raise LocalShapeError(
             f"{name} has {parameter.numel()} elements, but this rank's shard of it has {numel}: "

@@ -22,9 +22,9 @@ from sharding.errors import ShardingError
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """The parameters that an optimizer sees of flat ones in a module, which is resharded.
+    """Yields the parameters that an optimizer sees for flat ones in a module; reshards the module.
 
-    Original parameters that are not divided are left out: they are as before wrapping.
+    Original parameters that are not divided are left out: they are the same as before wrapping.
     """
     units = list(units_of((module,)))
     owner = {id(param_group): unit for unit in units for param_group in unit.param_groups}
@@ -37,7 +37,7 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
         seen = _seen(param_group, owner.get(id(param_group)))
         if _is_as_it_was(param_group):
             continue
-        # A tied parameter may be in the module, and others of its parameter group outside.
+        # A tied parameter may be in the module, and others of its parameter group may be outside.
         inside = [
             (index, tied, part)
             for index, (tied, part) in enumerate(zip(names, slices_of(param_group), strict=True))
@@ -56,7 +56,7 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
 
 def part_of(tensor: torch.Tensor) -> LocalPart | None:
-    """The part that an original parameter is by itself, without its module; None if it is none."""
+    """Returns the part that an original parameter is, without its module; None if it is none."""
     if not isinstance(tensor, nn.Parameter):
         return None
     entry = entry_of(tensor)
@@ -73,12 +73,12 @@ def part_of(tensor: torch.Tensor) -> LocalPart | None:
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether it is a flat parameter: several parameters end to end, of which ranks have parts."""
+    """Whether it is a flat parameter: several parameters end to end, divided over ranks."""
     return isinstance(tensor, FlatParameter)
 
 
 def check_is_whole(module: nn.Module) -> None:
-    """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
+    """Raises ShardingError for a part of a unit, whose parameters are in a flat one outside."""
     inside = {id(param_group) for unit in units_of((module,)) for param_group in unit.used}
     for part in module.modules():
         for param_group in part.__dict__.get(FLATTENED, ()):
@@ -92,7 +92,7 @@ def check_is_whole(module: nn.Module) -> None:
 
 
 def _is_as_it_was(param_group: FlatParamGroup) -> bool:
-    """True where the optimizer sees the parameters as they were before wrapping."""
+    """Whether the optimizer sees the parameters as they were before wrapping."""
     divided = param_group.is_divided or any(
         p.distributed is not None for p in param_group.parameters
     )
@@ -100,7 +100,7 @@ def _is_as_it_was(param_group: FlatParamGroup) -> bool:
 
 
 def _seen(param_group: FlatParamGroup, unit: Unit | None) -> list[nn.Parameter]:
-    """The parameters that the optimizer sees now: those that the user put there, if any."""
+    """The parameters that the optimizer sees now, also those that a user has put there."""
     if unit is not None and unit.summoned:  # modules have unsharded parameters
         return param_group.seen()
     param_group.reshard()

@@ -1,4 +1,4 @@
-"""The grid of ranks that share a flat parameter, as one of them knows it."""
+"""One rank's view of the grid of ranks that share a flat parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sharding.layout import FlatShard, Layout, Mesh, Placement, Replicate
 
 
 class Grids:
-    """The grids of the parameters in one flat one: a grid for each mesh of tensor parallelism."""
+    """The grids for the parameters in a flat one: one for each mesh of tensor parallelism."""
 
     def __init__(self, me: int, axes: Mapping[str, Sequence[int]]) -> None:
         self._me, self._axes = me, axes
@@ -18,9 +18,10 @@ class Grids:
     def layout(
         self, shape: tuple[int, ...], before: Layout | None, cut: FlatShard | None
     ) -> Layout:
-        """The layout of a parameter; `before` is that of tensor parallelism, None without it.
+        """Returns the layout of a parameter; `before` is that of tensor parallelism, or None.
 
-        `cut` divides it along the last of the named axes; None: all ranks of those have all of it.
+        `cut` divides the parameter along the last of the named axes; None: all ranks along these
+        axes have all of it.
         """
         key = None if before is None else before.mesh
         if key not in self._known:
@@ -37,11 +38,11 @@ class Grids:
 def grid_around(
     me: int, axes: Mapping[str, Sequence[int]], before: Mesh | None = None
 ) -> tuple[Mesh, int]:
-    """The mesh of named axes and then those of another mesh; the number of the named ones.
+    """Returns the mesh of named axes and those of another mesh, and the number of the named ones.
 
-    `axes` has, for each axis, the ranks of the row that the rank `me` is in. Axes of one rank are
-    left out, except the first where there is no other. A rank knows no other rows: it assumes that
-    the rest of the grid is regular. Where it is not, ranks find different grids, and saving reports
+    `axes` has, for each axis, the ranks of the row with the rank `me`. Axes of one rank are left
+    out, except the first if there is no other. A rank knows no other rows: it assumes that the rest
+    of the grid is regular. If the grid is irregular, ranks find different grids, and a save reports
     the difference.
 
     >>> mesh, axes = grid_around(2, {"replicate": [0, 2], "shard": [2, 3]})
@@ -60,16 +61,17 @@ def grid_around(
         ranks = [rank + other - me for rank in ranks for other in row]
     if len(set(ranks)) < len(ranks) or min(ranks) < 0:
         raise UnknownPlacementError(
-            f"the ranks {kept}, of which this is {me}, are no grid in which every row continues as "
-            "this rank's does; make the groups from one device mesh"
+            f"the ranks {kept}, of which this is {me}, are not a grid in which every row continues "
+            "like this rank's; make the groups from one device mesh"
         )
     return Mesh.of_ranks(names, sizes, ranks), len(kept)
 
 
 def check_divides_evenly(layout: Layout, name: str) -> None:
-    """Raise UnknownPlacementError where tensor parallelism divided a parameter unevenly.
+    """Raises UnknownPlacementError if tensor parallelism divides a parameter unevenly.
 
-    The flat parameters of its ranks are cut in different places then, and no one layout says where.
+    The flat parameters of its ranks are then cut at different places, which no single layout
+    describes.
     """
     if len({layout.local_shape(rank) for rank in layout.mesh.ranks()}) > 1:
         raise UnknownPlacementError(

@@ -1,9 +1,9 @@
-"""Torch's ShardedTensor in the words of the layout algebra: FSDP1's sharded and local state dicts.
+"""Layouts of torch's ShardedTensor, as FSDP1's sharded and local state dicts have it.
 
 A ShardedTensor lists the box of every shard, and any list is allowed. This module describes the two
-forms that torch makes: rows cut as by torch.chunk over the ranks of the process group, in their
-order; and a one-dimensional tensor cut into runs of one length, where the last run may be shorter
-and the ranks behind it have none. Nothing communicates: every rank has the list.
+forms that torch makes: rows cut by torch.chunk's rule over the ranks of the process group, in
+order; and a one-dimensional tensor cut into runs of one length, of which the last may be shorter,
+with no run on the ranks behind it. No function communicates: every rank has the list.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 Cut = list[tuple[list[int], list[int]]]
-"""Offsets and sizes of each shard, in the order of their ranks."""
+"""The offsets and sizes of each shard, in the order of their ranks."""
 SHOWN = 4
 """The most shards that a message names."""
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:
-    """Whether it is a ShardedTensor; imports nothing."""
+    """Whether a tensor is a ShardedTensor; imports nothing."""
     module = sys.modules.get("torch.distributed._shard.sharded_tensor")
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
 def describe(tensor: ShardedTensor, name: str) -> tuple[torch.Tensor, Layout]:
-    """This rank's shard, detached and sharing its memory, and the tensor's layout.
+    """Returns this rank's shard, detached and sharing memory, and the tensor's layout.
 
-    Raises UnknownPlacementError for another cut than the two above, and LocalShapeError where the
-    shard is not the one that the cut gives to this rank.
+    Raises UnknownPlacementError for another cut than the two above, and LocalShapeError if the
+    shard differs from the cut's shard of this rank.
     """
     group = tensor._process_group
     ranks = dist.get_process_group_ranks(group)
@@ -52,13 +52,13 @@ def describe(tensor: ShardedTensor, name: str) -> tuple[torch.Tensor, Layout]:
         raise LocalShapeError(
             f"{name}: rank {rank} has {len(shards)} shards of this ShardedTensor, of the shapes "
             f"{[tuple(shard.tensor.shape) for shard in shards]}, but its metadata gives the rank "
-            f"one of {shape}; make it with what the rank has"
+            f"one of {shape}; make it from the rank's own shard"
         )
     return local, layout
 
 
 def _layout(tensor: ShardedTensor, ranks: list[int], name: str) -> Layout:
-    """The layout of a ShardedTensor in one of the two forms."""
+    """Returns the layout of a ShardedTensor in one of the two forms."""
     shape = tuple(tensor.size())
     metadata = tensor.metadata().shards_metadata
     cut = [
@@ -70,7 +70,7 @@ def _layout(tensor: ShardedTensor, ranks: list[int], name: str) -> Layout:
         for shard in sorted(metadata, key=lambda shard: shard.shard_offsets)
     ]
     mesh = Mesh.of_ranks(("shard",), (len(ranks),), ranks)
-    # Torch names ranks in the default group or in the tensor's own, as it comes.
+    # Torch names ranks either in the default group or in the tensor's own group.
     in_order = placed in (ranks[: len(cut)], list(range(len(cut))))
     if in_order and shape:
         stride = cut[0][1][0] if cut else 0
@@ -83,13 +83,13 @@ def _layout(tensor: ShardedTensor, ranks: list[int], name: str) -> Layout:
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
     raise UnknownPlacementError(
         f"{name}: this ShardedTensor of shape {shape} has shards at {shown}{more} on the ranks "
-        f"{placed[:SHOWN]}; described are rows cut evenly over the ranks {ranks[:SHOWN]} in order: "
-        "reshard it so, or give its local shards names of their own"
+        f"{placed[:SHOWN]}; only rows cut evenly over the ranks {ranks[:SHOWN]} in order have a "
+        "layout: reshard it so, or give its local shards different names"
     )
 
 
 def _runs(shape: tuple[int, ...], stride: int) -> Cut:
-    """The first dimension in runs of one length, the last one shorter."""
+    """The first dimension in runs of one length, of which the last may be shorter."""
     rest, zeros = list(shape[1:]), [0] * (len(shape) - 1)
     return [
         ([lo, *zeros], [min(stride, shape[0] - lo), *rest])

@@ -1,20 +1,22 @@
-"""Torch's FullyShardedDataParallel (FSDP1) in the words of the layout algebra, nothing gathered.
+"""Describes modules of torch's FullyShardedDataParallel (FSDP1), without a gather.
 
-Its unit flattens parameters into one, as our units do, and cuts it evenly over the ranks of its
-process group, `FlatShard`. Under a hybrid strategy other groups hold copies. It differs from ours:
+Like our units, torch's flatten parameters into one and cut it evenly over the ranks of a process
+group, `FlatShard`. Under a hybrid strategy other groups hold copies. The differences are:
 
 1. With `use_orig_params=True` torch puts padding between parameters, so that each begins at an
-   aligned address. The offsets here count the padding, and no part includes it.
-2. A parameter without an element on a rank is an empty tensor there and gets no gradient: the
-   optimizer of that rank keeps no state for it (`FlatMember.is_idle`).
+   aligned address. Offsets count the padding, and no part includes it.
+2. A parameter without elements on a rank is an empty tensor on this rank and gets no gradient: the
+   optimizer of the rank keeps no state for it (`FlatMember.is_idle`).
 3. A parameter whose elements do not lie in row-major order is flattened in the order of its memory,
    which no layout describes.
-4. After a forward without a backward, torch keeps some parameters unsharded, and the next forward
-   uses them as they are. They are resharded here, as it would ignore loaded values.
+4. After a forward without a backward, torch keeps a part of the parameters unsharded, and the next
+   forward uses them without a gather. They are resharded here, or that forward would ignore loaded
+   values.
 5. Torch's hooks around state dicts gather, refuse device meshes and change names. They are removed
    while a state dict is read or loaded here.
 
-Torch's FSDP takes a second to import. Nothing here imports it; without it no module can have it.
+Torch's FSDP takes a second to import. This module does not import it: before a program has imported
+it, no module can have it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 FSDP_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 FLAT_PARAMETER = "_flat_param"
-"""Torch's name of a unit's flat parameter, in its module and in local state dicts."""
+"""Torch's name of a unit's flat parameter, in the module and in local state dicts."""
 HOOKS_MODULE = "torch.distributed.fsdp._state_dict_utils"
 HOOKS = (
     "_state_dict_pre_hooks",
@@ -54,17 +56,17 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""The attributes in which a module keeps its hooks around state dicts."""
+"""The attributes of a module for its hooks around state dicts."""
 
 
 def is_unit(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
-    """Whether it is an instance of torch's wrapper."""
+    """Whether a module is an instance of torch's wrapper."""
     found = sys.modules.get(FSDP_MODULE)
     return found is not None and isinstance(module, found.FullyShardedDataParallel)
 
 
 def is_in(module: nn.Module) -> bool:
-    """Whether a module has instances of torch's wrapper in it."""
+    """Whether a module contains instances of torch's wrapper."""
     found = sys.modules.get(FSDP_MODULE)
     if found is None:
         return False
@@ -73,14 +75,14 @@ def is_in(module: nn.Module) -> bool:
 
 
 def is_flattened(value: object) -> TypeGuard[nn.Parameter]:
-    """Whether it is a flat parameter of torch's wrapper, or one that was made a part of one."""
+    """Whether a value is a flat parameter of torch's wrapper, or a parameter in one."""
     return hasattr(value, "_fsdp_flattened") and isinstance(value, nn.Parameter)
 
 
 def flat_members(module: nn.Module) -> Iterator[FlatMember]:
-    """The parameters that an optimizer sees of flat ones in a module, which is resharded.
+    """Yields the parameters that an optimizer sees for flat ones in a module; reshards the module.
 
-    Original parameters that are not divided are left out: they are as before wrapping.
+    Original parameters that are not divided are left out: they are the same as before wrapping.
     """
     for unit, handle in _units(module):
         _reshard(handle)
@@ -100,7 +102,7 @@ def flat_members(module: nn.Module) -> Iterator[FlatMember]:
 
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """By name, the original dtype of the buffers that mixed precision has cast."""
+    """Returns the original dtypes of the buffers that mixed precision has cast, by name."""
     found: dict[str, torch.dtype] = {}
     for path, unit in module.named_modules():
         if is_unit(unit) and unit.mixed_precision.buffer_dtype is not None:
@@ -111,10 +113,10 @@ def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
 
 
 def named_parts(module: nn.Module, state: Mapping[str, object]) -> dict[str, object]:
-    """A local state dict of this module by the names of its parameters, nothing communicated.
+    """Returns a local state dict of this module by parameter names. Does not communicate.
 
-    In the place of every flat parameter, a ShardedTensor or this rank's shard with or without its
-    padding, are `LocalPart`s of it; they share its memory. Everything else stays as it is.
+    `LocalPart`s replace every flat parameter, a ShardedTensor or this rank's shard with or without
+    padding, and share its memory. All other values stay as they are.
 
     Raises LocalShapeError for a shard that is missing, truncated, or of another world size.
     """
@@ -142,7 +144,7 @@ def named_parts(module: nn.Module, state: Mapping[str, object]) -> dict[str, obj
 
 
 def check_is_whole(module: nn.Module) -> None:
-    """Raise ShardingError for a part of a unit: its parameters are in a flat one outside."""
+    """Raises ShardingError for a part of a unit, whose parameters are in a flat one outside."""
     if FSDP_MODULE not in sys.modules or not any(map(_may_be_part, module.modules())):
         return
     bare = [("", module)]
@@ -163,7 +165,7 @@ def check_is_whole(module: nn.Module) -> None:
 
 
 def _may_be_part(part: nn.Module) -> bool:
-    """Whether a wrapper has been around a module and left it other parameters, or none."""
+    """Whether a wrapper around a module has taken its parameters."""
     attributes = vars(part)
     return "_is_fsdp_managed_module" in attributes and (
         not attributes.get("_fsdp_use_orig_params", True)
@@ -172,18 +174,18 @@ def _may_be_part(part: nn.Module) -> bool:
 
 
 def loose(parameter: torch.Tensor | None, where: str = "") -> ShardingError:
-    """The error for a parameter, or a module of that name, that is given without its unit."""
+    """Returns the error for a parameter, or a module of that name, without its unit."""
     shape = "" if parameter is None else f" of shape {tuple(parameter.shape)}"
     what = f"{where} has its parameters" if where else f"a parameter{shape} is, or may be, a part"
     return ShardingError(
         f"{what} in a flat parameter of torch's FullyShardedDataParallel, which only its module "
-        "knows; put the module that is wrapped into the state, not what is inside of it"
+        "knows; put the wrapped module itself into the state, not its parts"
     )
 
 
 @contextmanager
 def local_state_dicts(module: nn.Module) -> Iterator[None]:
-    """Inside, state dicts have this rank's tensors, under the names inside the wrappers."""
+    """Makes state dicts have this rank's tensors in the block, by the names inside wrappers."""
     units = [part for part in module.modules() if is_unit(part)]
     before = [(hooks := getattr(unit, kind), dict(hooks)) for unit in units for kind in HOOKS]
     for hooks, every in before:
@@ -199,14 +201,14 @@ def local_state_dicts(module: nn.Module) -> Iterator[None]:
 
 
 def _units(module: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParamHandle]]:
-    """The instances in a module that have parameters of their own."""
+    """Yields the instances in a module that have parameters of their own."""
     for part in module.modules():
         if is_unit(part) and part._handle is not None:
             yield part, part._handle
 
 
 def _reshard(handle: FlatParamHandle) -> None:
-    """Put the parameters that the optimizer sees into the modules, and free all others."""
+    """Puts the parameters that the optimizer sees into the modules, and frees all others."""
     flat = handle.flat_param
     if handle._training_state.name == "SUMMON_FULL_PARAMS":
         raise ShardingError(
@@ -230,7 +232,7 @@ def _reshard(handle: FlatParamHandle) -> None:
 
 
 def _names(module: nn.Module, handle: FlatParamHandle) -> list[tuple[str, ...]]:
-    """By parameter of a flat one its names in a module."""
+    """Returns, by parameter in a flat one, its names in a module."""
     flat = handle.flat_param
     places = [[(info.module, info.param_name)] for info in flat._param_infos]
     first = {place[0]: index for index, place in enumerate(places)}
@@ -240,14 +242,14 @@ def _names(module: nn.Module, handle: FlatParamHandle) -> list[tuple[str, ...]]:
 
 
 def _originals(flat: FlatParameter) -> Iterator[nn.Parameter]:
-    """The parameters in the modules now: the original ones, or those that a user put there."""
+    """Yields the parameters now in the modules: original ones, or those that a user put there."""
     for info, parameter in zip(flat._param_infos, flat._params or (), strict=True):
         registered = info.module._parameters.get(info.param_name)
         yield registered if isinstance(registered, nn.Parameter) else parameter
 
 
 def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
-    """This rank's shard of a flat parameter in a local state dict, checked for its size."""
+    """Returns this rank's shard of a flat parameter in a local state dict, checked for its size."""
     flat, rank = handle.flat_param, dist.get_rank()
     padded = flat._sharded_size.numel()
     numel, at = padded - flat._shard_numel_padded, padded * handle.rank
@@ -262,6 +264,6 @@ def _shard(key: str, value: object, handle: FlatParamHandle) -> torch.Tensor:
         raise LocalShapeError(
             f"{key}: rank {rank} has a local shard of shape {tuple(shard.shape)} from element "
             f"{begin} on; expected are {numel} elements, or {padded} with padding, from element "
-            f"{at} on: it was cut short, or saved by another number of ranks"
+            f"{at} on: it was truncated, or saved by another number of ranks"
         )
     return shard.detach()

@@ -1,4 +1,4 @@
-"""The layouts of the parameters in a flat one of torch's FSDP1, each over its ranks.
+"""The layouts of the parameters in a flat parameter of torch's FSDP1, each over its ranks.
 
 The axes of the mesh are those of `sharding.describe.flat_layouts`.
 """
@@ -26,7 +26,7 @@ NOWHERE = Mesh.grid((), ())
 
 
 def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterator[FlatSlice]:
-    """By parameter, the slice of this rank's shard that is part of it, and its layout."""
+    """Yields, by parameter, its slice of this rank's shard, with its layout."""
     flat, stride = handle.flat_param, handle.flat_param._sharded_size.numel()
     first = stride * handle.rank if handle.uses_sharded_strategy else 0
     ends = accumulate(flat._numels_with_padding)
@@ -59,7 +59,7 @@ def _axes(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> dict[str, 
 
 
 def _check_order(flat: FlatParameter, index: int) -> None:
-    """Raise UnknownPlacementError for a parameter that was not flattened in row-major order."""
+    """Raises UnknownPlacementError for a parameter that was not flattened in row-major order."""
     shape, strides = flat._shapes[index], flat._strides[index]
     if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
         raise UnknownPlacementError(
@@ -70,7 +70,7 @@ def _check_order(flat: FlatParameter, index: int) -> None:
 
 
 def _divided_before(flat: FlatParameter, index: int) -> Layout | None:
-    """The layout of tensor parallelism before a parameter was flattened; None without it."""
+    """Returns a parameter's layout under tensor parallelism; None without tensor parallelism."""
     spec = flat._param_extensions[index]
     if spec is None:
         return None
@@ -81,7 +81,7 @@ def _divided_before(flat: FlatParameter, index: int) -> Layout | None:
     if not isinstance(spec, DTensorSpec):
         raise UnknownPlacementError(
             f"{name}: an extension of torch's FSDP, {type(spec).__name__}, has changed it before "
-            "it was flattened, in a way that is not known here; use sharding.fully_shard"
+            "it was flattened, in an unknown way; use sharding.fully_shard"
         )
     local = torch.empty(flat._shapes[index], device="meta")
     like = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The layout algebra: which rank holds which piece of which tensor. Pure integers, no torch."""
+"""The layout algebra: the piece of a tensor that each rank holds. Pure integers, no torch."""
 
 from sharding.errors import HoleError
 from sharding.layout.box import Box, Piece, Shape, row_major, span_boxes

@@ -1,4 +1,4 @@
-"""Regions of a tensor, as half-open integer boxes, and where they lie in flat storage.
+"""Regions of a tensor as half-open integer boxes, and their places in flat storage.
 
 Rules that hold here:
 
@@ -6,7 +6,7 @@ Rules that hold here:
    holds one element.
 2. A `Piece` places a box in one-dimensional storage: the element at global index `g` lies at
    `at + sum((g[d] - lo[d]) * strides[d])`, counted in elements.
-3. Nothing here knows ranks, bytes or torch.
+3. This module knows no ranks, bytes or torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Box:
     """
 
     lo: Shape
-    """First index in every dimension."""
+    """The first index in every dimension."""
     hi: Shape
     """One past the last index in every dimension."""
 
@@ -51,7 +51,7 @@ class Box:
     @property
     def shape(self) -> Shape:
         """The extent in every dimension; never negative."""
-        # A list first: tuple() of a generator takes twice as long, and plans ask this most.
+        # tuple() of a list: tuple() of a generator takes twice as long, and plans call this most.
         return tuple([max(0, hi - lo) for lo, hi in zip(self.lo, self.hi, strict=True)])
 
     @property
@@ -76,13 +76,13 @@ class Box:
         )
 
     def __str__(self) -> str:
-        """The box as a slice, the way an error message shows it: `[0:4, 2:6]`."""
+        """The box as a slice, as errors show it: `[0:4, 2:6]`."""
         return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box and where its elements lie in one-dimensional storage (see rule 2 above)."""
+    """A box and the places of its elements in one-dimensional storage (rule 2)."""
 
     box: Box
     at: int
@@ -107,10 +107,10 @@ class Piece:
         return Piece(box, at, self.strides)
 
     def within(self, lo: int, hi: int) -> Iterator[Piece]:
-        """The parts of this piece whose elements lie at storage indices `[lo, hi)`, where they lie.
+        """The parts of this piece with elements at storage indices `[lo, hi)`, in their places.
 
-        For a piece of a row-major array: a step in one dimension passes over all that later ones
-        reach. At most `2 * ndim - 1` of them.
+        The piece must be of a row-major array: a step in one dimension passes over all elements of
+        the later ones. There are at most `2 * ndim - 1` parts.
 
         >>> [str(part.box) for part in Piece.packed(Box((0, 0), (4, 3))).within(1, 10)]
         ['[0:1, 1:3]', '[1:3, 0:3]', '[3:4, 0:1]']
@@ -140,10 +140,10 @@ class Piece:
 
 
 def span_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
-    """The boxes that make up elements `[lo, hi)` of a row-major array, in storage order.
+    """The boxes that form elements `[lo, hi)` of a row-major array, in storage order.
 
-    At most `2 * ndim - 1` of them. Their storage ranges are consecutive, so the piece of each lies
-    in the array's own strides.
+    There are at most `2 * ndim - 1` boxes. Their storage ranges are consecutive, so the piece of
+    each box has the array's own strides.
 
     >>> [str(box) for box in span_boxes((4, 3), 1, 10)]
     ['[0:1, 1:3]', '[1:3, 0:3]', '[3:4, 0:1]']

@@ -1,4 +1,4 @@
-"""The copies between two layouts of one tensor: which box goes from which rank to which.
+"""The copies between two layouts of one tensor: boxes with their source and target ranks.
 
 Every wanted element is the target of exactly one copy. Replicas are a choice of source (the nearest
 to the target), never a duplicate.
@@ -16,14 +16,14 @@ from sharding.layout.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One box, where it lies at its source and where it goes."""
+    """One box, with its places at source and target."""
 
     source_rank: int
     source: Piece
-    """In the source rank's local storage; its box is the copied box."""
+    """The piece in the source rank's local storage; its box is the copied box."""
     target_rank: int
     target: Piece
-    """In the target rank's local storage; the same box."""
+    """The piece in the target rank's local storage; the same box."""
 
     @property
     def box(self) -> Box:
@@ -32,10 +32,10 @@ class Copy:
 
 
 def copies_to(have: Layout, want: Layout, rank: int) -> Iterator[Copy]:
-    """The copies that fill the part of `rank` in `want`, every element once.
+    """Yields the copies that fill the part of `rank` in `want`, each element once.
 
-    The cost grows with the answer, not with the worlds. Raises `HoleError` naming the first box
-    that no rank of `have` holds.
+    The cost grows with the result, not with the number of ranks. Raises `HoleError` with the first
+    box that no rank of `have` holds.
 
     >>> from sharding.layout import Mesh, Shard
     >>> have = Layout((4,), Mesh.grid(("dp",), (2,)), (Shard(0),))

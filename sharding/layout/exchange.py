@@ -1,8 +1,8 @@
-"""The part of one rank in moving a tensor from one layout into another: its sends and receives.
+"""One rank's part in the move of a tensor from one layout into another: sends and receives.
 
 Every rank computes its own part alone, and the parts agree: the sends of one rank are, copy for
-copy and in the same order, the receives of the others. The cost grows with the answer, not with the
-world.
+copy and in the same order, the receives of the others. The cost grows with the result, not with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sharding.layout.placement import Replicate
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One rank's part in bringing a tensor from a layout into another."""
+    """One rank's part in the move of a tensor from one layout into another."""
 
     sends: tuple[Copy, ...]
-    """From this rank to others, by target rank."""
+    """The copies from this rank to others, by target rank."""
     receives: tuple[Copy, ...]
-    """To this rank, from others and from itself, by source rank."""
+    """The copies to this rank, from others and from itself, by source rank."""
 
     def within(self, box: Box) -> Exchange:
-        """The part of it that concerns the elements of a box."""
+        """The part of the exchange for the elements of a box."""
         return Exchange(_within(self.sends, box), _within(self.receives, box))
 
 
@@ -71,7 +71,7 @@ def _serves(have: Layout, rank: int, target: int) -> bool:
 
 
 def everyone_with(layout: Layout, box: Box) -> Iterator[int]:
-    """The ranks that hold at least one element of `box`, replicas too, each once.
+    """Yields the ranks that hold at least one element of `box`, also replicas, each once.
 
     >>> from sharding.layout import Mesh, Shard
     >>> mesh = Mesh.grid(("replicate", "shard"), (2, 2))
@@ -94,7 +94,7 @@ def everyone_with(layout: Layout, box: Box) -> Iterator[int]:
 
 
 def windows(shape: Shape, most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements that cover a tensor, each element once, in row-major order.
+    """Yields boxes of at most `most` elements that cover a tensor once, in row-major order.
 
     >>> [str(box) for box in windows((3, 4), 8)]
     ['[0:2, 0:4]', '[2:3, 0:4]']

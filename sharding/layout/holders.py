@@ -1,8 +1,9 @@
-"""The inverse of a layout: which coordinates of its mesh hold some of a box.
+"""The inverse of a layout: the coordinates of its mesh that hold elements of a box.
 
-An axis that cuts a dimension is inverted by division. Axes that cut row-major elements are walked:
-from the first element of the box to the shard that has it, from the end of that shard to the next
-element of the box. Whatever is visited holds something, so the cost is that of the answer.
+Division inverts an axis that cuts a dimension. Axes that cut row-major elements are walked: from
+the first element of the box to the shard that has it, from the end of that shard to the next
+element of the box. Every visited shard holds elements of the box, so the cost is that of the
+result.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def holding(
     box: Box,
     replica: Sequence[int],
 ) -> Iterator[tuple[int, ...]]:
-    """The coordinates that hold some of `box`, each once.
+    """Yields the coordinates that hold elements of `box`, each once.
 
     The box has elements and lies inside the tensor of `shape`. Along axes that replicate, the
     coordinate is that of `replica`, which has one index per axis.
@@ -67,7 +68,7 @@ def holding(
 def _along_dims(
     shape: Shape, sizes: Sequence[int], placements: Sequence[Placement], box: Box
 ) -> Iterator[tuple[dict[int, int], list[Segments]]]:
-    """Indices of the axes that cut dimensions, and the segments which they leave of each."""
+    """Indices of the axes that cut dimensions, and the segments that they leave of each."""
     found: list[tuple[dict[int, int], list[Segments]]] = [({}, [((0, size),) for size in shape])]
     for axis, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
         if isinstance(placement, (Shard, StridedShard)):
@@ -86,7 +87,7 @@ def _along_dims(
 def _along_elements(
     flats: Sequence[FlatShard], parts: int, wanted: _Elements, lo: int, hi: int
 ) -> Iterator[tuple[int, ...]]:
-    """One index per flat axis, then the number of the part where elements are split evenly."""
+    """One index per flat axis, then the number of the part of an even split."""
     cutter = flats[0] if flats else FlatShard(0, -(-(hi - lo) // parts))
     element = wanted.at_or_after(lo)
     while element is not None and element < hi:
@@ -102,14 +103,14 @@ def _along_elements(
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """A set of elements of a row-major array: those whose every index lies in ranges."""
+    """The elements of a row-major array whose indices all lie in given ranges."""
 
     strides: Shape
     ranges: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each dimension, ascending and not empty."""
+    """The ranges of each dimension, ascending and not empty."""
 
     def at_or_after(self, element: int) -> int | None:
-        """The first element of the set that is not before this one; None where there is none."""
+        """The first element of the set that is not before this one; None if there is none."""
         indices: list[int] = []
         rest = element
         for step, ranges in zip(self.strides, self.ranges, strict=True):

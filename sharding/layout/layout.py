@@ -1,13 +1,13 @@
 """The pieces of one tensor on every rank, symbolically.
 
 `Layout(shape, mesh, placements)` does not grow with the world. `pieces(rank)` costs O(1) in ranks
-and `holders(box)` costs O(answer): a shard axis is inverted by division, never searched.
+and `holders(box)` costs O(result): a shard axis is inverted by division, never searched.
 
-Words: the `Shard` and `StridedShard` axes leave a rank its *local array*, an n-D array of
-`local_shape(rank)`. Of its row-major elements, the `FlatShard`, `Split` and `Only` axes leave the
-rank a span, its *local storage*. Pieces are placed in the local storage.
+The `Shard` and `StridedShard` axes leave a rank its *local array*, an n-D array of
+`local_shape(rank)`. The `FlatShard`, `Split` and `Only` axes leave the rank a span of the array's
+row-major elements, its *local storage*. Pieces have places in the local storage.
 
-A layout that can be built covers its tensor: every element is held `replicas` times.
+The constructor rejects layouts with holes: `replicas` ranks hold every element.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
@@ -96,7 +96,7 @@ class Layout:
     def local_shape(self, rank: int) -> Shape:
         """The shape of the rank's local array; zeros for a rank outside the mesh.
 
-        Outside the mesh a 0-d tensor has the shape `(0,)`: no 0-d array is empty.
+        Outside the mesh a 0-d tensor has the shape `(0,)`, because no 0-d array is empty.
         """
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
@@ -104,17 +104,17 @@ class Layout:
         return tuple(map(length, self._segments(coordinate)))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The elements `[lo, hi)` of the rank's local array that are its local storage."""
+        """The elements `[lo, hi)` of the rank's local array that form its local storage."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return (0, 0)
         return self._span(coordinate, prod(map(length, self._segments(coordinate))))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces a rank holds, placed in its local storage; none for a rank outside the mesh.
+        """The pieces that a rank holds, with places in its local storage; none outside the mesh.
 
-        Boxes are disjoint. One piece for a tensor cut along dimensions by torch.chunk, at most
-        `2 * ndim - 1` for a flat shard, `split` per strided dimension otherwise.
+        Boxes are disjoint. A tensor that torch.chunk's rule cuts along dimensions has one piece, a
+        flat shard at most `2 * ndim - 1`, a strided dimension `split`.
         """
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
@@ -126,7 +126,7 @@ class Layout:
         if lo >= hi:
             return ()
         strides = row_major(local)
-        if hi - lo == numel and all(len(dim) == 1 for dim in segments):  # nearly every layout
+        if hi - lo == numel and all(len(dim) == 1 for dim in segments):  # nearly all layouts
             ranges = [dim[0] for dim in segments]
             box = Box(tuple([lo for lo, _ in ranges]), tuple([hi for _, hi in ranges]))
             return (Piece(box, 0, strides),)
@@ -140,8 +140,8 @@ class Layout:
     def holders(self, box: Box, near: int | None = None) -> tuple[int, ...]:
         """The ranks that hold at least one element of `box`, one per replica group.
 
-        Of replicas, the one that shares the most replica coordinates with rank `near` is named,
-        or the first.
+        Of replicas, returns the one that shares the most replica coordinates with rank `near`, or
+        the first.
         """
         box = box & Box.whole(self.shape)
         if not box:
@@ -157,7 +157,7 @@ class Layout:
         return ", ".join(f"{name}:{size}={placement}" for name, size, placement in axes)
 
     def _segments(self, coordinate: Sequence[int]) -> list[Segments]:
-        """The global indices of the local array: the part of each dimension that cuts leave."""
+        """The global indices of the local array: the rest of each dimension after all cuts."""
         segments: list[Segments] = [((0, size),) for size in self.shape]
         for placement, size, index in zip(
             self.placements, self.mesh.sizes, coordinate, strict=True
@@ -168,7 +168,7 @@ class Layout:
         return segments
 
     def _span(self, coordinate: Sequence[int], numel: int) -> tuple[int, int]:
-        """The span that the other axes leave of a local array of `numel` elements."""
+        """The span of a local array of `numel` elements that the other axes leave."""
         lo, hi = 0, numel
         part, parts = 0, 1
         for placement, size, index in zip(
@@ -185,7 +185,7 @@ class Layout:
 
 
 def _check(placement: Placement, size: int, shape: Shape) -> None:
-    """Raise ArgumentError where one axis' placement cannot divide a tensor of this shape."""
+    """Raises ArgumentError if one axis' placement cannot divide a tensor of this shape."""
     if isinstance(placement, (Shard, StridedShard)) and not 0 <= placement.dim < len(shape):
         raise ArgumentError(
             f"{placement} cuts dimension {placement.dim} of a tensor of shape {shape}"
@@ -199,10 +199,10 @@ def _check(placement: Placement, size: int, shape: Shape) -> None:
 
 
 def _check_flats_fit(layout: Layout) -> None:
-    """Raise ArgumentError where flat axes leave elements to no rank."""
+    """Raises ArgumentError if flat axes leave elements to no rank."""
     if not any(isinstance(placement, FlatShard) for placement in layout.placements):
         return
-    # Coordinate 0 of an axis that cuts dimensions has the most: the others need no look.
+    # Coordinate 0 of an axis that cuts dimensions has the most elements: others need no check.
     most = prod(map(length, layout._segments((0,) * len(layout.placements))))
     for placement, size in zip(layout.placements, layout.mesh.sizes, strict=True):
         if not isinstance(placement, FlatShard):
@@ -212,7 +212,7 @@ def _check_flats_fit(layout: Layout) -> None:
                 f"{placement}: {most} elements from {placement.offset} do not fit into "
                 f"{size} shards of {placement.stride}"
             )
-        # Only the first two shards that hold something can be the longest one.
+        # One of the first two non-empty shards is the longest.
         first = placement.offset // placement.stride
         most = max(
             hi - lo for lo, hi in (flat_range(placement, first + i, 0, most) for i in range(2))
@@ -222,7 +222,7 @@ def _check_flats_fit(layout: Layout) -> None:
 def _to_global(
     local: Box, segments: Sequence[Segments], strides: Shape
 ) -> Iterator[tuple[Box, int]]:
-    """The global boxes of a box of the local array, each with its index in the local array."""
+    """Yields the global boxes of a box of the local array, each with its index in that array."""
     per_dim = [
         placed(dim, lo, hi) for dim, lo, hi in zip(segments, local.lo, local.hi, strict=True)
     ]

@@ -1,11 +1,11 @@
-"""A grid of ranks: which rank sits at which coordinate.
+"""A grid of ranks: the rank at each coordinate.
 
 Rules that hold here:
 
-1. No rank sits at two coordinates.
+1. No rank is at two coordinates.
 2. Almost every mesh in use is *nested*: `rank = offset + sum(coordinate * stride)`, and a step
-   along one axis passes over everything the axes of smaller strides reach. Its description does
-   not grow with the world. A mesh that is not nested keeps its ranks as a table.
+   along one axis passes over all ranks that the axes of smaller strides reach. Its description
+   does not grow with the world. A mesh that is not nested keeps its ranks as a table.
 3. Both directions, rank to coordinate and back, cost O(axes).
 """
 
@@ -34,16 +34,16 @@ class Mesh:
     offset: int
     """The rank at coordinate (0, 0, ...)."""
     strides: tuple[int, ...]
-    """Ranks per step along each axis, negative where ranks descend.
+    """The difference of ranks per step along each axis, negative if ranks descend.
 
-    Always 0 along axes of one rank and where `table` is given, so that equal meshes compare equal.
+    Always 0 along axes of one rank and with a `table`, so that equal meshes compare equal.
     """
     table: tuple[int, ...] = ()
-    """Every rank in row-major order of coordinates, only for a mesh that is not nested."""
+    """All ranks in row-major order of coordinates; empty for a nested mesh."""
     _digits: tuple[tuple[int, int, int, int], ...] = field(init=False, repr=False, compare=False)
     """(axis, size, stride, last index if it descends else 0), the largest stride first."""
     _lowest: int = field(init=False, repr=False, compare=False)
-    """The smallest rank, where every descending axis is at its last index."""
+    """The smallest rank: every descending axis is at its last index."""
     _positions: Mapping[int, int] = field(init=False, repr=False, compare=False)
     """Rank -> position in the table."""
 
@@ -78,12 +78,12 @@ class Mesh:
 
     @classmethod
     def grid(cls, names: Sequence[str], sizes: Sequence[int], offset: int = 0) -> Mesh:
-        """The mesh of consecutive ranks from `offset`, the last axis running fastest."""
+        """Returns the mesh of consecutive ranks from `offset`; the last axis runs fastest."""
         return cls(tuple(names), tuple(sizes), offset, row_major(sizes))
 
     @classmethod
     def of_ranks(cls, names: Sequence[str], sizes: Sequence[int], ranks: Sequence[int]) -> Mesh:
-        """The mesh with these ranks in row-major order, without a table where it is nested.
+        """Returns the mesh with these ranks in row-major order, without a table if it is nested.
 
         >>> Mesh.of_ranks(("dp", "tp"), (2, 2), (0, 2, 1, 3)).strides
         (1, 2)
@@ -112,18 +112,18 @@ class Mesh:
         return min(self.table) if self.table else self._lowest
 
     def ranks(self) -> Iterator[int]:
-        """Every rank, in row-major order of coordinates."""
+        """All ranks, in row-major order of coordinates."""
         return map(self.rank, product(*map(range, self.sizes)))
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """The rank at a coordinate (one index per axis, each within its axis)."""
+        """Returns the rank at a coordinate (one index per axis, each within its axis)."""
         if self.table:
             steps = row_major(self.sizes)
             return self.table[sum(i * step for i, step in zip(coordinate, steps, strict=True))]
         return self.offset + sum(i * step for i, step in zip(coordinate, self.strides, strict=True))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The coordinate of a rank, or None when the rank is not in the mesh."""
+        """Returns the coordinate of a rank; None if the rank is not in the mesh."""
         if self.table:
             position = self._positions.get(rank)
             if position is None:
@@ -140,14 +140,14 @@ class Mesh:
         return None if rest else tuple(found)
 
     def transposed(self, axes: Sequence[int]) -> Mesh:
-        """The same ranks with the axes in this order.
+        """Returns the same ranks with the axes in this order.
 
         >>> Mesh.grid(("dp", "tp"), (2, 4)).transposed((1, 0)).rank((3, 1))
         7
         """
         if sorted(axes) != list(range(len(self.sizes))):
             raise ArgumentError(
-                f"{tuple(axes)} is no order of the {len(self.sizes)} axes of a mesh"
+                f"{tuple(axes)} is not an order of the {len(self.sizes)} axes of a mesh"
             )
         names = tuple(self.names[axis] for axis in axes)
         sizes = tuple(self.sizes[axis] for axis in axes)

@@ -1,15 +1,16 @@
 """The placements of a layout: the division of a tensor by one mesh axis each.
 
-A layout has one placement per mesh axis. They are applied in this order, whatever the axes' order
-in the mesh is (rule P1): first every `Shard` and `StridedShard`, left to right, which cut the
-tensor along dimensions; then every `FlatShard`, left to right, which cuts the remaining row-major
-elements; last every `Split`, together, which divides the remaining elements evenly. `Replicate` and
-`Only` cut nothing: all coordinates of a `Replicate` axis hold the result, one of an `Only` axis.
+A layout has one placement per mesh axis. The placements apply in this order, independent of the
+axes' order in the mesh (rule P1): first every `Shard` and `StridedShard`, left to right, which cut
+the tensor along dimensions; then every `FlatShard`, left to right, which cuts the remaining
+row-major elements; last all `Split` together, which divide the remaining elements evenly.
+`Replicate` and `Only` cut nothing: all coordinates of a `Replicate` axis hold the result, and one
+coordinate of an `Only` axis holds it.
 
 `Shard` follows torch.chunk (rule P2): every coordinate but the last few gets `ceil(n / size)`
 indices, the next one the rest, the others none. `StridedShard` is torch's placement of the
-same name (rule P3): the dimension is first cut into `split` chunks, each of those over the axis,
-and a coordinate holds its part of every chunk, end to end; FSDP over tensor parallelism needs it.
+same name (rule P3): the dimension is first cut into `split` chunks, then each chunk over the axis,
+and a coordinate holds its part of every chunk, end to end. FSDP over tensor parallelism needs it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Split:
     """Replicas that share the work: each holds an even part of the elements, in row-major order.
 
     All `Split` axes count together, the last one fastest. A saved replicated tensor has this
-    placement where its replicas wrote a part each.
+    placement if each of its replicas wrote a part.
     """
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Of the axis' coordinates, only `index` holds the elements."""
+    """Only coordinate `index` of the axis holds the elements."""
 
     index: int
 

@@ -1,4 +1,4 @@
-"""One dimension cut again and again: the indices that a coordinate keeps, as ranges.
+"""One dimension, cut repeatedly: the indices that a coordinate keeps, as ranges.
 
 Rules that hold here:
 
@@ -41,7 +41,7 @@ def cut(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
     >>> cut(((0, 8),), 2, 1), cut(((0, 8),), 2, 1, split=2)
     (((4, 8),), ((2, 4), (6, 8)))
     """
-    if split == 1 and len(segments) == 1:  # nearly every cut there is
+    if split == 1 and len(segments) == 1:  # nearly all cuts
         ((start, stop),) = segments
         lo, hi = chunk(stop - start, size, index)
         return ((start + lo, start + hi),) if lo < hi else ()
@@ -57,7 +57,7 @@ def cut(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
 
 
 def touching(segments: Segments, size: int, lo: int, hi: int, split: int = 1) -> list[int]:
-    """The coordinates whose cut keeps some index in `[lo, hi)` of the dimension, ascending.
+    """The coordinates whose cut keeps an index in `[lo, hi)` of the dimension, ascending.
 
     >>> touching(((0, 8),), 4, 3, 5)
     [1, 2]
@@ -108,7 +108,7 @@ def _between(segments: Segments, lo: int, hi: int) -> Iterator[tuple[int, int]]:
 
 
 def _chunks(numel: int, split: int) -> list[tuple[int, int]]:
-    """The chunks of torch.chunk that are not empty: never more than there are positions."""
+    """The chunks of torch.chunk that are not empty: at most one for each position."""
     if split == 1 or numel == 0:
         return [(0, numel)]
     step = -(-numel // split)

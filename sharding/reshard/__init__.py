@@ -1,1 +1,1 @@
-"""Tensors from one layout, or kind of state dict, into another, from rank to rank."""
+"""Moves tensors from one layout, or kind of state dict, into another, from rank to rank."""

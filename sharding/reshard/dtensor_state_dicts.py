@@ -1,18 +1,18 @@
-"""State dicts of modules whose parameters are DTensors, of the kind that a user set.
+"""State dicts of modules whose parameters are DTensors, of the kind that a user has set.
 
 Until a kind is set, `state_dict()` and `load_state_dict()` are torch's: a rank has its DTensors. A
-kind holds for the module that it was set for and all modules inside:
+kind applies to the module for which it was set and all inner modules:
 
     full      full plain tensors, on all ranks or the first
     sharded   the DTensors; DTensors of another mesh or placement load as well
-    local     the local tensors; the metadata describes the DTensors that they are parts of
+    local     the local tensors; the metadata describes their DTensors
 
 Rules:
 
-1. All ranks make and load a full or a sharded one together. A local one shares memory and does not
-   communicate.
-2. A local one that does not fit is an error before anything is changed. `load_state_dict` reports
-   the misfits of the other kinds.
+1. All ranks make and load a full or a sharded state dict together. A local one shares memory and
+   does not communicate.
+2. A local state dict that does not fit is an error before any change. `load_state_dict` reports the
+   misfits of the other kinds.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def chosen_for(module: nn.Module) -> StateDictSettings | None:
-    """The settings of a module; None where none were set."""
+    """The settings of a module; None if none were set."""
     return _chosen.get(module)
 
 
 def choose(module: nn.Module, settings: StateDictSettings | None) -> None:
-    """Set the kind of a module's state dicts from now on; None: torch's own."""
+    """Sets the kind of a module's state dicts from now on; None: torch's own."""
     if settings is None:
         _chosen.pop(module, None)
         return
@@ -63,7 +63,7 @@ def choose(module: nn.Module, settings: StateDictSettings | None) -> None:
 def _after_saving(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Make the values of the kind that is set. May communicate."""
+    """Makes the values of the kind that is set. May communicate."""
     settings = _chosen.get(module)
     if settings is None or is_local_forced():
         return
@@ -95,7 +95,7 @@ def _convert(
 def _make_local(
     state: dict[str, Any], first: dict[str, str], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Put in the local tensors, which share memory, and a record of their DTensors."""
+    """Puts in the local tensors, which share memory, and a record of their DTensors."""
     world = Ranks().mesh
     names: dict[str, list[str]] = {}
     layouts: dict[str, Layout] = {}
@@ -109,7 +109,7 @@ def _make_local(
 def _first_keys(
     module: nn.Module, state: dict[str, Any], keys: list[str], prefix: str
 ) -> dict[str, str]:
-    """For the key of each DTensor the first one of the same; alike on all ranks."""
+    """For the key of each DTensor: the first key of the same DTensor; equal on all ranks."""
     tied = {key: id(tensor) for key, tensor in _dtensors(module, prefix)}
     first: dict[int, str] = {}
     return {
@@ -122,7 +122,7 @@ def _first_keys(
 def _before_loading(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: object
 ) -> None:
-    """Make the values for the module's DTensors into DTensors like them. May communicate."""
+    """Turns the values for the module's DTensors into DTensors like them. May communicate."""
     settings = _chosen.get(module)
     if settings is None or is_local_forced():
         return
@@ -134,7 +134,7 @@ def _before_loading(
 
 
 def _dtensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor]]:
-    """The module's parameters and buffers that are DTensors, by their keys in a state dict."""
+    """Yields the module's parameters and buffers that are DTensors, by their state dict keys."""
     for named in (module.named_parameters, module.named_buffers):
         for path, tensor in named(remove_duplicate=False):
             if isinstance(tensor, DTensor):

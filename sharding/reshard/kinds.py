@@ -1,4 +1,4 @@
-"""Tensors of any kind of state dict made into those of another.
+"""Converts tensors of any kind of state dict into those of another kind.
 
     full      full plain tensors
     sharded   DTensors: this rank's rows, or the part that its placements give it
@@ -8,8 +8,8 @@ Rules:
 
 1. A tensor that already has the wanted layout is not copied: the result shares its memory.
 2. Tensors without dimensions are full in every kind, on every rank.
-3. The ranks compare their plans before anything moves. An error of one rank, or a difference
-   between them, is an error on all.
+3. The ranks compare their plans before any tensor moves. An error of one rank, or a difference
+   between ranks, is an error on all.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ def converted(
     group: ProcessGroup | None = None,
     budget: int = BUDGET_BYTES,
 ) -> dict[str, TensorLike]:
-    """The tensors by the same names, in another kind.
+    """Returns the tensors under the same names, in another kind.
 
-    All ranks of `group` call it, with the same names in the same order. A plain tensor is assumed
-    to be the same on all of them. Elements that are in place do not travel. At most `budget` bytes
+    All ranks of `group` call this, with the same names in the same order. A plain tensor is assumed
+    to be equal on all of them. Elements that are in place do not travel. At most `budget` bytes
     travel at once.
 
     Args:
         mesh: for sharded and local results. Tensors are divided over its last dimension, by rows or
-            by elements, and are replicas along the others. Without it, divided tensors stay
+            by elements, and are replicas along the others. Without a mesh, divided tensors stay
             divided as they are, and the others are divided over the group.
-        rank0_only: full tensors on the first rank of the group alone; the others get no names.
-        offload_to_cpu: results are in host memory.
+        rank0_only: only the first rank of the group gets full tensors; the others get no names.
+        offload_to_cpu: whether results are in host memory.
 
     Raises:
         ShardingError: a tensor does not fit its layout, or ranks give different tensors. On all
-            ranks (RankError where another rank is at fault), before anything has moved.
+            ranks (RankError if another rank fails), before any tensor moves.
 
     >>> converted({"w": torch.ones(3)}, Kind.LOCAL)["w"].layout.shape
     (3,)
@@ -108,7 +108,7 @@ def converted(
 
 
 def storage_shape(layout: Layout, rank: int) -> tuple[int, ...] | None:
-    """The shape of a rank's local storage: one-dimensional where it is a range of elements.
+    """The shape of a rank's local storage: one-dimensional for a range of elements.
 
     None for a rank outside the layout's mesh.
     """
@@ -121,9 +121,9 @@ def storage_shape(layout: Layout, rank: int) -> tuple[int, ...] | None:
 
 
 def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
-    """The mesh of one dimension over a group's ranks; one for each group, so that they are equal.
+    """The mesh of one dimension over a group's ranks: one object for each group.
 
-    Raises ShardingError where there is no process group.
+    Raises ShardingError without a process group.
     """
     if not dist.is_initialized():
         raise ShardingError(
@@ -139,19 +139,19 @@ def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Item:
-    """One tensor: this rank's part of it, and the layout that it is to get."""
+    """One tensor: this rank's part of it, and the wanted layout."""
 
     name: str
     local: torch.Tensor
     have: Layout
     want: Layout
     wrap: Callable[[torch.Tensor], TensorLike]
-    """Makes the value of the state dict from the local storage under `want`."""
+    """Makes the state dict's value from the local storage under `want`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """The layouts of tensors of the wanted kind."""
+    """Finds the layouts of tensors of the wanted kind."""
 
     kind: Kind
     ranks: Ranks
@@ -187,9 +187,9 @@ class _Targets:
 
 
 def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
-    """The mesh that a slice of a mesh was taken from, and the axis in it of the slice's last one.
+    """The root mesh of a slice, and the slice's last axis in it.
 
-    Ranks of other slices do the same beside this one. All ranks describe the mesh of all slices.
+    Ranks of other slices do the same, so all ranks describe the mesh of all slices.
     """
     root = root_mesh(mesh)
     names = root.mesh_dim_names or ()
@@ -204,7 +204,7 @@ def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
     if targets.kind is Kind.SHARDED and targets.mesh is None and isinstance(tensor, DTensor):
         return _Item(name, local, have, have, lambda part: dtensor_like(tensor, part))
     want = targets.layout(have)
-    exchange(have, want, here)  # raises for a hole, while all ranks can still be told
+    exchange(have, want, here)  # raises for a hole while other ranks can still hear of it
     if targets.kind is Kind.LOCAL:
         if targets.mesh is None and have.replicas == targets.ranks.world_size:  # on all ranks
             lo, hi = want.span(here)
@@ -217,7 +217,7 @@ def _item(name: str, tensor: TensorLike, targets: _Targets) -> _Item:
 
 
 def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
-    """A DTensor cut by rows over the last dimension of its mesh."""
+    """Returns a DTensor that the last dimension of its mesh cuts by rows."""
     rows = [*[TorchReplicate()] * (mesh.ndim - 1), TorchShard(0)]
     return DTensor.from_local(
         local,
@@ -230,7 +230,7 @@ def _dtensor(layout: Layout, mesh: DeviceMesh, local: torch.Tensor) -> DTensor:
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor that is placed as another is."""
+    """Returns a DTensor with the placements of another."""
     return DTensor.from_local(
         local,
         tensor.device_mesh,
@@ -246,7 +246,7 @@ def _replicated(shape: tuple[int, ...], world: Mesh) -> Layout:
 
 
 def _mark(items: list[_Item]) -> int:
-    """A hash of the items, equal on ranks that agree."""
+    """Returns a hash of the items, equal on ranks that agree."""
     hasher = blake2b(digest_size=8)
     for item in items:
         hasher.update(repr((item.name, item.local.dtype, item.have, item.want)).encode())

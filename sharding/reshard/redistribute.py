@@ -1,16 +1,16 @@
-"""Tensors from one layout into another, from rank to rank: gathering, scattering, resharding.
+"""Moves tensors from one layout into another by messages: gathers, scatters, reshards.
 
 `sharding.layout.exchange` plans the copies. A rank sends the elements that others lack, and copies
-those that it has itself. No tensor is gathered to be cut again.
+the elements that it has itself. No tensor is gathered to be cut again.
 
 Rules:
 
 1. All ranks of the group take part, with the same tensors in the same order: names, dtypes and
-   layouts. The messages follow from these alone, so nothing is negotiated.
-2. Tensors of together at most `budget` bytes travel in one message from rank to rank. A larger
-   tensor travels in parts. Beside sources and targets, the memory of a rank holds at most the
-   outgoing and incoming messages of one batch.
-3. Elements that several ranks get alike are packed once.
+   layouts. The messages follow from these alone, so ranks negotiate nothing.
+2. Tensors of at most `budget` bytes in all travel in one message from rank to rank. A larger tensor
+   travels in parts. Beside sources and targets, the memory of a rank holds at most the outgoing and
+   incoming messages of one batch.
+3. Elements that several ranks get are packed once.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from sharding.layout.exchange import Exchange, exchange, windows
 from sharding.torch_versions import movable
 
 BUDGET_BYTES = 64 << 20
-"""Bytes of tensors that travel together."""
+"""The bytes of tensors that travel together."""
 ALIGNMENT = 16
-"""The alignment of copies in a message: no element is wider."""
+"""The alignment of copies in a message: the size of the widest element."""
 TAG = 1 << 15
-"""The tag of all messages here; those of `sharding.engine.p2p` are higher."""
+"""The tag of all messages of this module; those of `sharding.engine.p2p` are higher."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """A tensor, as this rank has it in one layout and is to have it in another."""
+    """A tensor with this rank's memory in its present and in its wanted layout."""
 
     name: str
     source: torch.Tensor
-    """This rank's local storage under `have`, in row-major order; empty where it holds nothing."""
+    """This rank's local storage under `have`, in row-major order; empty without elements."""
     have: Layout
     target: torch.Tensor
     """This rank's local storage under `want`: contiguous, of the same dtype."""
@@ -57,16 +57,16 @@ class Move:
 def redistribute(
     moves: Iterable[Move], *, group: ProcessGroup | None = None, budget: int = BUDGET_BYTES
 ) -> None:
-    """Every target has the elements that its layout gives it, when this returns.
+    """Fills every target with the elements of its layout.
 
-    All ranks of `group` call it. Moves are taken from the iterable batch by batch, so that their
-    targets may be made as they are needed. Sources are not changed. A target may share memory with
-    its own source, where the elements are in place already, and with no other. Raises HoleError
-    where a layout wants elements that the other does not hold, TransferError where a rank does not
-    take part in time. Neither error reaches other ranks from here.
+    All ranks of `group` call this. Moves are taken from the iterable batch by batch, so that their
+    targets may be made when they are needed. Sources do not change. A target may share memory only
+    with its own source, if the elements are in place already. Raises HoleError if a layout wants
+    elements that the other does not hold, TransferError if a rank does not take part in time. This
+    function does not tell other ranks of these errors.
 
-    Local tensors must fit their layouts. A caller that is not sure of it calls
-    `local_part.check_holds`, and tells the other ranks, before.
+    Local tensors must fit their layouts. A caller that is not sure calls `local_part.check_holds`
+    before, and tells the other ranks.
 
     >>> have, want = Layout.replicated((4,), 1), Layout.single((4,))
     >>> target = torch.zeros(4)
@@ -97,17 +97,17 @@ def redistribute(
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
-    """A local tensor's elements in row-major order, end to end: in its own memory, if they are."""
+    """A local tensor's elements in row-major order, end to end; a copy only if needed."""
     return local.detach().reshape(-1).contiguous()  # the result of `reshape` may be strided
 
 
 @dataclass(slots=True)
 class _Message:
-    """The parts that go from one rank to another, end to end."""
+    """The parts that travel from one rank to another, end to end."""
 
     parts: list[torch.Tensor] = field(default_factory=list)
     places: list[tuple[int, Piece]] = field(default_factory=list)
-    """The index of the tensor in the batch and the place in it: identifies a part of a message."""
+    """For each part: the index of its tensor in the batch, and its piece."""
 
 
 class _Batch:
@@ -122,7 +122,7 @@ class _Batch:
         self._in: dict[int, _Message] = {}
 
     def add(self, plan: Exchange, source: torch.Tensor, target: torch.Tensor, nbytes: int) -> None:
-        """Add a move; elements that this rank has itself are copied at once."""
+        """Adds a move; copies elements that this rank has itself at once."""
         self.nbytes += nbytes
         self._tensors += 1
         for copy in plan.receives:
@@ -139,7 +139,7 @@ class _Batch:
             message.places.append((self._tensors, copy.source))
 
     def run(self) -> None:
-        """Send, receive, and put received elements into their places. Waits."""
+        """Sends, receives, and puts received elements into their places. Waits."""
         if not self._out and not self._in:
             return
         device = message_device(self._group)
@@ -169,9 +169,9 @@ class _Batch:
 
 
 def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> None:
-    """Return when all messages, in host memory, have gone or come.
+    """Returns once all messages, in host memory, are sent or received.
 
-    Raises TransferError when one does not in the time that ranks have for one another.
+    Raises TransferError if a message takes longer than ranks wait for one another.
     """
     pending_work = PendingWork(dist.group.WORLD if group is None else group)
     message = messages[0]
@@ -193,7 +193,7 @@ def _exchange(group: ProcessGroup | None, messages: Sequence[dist.P2POp]) -> Non
 
 
 def _exchange_on_stream(messages: list[dist.P2POp]) -> None:
-    """The accelerator waits for all messages; the process group has a time-out of its own."""
+    """Makes the accelerator wait for all messages; the process group has its own time-out."""
     try:
         works = dist.batch_isend_irecv(messages)
     except RuntimeError as error:
@@ -209,7 +209,7 @@ def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _padded_bytes(part: torch.Tensor) -> int:
-    """Bytes that a part takes in a message."""
+    """The bytes of a part in a message, with padding."""
     return -(-part.numel() * part.itemsize // ALIGNMENT) * ALIGNMENT
 
 

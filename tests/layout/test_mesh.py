@@ -113,5 +113,5 @@ def test_axes_without_names_or_ranks_are_refused() -> None:
         Mesh(("a",), (2, 2), 0, (2, 1))
     with pytest.raises(ValueError, match="at least one rank"):
         Mesh.grid(("a",), (0,))
-    with pytest.raises(ValueError, match=r"\(0, 0\) is no order of the 2 axes"):
+    with pytest.raises(ValueError, match=r"\(0, 0\) is not an order of the 2 axes"):
         Mesh.grid(("a", "b"), (2, 2)).transposed((0, 0))
