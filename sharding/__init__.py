@@ -1,8 +1,8 @@
 """A sharding runtime with torch's two entry points, and the algebra of layouts.
 
-`sharding.layout`, the algebra, knows no torch; `sharding.describe.dtensor` describes torch's
-tensors in its terms. The runtime's names are those of `torch.distributed.fsdp` and are imported
-when first used, so that a program that needs only the algebra does not wait for torch.
+`sharding.layout`, the algebra, knows no torch; `sharding.describe.dtensor` gives torch's tensors
+layouts. The runtime's names are those of `torch.distributed.fsdp`, and are imported on first use,
+so that a program that needs only the algebra does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks, and scaling them to it."""
+"""Computes the norm of gradients that are spread over ranks, and scales the gradients."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Groups = tuple[ProcessGroup, ...]
 def clip_grad_norm(
     module: nn.Module, max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all gradients in a module, as of one vector; scales them to `max_norm`.
+    """Scales a module's gradients to at most `max_norm`; returns their norm before, as one vector.
 
-    All ranks that share its parameters call it; communicates. Unsharded gradients count once.
+    All ranks that share its parameters call this; communicates. Unsharded gradients count once.
     """
     divided: dict[Groups, list[torch.Tensor]] = {}
     seen: set[int] = set()
@@ -71,7 +71,7 @@ def _norm(
     device: torch.device,
     groups: Groups,
 ) -> torch.Tensor:
-    """The norm of gradients of which each rank of some groups has a part."""
+    """The norm of gradients of which each rank of the groups has a part."""
     norms = [
         torch.linalg.vector_norm(gradient.detach().to(dtype), norm_type).to(device)
         for gradient in gradients

@@ -1,20 +1,20 @@
-"""Communication hooks: ready-made replacements for the runtime's own averaging of gradients.
+"""Communication hooks: ready-made replacements for the runtime's average of gradients.
 
 A hook is registered with `register_comm_hook(state, hook)` and is called once per gradient, on all
 ranks, in the same order:
 
-* `hook(state, grad)` where nothing is sharded: `grad` is averaged in place;
-* `hook(state, grad, output)` where it is: `grad` is the flat gradient of a whole unit, padded so
+* `hook(state, grad)` without sharding: `grad` is averaged in place;
+* `hook(state, grad, output)` with sharding: `grad` is the flat gradient of a whole unit, padded so
   that the ranks divide it evenly, and `output` receives this rank's part of the average.
 
-Rules that hold in this file:
+Rules:
 
 1. The order is: cast, divide by `gradient_predivide_factor`, sum over the ranks, divide by
    `gradient_postdivide_factor`, cast back. The runtime itself does the same under
    `MixedPrecision(reduce_dtype=...)`, so the results are equal bit for bit.
-2. The sum is the library's collective, and so is the order of its summands. Two summands have one
-   sum; with more ranks it may differ in the last bit from a sum in the order of the ranks.
-3. Only collectives that every backend has for these dtypes are used; nothing needs an accelerator.
+2. The library's collective makes the sum, and decides the order of the summands. With more than two
+   ranks the sum may differ in the last bit from a sum in rank order.
+3. Every backend has the used collectives for these dtypes; no accelerator is needed.
 
 Names and signatures are those of `torch.distributed.algorithms._comm_hooks.default_hooks`.
 """
@@ -38,17 +38,17 @@ __all__ = [
     "reduce_scatter_hook",
 ]
 
-# The newer of two names for one collective; where it exists, the older one warns.
+# The newer of two names for one collective: torch versions that have it warn of the older one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class DefaultState:
-    """The ranks that average with each other, and how the division is split in two.
+    """The ranks that average with each other, and the two factors of the division.
 
-    Dividing before the sum keeps it from overflowing, dividing after it keeps the summands from
-    underflowing; each takes about the square root of the number of ranks. Does not keep the group.
+    A division before the sum prevents overflow, a division after the sum prevents underflow; each
+    divides by about the square root of the number of ranks. Keeps no reference to the group.
 
-    Raises: ValueError without a process group.
+    Raises ValueError without a process group.
     """
 
     __slots__ = (
@@ -66,13 +66,13 @@ class DefaultState:
         self._reference = ref(process_group)
         self.world_size = dist.get_world_size(process_group)
         self.gradient_predivide_factor = predivide_factor(self.world_size)
-        """Divides each summand."""
+        """The divisor of each summand."""
         self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
-        """Divides the sum; the product of the two factors is `world_size`."""
+        """The divisor of the sum; the product of the two factors is `world_size`."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Its ranks hold the summands. Raises DestroyedGroupError."""
+        """The process group with the summands. Raises DestroyedGroupError."""
         return referred(self._reference)
 
 
@@ -86,13 +86,13 @@ class LowPrecisionState(DefaultState):
     ) -> None:
         super().__init__(process_group)
         self.parameter_type = parameter_type
-        """The dtype that gradients are given back in."""
+        """The dtype of the averaged gradients."""
 
 
 def predivide_factor(world_size: int) -> float:
-    """The power of two that gradients are divided by before they are summed.
+    """Returns the power of two that divides gradients before they are summed.
 
-    It is the least whose square is `world_size` or more, or the least that does not divide it.
+    It is the smallest power whose square is `world_size` or more, or that does not divide it.
 
     >>> [predivide_factor(world_size) for world_size in (1, 2, 3, 4, 6, 8, 16)]
     [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0]
@@ -104,14 +104,14 @@ def predivide_factor(world_size: int) -> float:
 
 
 def allreduce_hook(state: DefaultState, grad: torch.Tensor) -> None:
-    """`grad` becomes its average over the ranks, in place. A collective of `state`'s group."""
+    """Replaces `grad` by its average over the ranks, in place. A collective of `state`'s group."""
     _divide(grad, state.gradient_predivide_factor)
     dist.all_reduce(grad, group=state.process_group)
     _divide(grad, state.gradient_postdivide_factor)
 
 
 def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
-    """`output` becomes this rank's part of the average of `grad`, whose values are lost.
+    """Fills `output` with this rank's part of the average of `grad`, whose values are lost.
 
     `grad` has `world_size` times the elements of `output` and the same dtype. A collective of
     `state`'s group.
@@ -154,11 +154,11 @@ def _divide(tensor: torch.Tensor, factor: float) -> None:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Change the dtype of a tensor object in place: all references see the new one."""
+    """Changes the dtype of a tensor object in place: all references see the new dtype."""
     if tensor.dtype == dtype:
         return
     values = tensor.data
     tensor.data = values.to(dtype)
     if values.device.type != "cpu":
-        # The memory came from another stream than the one which still reads it.
+        # Another stream than the one that still reads the memory has allocated it.
         values.record_stream(torch.accelerator.current_stream(values.device))

@@ -1,4 +1,4 @@
-"""`fully_shard` with flat parameters: the entry point that keeps the module and its class.
+"""`fully_shard` with flat parameters: the entry point that keeps the module's class.
 
 Torch had a function of this name and form up to 2.5. The function of the same name with a DTensor
 for each parameter is `sharding.fully_shard`.
@@ -48,13 +48,13 @@ def fully_shard(
     forward_prefetch: bool = False,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
 ) -> ModuleT:
-    """`module`, whose parameters, gradients and optimizer state are divided over ranks.
+    """Returns `module`; its parameters, gradients and optimizer state are divided over ranks.
 
     The module keeps its class and its names. It keeps its parameters too, each reduced to this
     rank's elements, flat. `FullyShardedDataParallel` documents the arguments; `policy` is its
     `auto_wrap_policy`. `state_dict()` gives full plain tensors unless
-    `FullyShardedDataParallel.set_state_dict_type` sets another kind. All ranks call it, in the same
-    order; it communicates only with `sync_module_states`.
+    `FullyShardedDataParallel.set_state_dict_type` sets another kind. All ranks call this, in the
+    same order; it communicates only with `sync_module_states`.
 
     Raises as `FullyShardedDataParallel` does.
 
@@ -110,9 +110,9 @@ def fully_shard(
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scales all gradients so that their norm is `max_norm` at most; returns the norm before.
 
-    The norm of all parameters' gradients as one vector, over all ranks, which all call it, with the
+    The norm is that of all gradients as one vector, over all ranks. All ranks call this with the
     outermost module. (`torch.nn.utils.clip_grad_norm_` would see each rank's parts alone.) Raises
-    ValueError where the module was not given to `fully_shard`.
+    ValueError if the module was not given to `fully_shard`.
     """
     entry_point = entry_point_of(module)
     if entry_point is None:

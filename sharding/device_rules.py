@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 
 def device_given(device_id: int | torch.device | None, rank: int) -> torch.device | None:
-    """The device that `device_id` means. Warns where it lacks an index.
+    """Returns the device that `device_id` means. Warns if it lacks an index.
 
-    Raises MisuseError where there is no such device.
+    Raises MisuseError if there is no such device.
     """
     if device_id is None:
         return None
@@ -58,10 +58,10 @@ def device_given(device_id: int | torch.device | None, rank: int) -> torch.devic
 
 
 def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | None) -> torch.device:
-    """The device that a module computes on: the given one, or that of its parameters.
+    """Returns the device of a module's computation: the given one, or that of its parameters.
 
-    An accelerator, where there is one, for parameters in host memory. Raises ArgumentError where
-    the parameters are on another device than the one given.
+    For parameters in host memory it is the accelerator, if there is one. Raises ArgumentError if
+    the parameters are on another device than the given one.
     """
     found = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
     if given is not None and given.type != "meta":
@@ -77,7 +77,7 @@ def compute_device(parameters: Iterable[nn.Parameter], given: torch.device | Non
 
 
 def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None) -> None:
-    """Raise MisuseError where a module is on several devices and was not told which is its own."""
+    """Raises MisuseError if a module is on several devices and none is given."""
     devices = {tensor.device for tensor in tensors}
     real = {device for device in devices if device.type not in ("cpu", "meta")}
     if len(real) > 1:
@@ -92,7 +92,7 @@ def check_one_device(tensors: Iterable[torch.Tensor], given: torch.device | None
 
 
 def warn_of_host_memory(parameters: Iterable[nn.Parameter], compute: torch.device) -> None:
-    """Warn a user with an accelerator whose module is not on it."""
+    """Warns a user whose module is not on the machine's accelerator."""
     if compute.type != "cpu" and any(p.device.type == "cpu" for p in parameters):
         warnings.warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization "
@@ -105,7 +105,7 @@ def warn_of_host_memory(parameters: Iterable[nn.Parameter], compute: torch.devic
 
 
 def check_trainable_on(device: torch.device, compute: torch.device, offload: bool) -> None:
-    """Raise MisuseError where parameters were moved away since they were sharded."""
+    """Raises MisuseError if parameters have moved to another device since they were sharded."""
     if offload and device.type != "cpu":
         raise MisuseError(
             "An FSDP-managed module with parameter CPU offloading enabled has parameters on "

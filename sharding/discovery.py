@@ -1,9 +1,9 @@
-"""The parameters that a unit takes: those of its modules that no unit below has, each once.
+"""Finds the parameters of a unit: those of its modules that no unit below has, each once.
 
-A *tied* parameter is in several modules, perhaps of several units. Within a unit it is one
-parameter with several owners. Across units, the unit that sharded it first has it, and the others
-borrow its parameter group. Sharding leaves an attribute on the parameter by which the others find
-it.
+A *tied* parameter is in several modules, perhaps of several units. Inside a unit it is one
+parameter with several owners. Across units, the unit that first shards it has it, and the others
+borrow its parameter group. The first unit sets an attribute of the parameter, by which the others
+find the group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class FreeParameter:
 
     @property
     def borrowed(self) -> Parameter | None:
-        """The entry that another unit made for it; None where no unit has it."""
+        """The entry that another unit has made for it; None if no unit has it."""
         return entry_of(self.parameter)
 
     def taken_as(self, entry: Parameter) -> None:
-        """Note that a unit has it now; other units borrow it."""
+        """Notes that a unit has it now; other units borrow it."""
         setattr(self.parameter, _TIED, _Tied(entry))
 
 
@@ -44,7 +44,7 @@ class _Tied:
 
 
 def entry_of(parameter: nn.Parameter) -> Parameter | None:
-    """The entry that a unit made for a parameter; None where no unit has it."""
+    """The entry that a unit has made for a parameter; None if no unit has it."""
     tied = getattr(parameter, _TIED, None)
     return tied.entry if isinstance(tied, _Tied) else None
 
@@ -54,7 +54,7 @@ def free_parameters(
     ignored: Iterable[nn.Parameter] = (),
     ignored_modules: Iterable[nn.Module] = (),
 ) -> Iterator[FreeParameter]:
-    """The parameters that no unit below has yet, in the modules' order."""
+    """Yields the parameters that no unit below has yet, in the modules' order."""
     left_out = {id(parameter) for parameter in ignored}
     taken: set[tuple[int, str]] = set()
     skipped = {part for module in ignored_modules for part in module.modules()}
@@ -76,7 +76,7 @@ def free_parameters(
 
 
 def borrowed_param_group(found: FreeParameter) -> ParamGroup | None:
-    """The parameter group that has a tied parameter already; its new places are added."""
+    """Returns the group that has a tied parameter already, and adds the parameter's places."""
     entry = found.borrowed
     if entry is None or not isinstance(entry.param_group, ParamGroup):
         return None

@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 SHOWN_NAMES = 20
-"""How many names a message lists; the exception has all of them."""
+"""The most names in a message; the exception has all of them."""
 
 
 class CkptError(Exception):
-    """The root: whatever `ckpt`, `formats` and `sharding` refuse or fail at."""
+    """The root of all errors that `ckpt`, `formats` and `sharding` raise on purpose."""
 
     kind = "ckpt"
 
@@ -50,33 +50,33 @@ class CkptError(Exception):
 
 
 class ArgumentError(CkptError, ValueError):
-    """An argument, or a variable of the environment, has a value that is not taken."""
+    """An argument, or a variable of the environment, has a value that is not accepted."""
 
     kind = "argument"
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument, or an object in it, has a type that is not taken."""
+    """An argument, or an object in it, has a type that is not accepted."""
 
 
 class MisuseError(CkptError, RuntimeError):
-    """A call does not fit the state that a module, a device or the ranks are in."""
+    """A call does not fit the state of a module, a device or the ranks."""
 
     kind = "misuse"
 
 
 class TorchAssertionError(MisuseError, AssertionError):
-    """A misuse for which torch's own function raises an AssertionError."""
+    """A misuse for which torch's own function raises AssertionError."""
 
 
 class ShardingError(CkptError, ValueError):
-    """A tensor, a module or a layout is not what this package can describe."""
+    """This package cannot describe a tensor, a module or a layout."""
 
     kind = "sharding"
 
 
 class HoleError(ShardingError):
-    """A wanted box is held by no rank. The message names the box."""
+    """No rank holds a wanted box. The message names the box."""
 
     kind = "hole"
 
@@ -94,47 +94,47 @@ class UnknownPlacementError(ShardingError):
 
 
 class LocalShapeError(ShardingError):
-    """A rank's local tensor is not the part that the tensor's own placements give to the rank."""
+    """A rank's local tensor differs from the part that the tensor's placements give the rank."""
 
     kind = "local_shape"
 
 
 class WorldMismatchError(LocalShapeError):
-    """A local state dict was made by another rank, or by another number of them."""
+    """Another rank, or another number of ranks, made a local state dict."""
 
     kind = "world_mismatch"
 
 
 class OptimizerMismatchError(ShardingError):
-    """An optimizer's state is not that of this optimizer: of another module, or in other groups."""
+    """An optimizer's state does not fit the optimizer: another module, or other groups."""
 
     kind = "optimizer_mismatch"
 
 
 class NotAMemberError(ShardingError):
-    """A process takes part in what is for the members of a process group that it is not in."""
+    """A process calls a function of a process group of which it is not a member."""
 
     kind = "not_a_member"
 
 
 class DestroyedGroupError(ShardingError):
-    """A process group is needed that has been destroyed: shard again in a new one."""
+    """A needed process group has been destroyed: shard again in a new one."""
 
     kind = "destroyed_group"
 
 
 class TransferError(CkptError, RuntimeError):
-    """Elements did not come from another rank, or could not be sent to it. The rank is named."""
+    """Elements did not arrive from another rank, or could not be sent to it; names the rank."""
 
     kind = "transfer"
 
 
 class RankError(CkptError):
-    """Another rank failed; every rank raises. `rank`, `error` and `message` say what happened."""
+    """Another rank failed; every rank raises. `rank`, `error` and `message` tell of its error."""
 
     kind = "rank"
     touched: tuple[str, ...] = ()
-    """Of a load, the tensors of this rank's own target that were filled before."""
+    """In a load: the tensors of this rank's target that were filled before."""
 
     def __init__(self, stage: str, rank: int, error: str, message: str) -> None:
         self.rank = rank
@@ -148,7 +148,7 @@ class RankError(CkptError):
 
 
 def mixed_content(touched: Sequence[str]) -> str:
-    """A sentence that names the tensors which a load that failed has touched."""
+    """Returns a sentence that names the tensors that a failed load has touched."""
     names = ", ".join(touched[:SHOWN_NAMES])
     more = len(touched) - SHOWN_NAMES
     return f"The target may hold a mix of old and new bytes in: {names}" + (
@@ -157,6 +157,6 @@ def mixed_content(touched: Sequence[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The text of an exception and, in parentheses, the notes that were added to it."""
+    """Returns the text of an exception and, in parentheses, the notes that were added to it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"{error}{notes}"

@@ -1,7 +1,7 @@
 """Weak references to process groups, so that `destroy_process_group` ends a group.
 
-A group's threads end when the last reference to it goes. Those of gloo that still run when the
-interpreter ends abort the process (docs/sharding.md, "How a process ends"). So a model that lives
+A group's threads end with the last reference to the group. Threads of gloo that still run when the
+interpreter ends abort the process (docs/sharding.md, "How a process ends"), so a model that lives
 until then must not keep the group.
 
 Rules:
@@ -10,14 +10,15 @@ Rules:
    a weak reference; torch's own tables keep the group until it is destroyed.
 2. A dictionary by group is a WeakKeyDictionary, and no value of it keeps its own key.
 3. A DeviceMesh of later versions of torch keeps its groups for torch.compile, and DTensors keep the
-   mesh, as do torch's caches, which no user can empty. `release_with_groups` makes it drop them.
+   mesh, as do torch's caches, which no user can empty. `release_with_groups` makes the mesh drop
+   the groups.
 
 [Note: defaults of torch's functions]
 `torch.distributed.nn.functional` and the scaler of `torch.distributed.fsdp` have the default group
-as the default of an argument. Python evaluates a default once, at the import. Imported after
-`init_process_group`, these functions keep the group as long as the process lives. torch imports
-them itself with the first optimizer or DTensor. So the runtime imports them with its own modules,
-which most programs import at their top, before there is a group.
+as the default of an argument. Python evaluates a default once, at the import. If they are imported
+after `init_process_group`, these functions keep the group as long as the process lives. torch
+itself imports them with the first optimizer or DTensor. The runtime therefore imports them with its
+own modules, which most programs import at their top, before a group exists.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 GroupReference = ReferenceType["ProcessGroup"]
 
 _meshes: WeakKeyDictionary[Store, list[ReferenceType[DeviceMesh]]] = WeakKeyDictionary()
-"""The meshes that are to drop a group, by the group's store. Only torch's table of groups refers to
-this Python object of the store: it dies when the group is destroyed, before the group."""
+"""The meshes that must drop a group, by the group's store. Only torch's table of groups refers to
+this Python object of the store, which is freed when the group is destroyed, before the group."""
 
 
 def referred(reference: GroupReference) -> ProcessGroup:
-    """The group. Raises DestroyedGroupError where it has been destroyed."""
+    """Returns the group. Raises DestroyedGroupError if it has been destroyed."""
     group = reference()
     if group is None:
         raise DestroyedGroupError(
@@ -52,7 +53,7 @@ def referred(reference: GroupReference) -> ProcessGroup:
 
 
 def release_with_groups(mesh: DeviceMesh) -> None:
-    """Make a mesh, and the mesh that it is a slice of, drop groups when they are destroyed."""
+    """Makes a mesh, and its root mesh, drop groups when they are destroyed."""
     from torch.distributed import distributed_c10d
 
     root: DeviceMesh | None = getattr(mesh, "_root_mesh", None)

@@ -1,4 +1,4 @@
-"""The three kinds of state dict. No torch: files are converted from kind to kind without it."""
+"""The three kinds of state dict. Imports no torch: files are converted without it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from sharding.errors import ArgumentError
 
 
 class Kind(str, Enum):
-    """The part that a rank has of every tensor of a state; all of one without dimensions."""
+    """A rank's part of every tensor of a state; all of a tensor without dimensions."""
 
     FULL = "full"
-    """The full tensor, like every other rank."""
+    """The full tensor, on every rank."""
     SHARDED = "sharded"
-    """Its rows, or the part that a DTensor's placements give it."""
+    """The rank's rows, or the part that a DTensor's placements give it."""
     LOCAL = "local"
-    """Its part as it is in memory: in general a run of the row-major elements."""
+    """The rank's part as it is in memory: in general a run of the row-major elements."""
 
     @classmethod
     def named(cls, name: str) -> Kind:
-        """The kind of this name. Raises ArgumentError, which lists the kinds, where there is none.
+        """Returns the kind of this name. Raises ArgumentError, which lists the kinds, for others.
 
         >>> Kind.named("full") is Kind.FULL
         True
@@ -27,9 +27,9 @@ class Kind(str, Enum):
         for kind in cls:
             if kind.value == name:
                 return kind
-        raise ArgumentError(f"{name!r} is no kind of state; the kinds are {cls.names()}")
+        raise ArgumentError(f"{name!r} is not a kind of state; the kinds are {cls.names()}")
 
     @classmethod
     def names(cls) -> str:
-        """All of them, for messages."""
+        """Returns all kinds, for messages."""
         return ", ".join(kind.value for kind in cls)

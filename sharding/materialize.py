@@ -1,4 +1,4 @@
-"""Making a module's own parameters real and equal on all ranks before they are sharded."""
+"""Makes a module's own parameters real and equal on all ranks before they are sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sharding.errors import ArgumentError, ArgumentTypeError
 def own_modules(
     root: nn.Module, ignored: Set[nn.Module], inner: Set[nn.Module]
 ) -> Iterator[nn.Module]:
-    """The module and those below that are neither ignored nor in an inner unit, parents first."""
+    """Yields the modules that are neither ignored nor in an inner unit, parents first."""
     if root in ignored or root in inner:
         return
     yield root
@@ -27,11 +27,11 @@ def own_modules(
 def materialize(
     modules: list[nn.Module], device: torch.device, init: Callable[[nn.Module], None] | None
 ) -> None:
-    """Parameters and buffers that are on the meta device are on `device`, with values.
+    """Moves parameters and buffers from the meta device to `device`, with values.
 
-    `init` is called with each of the modules, in order; without it, those that have something on
-    the meta device are made empty and told to `reset_parameters()`. Raises ArgumentTypeError where
-    such a module cannot, and RuntimeError where something is on the meta device still.
+    Calls `init` with each of the modules, in order. Without `init`, modules with tensors on the
+    meta device get memory, and their `reset_parameters()` is called. Raises ArgumentTypeError if
+    such a module lacks this method, and RuntimeError if a tensor is still on the meta device.
     """
     for module in modules:
         own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
@@ -50,9 +50,9 @@ def materialize(
 
 
 def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
-    """Copy the first rank's tensors to all ranks of the shard and the replicate group.
+    """Copies the first rank's tensors to all ranks of the shard and the replicate group.
 
-    All ranks call it, with tensors of the same shapes. Waits.
+    All ranks call this, with tensors of the same shapes. Waits.
     """
     for group in (groups.shard.group, groups.replicate.group):
         if group is None:
@@ -65,7 +65,7 @@ def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
 
 
 def check_reachable(tensors: list[torch.Tensor], groups: HybridGroups) -> None:
-    """Raise ArgumentError where the process group cannot send tensors in host memory."""
+    """Raises ArgumentError if the process group cannot send tensors in host memory."""
     if str(dist.get_backend(groups.group)) == "nccl" and any(
         t.device.type == "cpu" for t in tensors
     ):

@@ -1,12 +1,12 @@
 """A user's choices for sharding, precision, placement and state dicts, as plain values.
 
-Rules that hold in this file:
+Rules:
 
 1. Names, fields, defaults and the numbering of enums are those of `torch.distributed.fsdp`, so
    that a program moves here by changing its import line.
 2. The values do not act. The runtime reads them when a module is wrapped or a state dict is made.
-3. A class is frozen where torch's is. The others can be changed field by field, as programs
-   written for torch do, but have slots: a misspelt field is an error, not a silent new attribute.
+3. A class is frozen if torch's is. Programs written for torch change fields of the other classes.
+   These have slots: a misspelt field is an error, not a silent new attribute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-# --- What is sharded, when it is gathered ---------------------------------------------------------
+# --- Sharding and gathering ----------------------------------------------------------------------
 
 
 class ShardingStrategy(Enum):
@@ -52,7 +52,7 @@ class ShardingStrategy(Enum):
     SHARD_GRAD_OP = auto()
     """The same shards, but unsharded parameters live from a unit's forward to its backward."""
     NO_SHARD = auto()
-    """Nothing: every rank holds everything, and gradients are averaged by an all-reduce."""
+    """No sharding: every rank has all parameters, and an all-reduce averages gradients."""
     HYBRID_SHARD = auto()
     """FULL_SHARD within a group of ranks (a node), copies of it across the groups."""
     _HYBRID_SHARD_ZERO2 = auto()
@@ -60,9 +60,9 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward gathers the parameters of the unit that it will need next.
+    """The time at which backward gathers the parameters of the next unit.
 
-    Where None is accepted, it means: no prefetch.
+    Arguments that also accept None take it for no prefetch.
     """
 
     BACKWARD_PRE = auto()
@@ -71,7 +71,7 @@ class BackwardPrefetch(Enum):
     """After they are computed and before they are reduced: one unit fewer in memory."""
 
 
-# --- In which dtype ------------------------------------------------------------------------------
+# --- Precision -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -83,19 +83,19 @@ class MixedPrecision:
     """
 
     param_dtype: torch.dtype | None = None
-    """Parameters are gathered and used in it."""
+    """The dtype of gathered parameters."""
     reduce_dtype: torch.dtype | None = None
-    """Gradients are sent and summed in it; None stands for `param_dtype`."""
+    """The dtype in which gradients are sent and summed; None means `param_dtype`."""
     buffer_dtype: torch.dtype | None = None
-    """Buffers, which are never sharded, are cast to it by the first forward and stay so."""
+    """The dtype to which the first forward casts buffers, which are never sharded."""
     keep_low_precision_grads: bool = False
-    """Gradients stay in the dtype they were reduced in, rather than take the parameter's."""
+    """Whether gradients keep the dtype of the reduction, and not the parameter's."""
     cast_forward_inputs: bool = False
-    """Inputs of this module's forward are cast to `param_dtype`; not read on the root."""
+    """Whether inputs of this module's forward are cast to `param_dtype`; ignored on the root."""
     cast_root_forward_inputs: bool = True
-    """Inputs of the root's forward are cast to `param_dtype`; read on the root only."""
+    """Whether inputs of the root's forward are cast to `param_dtype`; for the root only."""
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
-    """With a wrapping policy, modules of these classes are wrapped alone, without casts."""
+    """The classes of modules that a wrapping policy wraps alone, without casts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,16 @@ class MixedPrecisionPolicy:
     """The dtypes of a unit's parameters, reductions, inputs and outputs; None leaves them alone."""
 
     param_dtype: torch.dtype | None = None
-    """Parameters are gathered and used in it; the shards, which the optimizer sees, keep theirs."""
+    """The dtype of gathered parameters; the optimizer's shards keep their own."""
     reduce_dtype: torch.dtype | None = None
-    """Gradients are sent and summed in it; by default in the dtype they are computed in."""
+    """The dtype in which gradients are sent and summed; by default that of the computation."""
     output_dtype: torch.dtype | None = None
-    """Floating-point outputs of forward are cast to it."""
+    """The dtype of forward's floating-point outputs."""
     cast_forward_inputs: bool = True
-    """Floating-point inputs of forward are cast to `param_dtype`."""
+    """Whether floating-point inputs of forward are cast to `param_dtype`."""
 
 
-# --- Where the shards lie ------------------------------------------------------------------------
+# --- Offload -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -120,34 +120,34 @@ class CPUOffload:
     """The place of a wrapped module's shards between uses."""
 
     offload_params: bool = False
-    """Shards and their gradients lie in host memory, so that the optimizer steps there."""
+    """Whether shards and their gradients are in host memory, so that the optimizer runs there."""
 
 
 @dataclass(slots=True)
 class OffloadPolicy:
-    """No offload: shards are on the device that computes."""
+    """No offload: shards are on the compute device."""
 
 
 @dataclass(slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer state lie in host memory; whole parameters on the device."""
+    """Shards, gradients and optimizer state are in host memory, whole parameters on the device."""
 
     pin_memory: bool = True
-    """The host memory is page-locked, for copies that overlap with compute; without an accelerator
-    there is nothing to copy to, and this is not read."""
+    """Whether the host memory is page-locked, for copies that overlap with computation; ignored
+    without an accelerator."""
 
 
-# --- What a state dict holds ---------------------------------------------------------------------
+# --- State dicts ---------------------------------------------------------------------------------
 
 
 class StateDictType(Enum):
     """The kind of a wrapped module's `state_dict()` and `load_state_dict()`."""
 
     FULL_STATE_DICT = auto()
-    """Whole tensors under the names of the module as it was before wrapping."""
+    """Whole tensors under the names of the module before wrapping."""
     LOCAL_STATE_DICT = auto()
-    """This rank's flat shards, with metadata that describes them; only the same rank under the same
-    wrapping can load them, unless they are converted."""
+    """This rank's flat shards, with metadata that describes them; without conversion, only the same
+    rank with the same wrapping can load them."""
     SHARDED_STATE_DICT = auto()
     """The same names as FULL_STATE_DICT, each tensor sharded over the ranks."""
 
@@ -163,10 +163,10 @@ class OptimStateKeyType(Enum):
 
 @dataclass(slots=True)
 class StateDictConfig:
-    """The options of model state dicts of every type; made as one of its subclasses."""
+    """The options of model state dicts of every type; users make one of the subclasses."""
 
     offload_to_cpu: bool = False
-    """Tensors are copied to host memory."""
+    """Whether tensors are copied to host memory."""
 
 
 @dataclass(slots=True)
@@ -187,15 +187,15 @@ class ShardedStateDictConfig(StateDictConfig):
     """The options of SHARDED_STATE_DICT."""
 
     _use_dtensor: bool = False
-    """Accepted, and without effect: values are DTensors, over the mesh where one was given."""
+    """Accepted, and without effect: values are DTensors, over the mesh if one was given."""
 
 
 @dataclass(slots=True)
 class OptimStateDictConfig:
-    """The options of optimizer state dicts of every type; made as one of its subclasses."""
+    """The options of optimizer state dicts of every type; users make one of the subclasses."""
 
     offload_to_cpu: bool = True
-    """Tensors are copied to host memory."""
+    """Whether tensors are copied to host memory."""
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """The options of the optimizer's part of FULL_STATE_DICT."""
 
     rank0_only: bool = False
-    """Only rank 0 gets the tensors, and has them to load; the others' state dicts are empty."""
+    """Only rank 0 gets the tensors, and loads them; the other ranks' state dicts are empty."""
 
 
 @dataclass(slots=True)
@@ -219,12 +219,12 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """The options of the optimizer's part of SHARDED_STATE_DICT."""
 
     _use_dtensor: bool = False
-    """Accepted, and without effect: values are DTensors, over the mesh where one was given."""
+    """Accepted, and without effect: values are DTensors, over the mesh if one was given."""
 
 
 @dataclass(slots=True)
 class StateDictSettings:
-    """The kind of state dict a module gives at present, and how it is built."""
+    """The present kind of a module's state dicts, with its options."""
 
     state_dict_type: StateDictType
     """The kind of `state_dict()`."""

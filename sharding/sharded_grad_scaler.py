@@ -1,9 +1,9 @@
-"""Loss scaling where each rank sees only its own shards of the gradients.
+"""Loss scaling for gradients of which each rank sees only its own shards.
 
-An infinite or undefined value lies in one rank's shard only. That rank alone would skip its step
-and lower its scale, and the ranks would train different models from then on. Here they agree.
+An infinite or undefined value is in one rank's shard only. Alone, this rank would skip its step and
+lower its scale, and the ranks would train different models from then on. Here the ranks agree.
 
-Rules that hold in this file:
+Rules:
 
 1. All searches for such values (`unscale_`, `step`, and the fused optimizers' own check) go through
    `_unscale_grads_`, and all ranks leave it with the same answer.
@@ -34,11 +34,11 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(GradScaler):
-    """A `torch.amp.GradScaler` with which all ranks step, or all skip, and keep one scale.
+    """A `torch.amp.GradScaler` with which either all ranks step or all skip, with one scale.
 
     Gradients may be on any device and of any floating-point dtype, float16 included, as
-    `keep_low_precision_grads` leaves them. `scale`, `step` and `update` are called by all ranks of
-    `process_group` (None: all there are); `step` and `unscale_` communicate.
+    `keep_low_precision_grads` leaves them. All ranks of `process_group` (None: all ranks) call
+    `scale`, `step` and `update`; `step` and `unscale_` communicate.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardedGradScaler(GradScaler):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that step together; None is all there are. Raises DestroyedGroupError."""
+        """The ranks that step together; None for all ranks. Raises DestroyedGroupError."""
         return None if self._process_group is None else referred(self._process_group)
 
     @overload
@@ -81,10 +81,10 @@ class ShardedGradScaler(GradScaler):
     def scale(
         self, outputs: torch.Tensor | Iterable[torch.Tensor]
     ) -> torch.Tensor | Iterable[torch.Tensor]:
-        """The outputs times the scale, each in its own dtype; lists and tuples stay such.
+        """Returns the outputs times the scale, each in its own dtype; keeps lists and tuples.
 
-        The scale is a float32 scalar, which would make a float32 loss of one that mixed precision
-        gives in half precision.
+        The scale is a float32 scalar, which would otherwise turn a half-precision loss into
+        float32.
         """
         if not self._enabled:
             return outputs
@@ -102,7 +102,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients in place; the result says, on all ranks, if one was not finite.
+        """Multiplies the gradients in place; returns, on all ranks, whether one was not finite.
 
         `found_inf` becomes 1.0 if so and is the one value of the result. float16 is allowed,
         also with `allow_fp16=False`.
@@ -122,10 +122,10 @@ class ShardedGradScaler(GradScaler):
         return {found_inf.device: found_inf}
 
     def _groups(self, parameters: list[nn.Parameter]) -> Iterator[dist.ProcessGroup | None]:
-        """The groups which have to agree one after the other for all ranks concerned to agree.
+        """Yields the groups that must agree, one after the other, so that all ranks agree.
 
-        The default group has everyone. A group that the user names may have only some of the
-        ranks between which a parameter is sharded: then the parameters' own meshes agree too.
+        The default group has all ranks. A user's group may lack ranks over which a parameter is
+        sharded; then the parameters' own meshes agree too.
         """
         if self.process_group is None:
             if dist.is_initialized():
@@ -138,7 +138,7 @@ class ShardedGradScaler(GradScaler):
 
 
 def _gradient_values(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
-    """The memory of this rank's part of each gradient there is."""
+    """Yields the memory of this rank's part of each gradient."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -146,7 +146,7 @@ def _gradient_values(parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tenso
         if isinstance(gradient, DTensor):
             yield gradient._local_tensor
         elif gradient.is_sparse:
-            # Entries of one place that are finite each may not be so in sum.
+            # The sum of finite entries at one place may be infinite.
             parameter.grad = gradient.coalesce()
             yield parameter.grad._values()
         else:

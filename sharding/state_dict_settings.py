@@ -1,7 +1,7 @@
 """The kind of a module's state dicts: full by default.
 
-Torch's own enums and configurations are taken for ours of the same name: users import them from
-either place.
+Torch's own enums and configurations count as ours of the same name: users import them from either
+package.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _is_local: ContextVar[bool] = ContextVar("_is_local", default=False)
 
 @contextmanager
 def local_state_dicts() -> Iterator[None]:
-    """Inside, every state dict made or loaded has this rank's own tensors, whatever kind is set."""
+    """Makes state dicts in the block have this rank's own tensors, of whatever kind is set."""
     before = _is_local.set(True)
     try:
         yield
@@ -59,19 +59,19 @@ def is_local_forced() -> bool:
 
 
 def in_force(chosen: StateDictSettings) -> StateDictSettings:
-    """The settings that a state dict follows now, where a user has set these."""
+    """Returns the settings that apply now; `chosen` are the user's."""
     if is_local_forced():
         return checked_settings(StateDictType.LOCAL_STATE_DICT, None, None)
     return chosen
 
 
 def default_settings() -> StateDictSettings:
-    """Full state dicts, with the defaults of their configuration."""
+    """Returns the settings for full state dicts, with the defaults of their configuration."""
     return checked_settings(StateDictType.FULL_STATE_DICT, None, None)
 
 
 def checked_settings(kind: object, config: object, optim_config: object) -> StateDictSettings:
-    """The settings; RuntimeError where a configuration is of another kind.
+    """Returns the settings. Raises RuntimeError if a configuration is of another kind.
 
     >>> from torch.distributed import fsdp
     >>> checked_settings(
@@ -89,7 +89,7 @@ def checked_settings(kind: object, config: object, optim_config: object) -> Stat
 
 
 def member_of(kind: type[EnumT], given: object) -> EnumT:
-    """The member of our enum that is given, or that has the name of the one of torch's."""
+    """Returns a member of our enum, for itself or for torch's member of the same name."""
     if isinstance(given, kind):
         return given
     if isinstance(given, Enum) and type(given).__name__ == kind.__name__:
@@ -98,7 +98,7 @@ def member_of(kind: type[EnumT], given: object) -> EnumT:
 
 
 def _taken_over(what: str, wanted: type[ConfigT], given: object) -> ConfigT:
-    """The configuration that is given, or one of ours with the values of torch's; None: default."""
+    """Returns our configuration: the given one, torch's values in ours, or the default for None."""
     if given is None:
         return wanted()
     if type(given) is wanted:

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. An older Python reads this file and each package's `__init__` up to the check: nothing in them is
-   newer than Python 3.8.
-2. The check does not import torch, which takes a second: torch's version stands in a file.
+1. An older Python reads this file and each package's `__init__` up to the check: they use only
+   syntax of Python 3.8.
+2. The check does not import torch, which takes a second: a file of torch has its version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TORCH = (2, 6)
 
 
 def check_versions() -> None:
-    """Raise ImportError, with the version found and the one needed, below the supported range."""
+    """Raises ImportError, with the found and the needed version, below the supported range."""
     python = f"{sys.version_info[0]}.{sys.version_info[1]}.{sys.version_info[2]}"
     for name, found, needed in (("Python", python, PYTHON), ("torch", torch_version(), TORCH)):
         if found is not None and is_below(found, needed):
@@ -28,13 +28,13 @@ def check_versions() -> None:
 
 
 def is_below(found: str, needed: tuple[int, int]) -> bool:
-    """Whether a version such as `2.5.1+cpu` is; False where it does not begin with numbers."""
+    """Whether a version such as `2.5.1+cpu` is below; False if it does not begin with numbers."""
     first, second = [*found.split("."), "", ""][:2]
     return first.isdigit() and second.isdigit() and (int(first), int(second)) < needed
 
 
 def torch_version() -> str | None:
-    """The version of the torch that `import torch` gives; None where it cannot be told."""
+    """Returns the version of the torch that `import torch` gives; None if it is unknown."""
     loaded = sys.modules.get("torch")
     if loaded is not None:
         return str(getattr(loaded, "__version__", "")) or None

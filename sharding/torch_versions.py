@@ -1,6 +1,6 @@
-"""Differences between versions of torch: one function for each, which names the version.
+"""The differences between versions of torch: one function for each, which names the version.
 
-Everything else is the same from the first version of the range to the newest one tested.
+All other behaviour is the same from the first version of the range to the newest one tested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def current_accelerator() -> torch.device | None:
-    """The accelerator that this machine has, without an index; None where it has none.
+    """Returns this machine's accelerator, without an index; None if it has none.
 
     Without one, torch's own function raises in 2.6, and in 2.7 and later names the accelerator that
     torch was built for: "cuda" on a machine that has no GPU.
@@ -26,9 +26,9 @@ def current_accelerator() -> torch.device | None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one is a slice of, or the mesh itself.
+    """Returns the root mesh of a slice; the mesh itself if it is no slice.
 
-    In torch 2.10 a mesh knows it, in 2.8 a table beside the meshes does.
+    In torch 2.10 a mesh knows its root, in 2.8 a table beside the meshes has it.
     """
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
@@ -38,9 +38,9 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def side_by_side(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
-    """A mesh with the dimensions of both; None where they are not named slices of one mesh.
+    """Returns a mesh with the dimensions of both; None unless they are named slices of one mesh.
 
-    torch 2.8 and earlier join slices in the order of their mesh only, and give None otherwise.
+    torch 2.8 and earlier join slices in the order of their mesh only; otherwise this returns None.
     """
     try:
         if hasattr(DeviceMesh, "_concatenate"):
@@ -50,14 +50,14 @@ def side_by_side(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
             return None
         names = (*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ()))
         return root[names]
-    except (KeyError, RuntimeError, TypeError):  # torch's, of slices that do not fit
+    except (KeyError, RuntimeError, TypeError):  # from torch, for slices that do not fit
         return None
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's part of a tensor that all ranks have, without communication.
+    """Returns this rank's part of a tensor that all ranks have, without communication.
 
-    torch 2.6's `distribute_tensor` always sends rank 0's.
+    `distribute_tensor` of torch 2.6 always sends rank 0's tensor.
     """
     if "src_data_rank" in signature(distribute_tensor).parameters:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
@@ -66,7 +66,7 @@ def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes where torch cannot copy its dtype: 2.8 has no copy of packed float4.
+    """Returns the tensor, or its bytes if torch cannot copy its dtype: packed float4 in 2.8.
 
     The bytes have the tensor's shape and strides.
     """

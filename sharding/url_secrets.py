@@ -1,8 +1,8 @@
-"""Text as it may be shown: URLs in it without what opens them.
+"""Removes passwords and signatures from the URLs in a text.
 
-Credentials belong into `storage_options`, which are never shown. But a URL may hold some: a
-password before its host, or, by http, the signature of a presigned one. It is part of what people
-are told and programs log, so that every error of ours goes through `without_secrets`.
+Credentials belong into `storage_options`, which are never shown. But a URL may contain credentials:
+a password before its host, or the signature of a presigned http URL. Errors and logs show URLs, so
+the text of every error passes through `without_secrets`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _QUERY = re.compile(r"(https?://[^\s?'\"]{0,1024}\?)[^\s'\"]+?(?=[:,.;)]?(?:[\s'
 
 
 def without_secrets(text: str) -> str:
-    """The text without the passwords and signatures of its URLs; in linear time.
+    """Returns the text without the passwords and signatures of its URLs; in linear time.
 
     >>> without_secrets("ftp://me:secret@host/run: no checkpoint here")
     'ftp://***@host/run: no checkpoint here'
@@ -32,7 +32,7 @@ def without_secrets(text: str) -> str:
 
 
 def cause_without_secrets(error: BaseException) -> BaseException | None:
-    """The error, to be raised from; None where a traceback of it would show too much."""
+    """Returns the error as a cause to raise from; None if its traceback would show a secret."""
     at: BaseException | None = error
     for _ in range(16):
         if at is None:

@@ -1,13 +1,13 @@
-"""Policies that choose the submodules to wrap as units, and wrapping by hand.
+"""Policies that choose the submodules to wrap as units, and functions to wrap by hand.
 
-A policy has one of two forms, and every function here that takes a policy takes both:
+A policy has one of two forms, and every function that takes a policy accepts both:
 
 * an object with a method `_run_policy`, which looks at the whole tree at once and may give each
   module its own keyword arguments (`ModuleWrapPolicy`, `CustomPolicy`);
-* a callable `policy(module=, recurse=, nonwrapped_numel=)`, asked from the root downwards whether
-  to look into a module (`recurse=True`) and, on the way back up, whether to wrap it
-  (`recurse=False`). `nonwrapped_numel` counts the elements of its parameters: on the way down all
-  of them, on the way up those that no wrapped submodule has.
+* a callable `policy(module=, recurse=, nonwrapped_numel=)`. From the root downwards its answers
+  decide whether to visit a module's children (`recurse=True`), and on the way back up whether to
+  wrap the module (`recurse=False`). `nonwrapped_numel` counts the elements of its parameters: on
+  the way down all of them, on the way up those that no wrapped submodule has.
 
 Names, arguments and answers are those of `torch.distributed.fsdp.wrap`. `sharding.fsdp1.wrap_plan`
 applies a policy to a module tree. This file does not know the runtime.
@@ -41,10 +41,10 @@ ModuleClasses = Iterable[type[nn.Module]]
 
 
 class CallablePolicy(Protocol):
-    """A policy that is asked module by module."""
+    """A policy that decides about one module at a time."""
 
     def __call__(self, *, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        """Whether to look into the module (`recurse`), or to wrap it (not `recurse`)."""
+        """Returns whether to visit the module's children (`recurse`), or to wrap the module."""
         ...
 
 
@@ -58,7 +58,7 @@ class _Policy(ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, perhaps with the root, and the arguments of the wrapper for each.
+        """Returns the modules to wrap, perhaps with the root, and each wrapper's arguments.
 
         `root_kwargs` are the arguments for the root; the dict is neither changed nor returned.
         """
@@ -67,7 +67,7 @@ class _Policy(ABC):
 class ModuleWrapPolicy(_Policy):
     """Wraps every module of the given classes, with the root's keyword arguments.
 
-    Can also be called, as the other form of policy.
+    An instance is also callable, as the other form of policy.
     """
 
     def __init__(self, module_classes: ModuleClasses) -> None:
@@ -84,7 +84,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
-        """Looks into every module; wraps those of the classes."""
+        """Visits every module; wraps those of the classes."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -126,25 +126,25 @@ class CustomPolicy(_Policy):
         return found
 
 
-# --- Policies that are asked module by module ----------------------------------------------------
+# --- Policies that decide about one module at a time ---------------------------------------------
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """True: every submodule is looked into and wrapped."""
+    """Returns True: every submodule is visited and wrapped."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wraps the modules for which `lambda_fn` is true; fix it with `functools.partial`."""
+    """Wraps the modules for which `lambda_fn` is true; bind it with `functools.partial`."""
     return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: ModuleClasses
 ) -> bool:
-    """Wraps the modules of the given classes; fix these with `functools.partial`.
+    """Wraps the modules of the given classes; bind them with `functools.partial`.
 
     Parameters shared between layers outside those classes, such as tied embeddings, then stay
     together in the unit around them.
@@ -155,7 +155,7 @@ def transformer_auto_wrap_policy(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[CallablePolicy]
 ) -> bool:
-    """True where one of the policies says so; asks them in order until one does."""
+    """Returns True if one of the policies does; calls them in order until one does."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         for policy in policies
@@ -173,9 +173,8 @@ def size_based_auto_wrap_policy(
     """Wraps a module once the parameters left to it have `min_num_params` elements or more.
 
     Modules inside those of `force_leaf_modules` are not wrapped, and neither are those of
-    `exclude_wrap_modules`. None stands for this function's attributes of the same names in
-    capitals: attention, whose parts are not called as modules, and containers, which have no
-    forward.
+    `exclude_wrap_modules`. None means this function's attributes of the same names in capitals:
+    attention, whose parts are not called as modules, and containers, which have no forward.
     """
     barred = force_leaf_modules if recurse else exclude_wrap_modules
     if barred is None:
@@ -203,14 +202,14 @@ class _Wrapping:
 
 
 _wrapping: ContextVar[_Wrapping | None] = ContextVar("sharding.wrap", default=None)
-"""Each thread has its own, so that ranks can be threads of one process."""
+"""The wrapper in force. Each thread has its own, so that ranks can be threads of one process."""
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Within it, `wrap(module)` is `wrapper_cls(module, **wrapper_kwargs)`; in this thread only.
+    """Makes `wrap(module)` return `wrapper_cls(module, **wrapper_kwargs)` in the block.
 
-    Contexts nest: the innermost one is in force.
+    Applies to this thread only. Of nested blocks, the innermost applies.
 
     >>> def wrapper(module, **kwargs):
     ...     return nn.Sequential(module)
@@ -230,10 +229,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module, wrapped by the `enable_wrap` around this call; unchanged outside of one.
+    """Returns the module, wrapped by the `enable_wrap` around this call; outside, unchanged.
 
-    A layer that uses it can be built both ways. A keyword argument of this call replaces the one of
-    `enable_wrap`.
+    A layer whose code calls this can be built wrapped or not. A keyword argument of this call
+    replaces the one of `enable_wrap`.
     """
     wrapping = _wrapping.get()
     if wrapping is None:
