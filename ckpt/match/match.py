@@ -74,7 +74,7 @@ def match(
     check_mode()
     parameters = parameter_names(state)
     saved = named_by_position(saved, state, parameters)
-    builder = MatchBuilder(saved, selection, world)
+    builder = MatchBuilder(saved, selection, world, casting is not None)
     matcher = _Matcher(builder, casting, parameters)
     install = matcher.walk(state, "")
     matcher.forgive_ties()

@@ -75,6 +75,8 @@ class MatchBuilder:
     selection: Selection
     world: Mesh
     """All ranks, along one axis."""
+    allows_casts: bool = False
+    """Whether tensors may get another dtype than the saved one."""
     items: list[LoadItem] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     preflight_scalars: list[LoadItem] = field(default_factory=list)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from ckpt.match.match_blocks import match_with_blocks
 from ckpt.match.match_builder import Installer, MatchBuilder, whole_tensor
 from ckpt.match.match_entries import SavedState, lacking_entries
 from ckpt.match.match_slices import match_slices
@@ -218,7 +219,7 @@ class _OptimizerMatch:
                 return zeros_placed_like(parameter, torch_dtype(record.dtype.torch_name))
             return whole_tensor(record)
 
-        step = self.builder.whole(saved, where, like)
+        step = match_with_blocks(self.builder, parameter, saved, where, like)
         if not isinstance(mine, dict) or not isinstance(saved, dict):
             return step
 

@@ -19,19 +19,19 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
-from ckpt.state.subclass_state import is_composed, taken_apart
+from ckpt.state.subclass_state import inner_of, plain, taken_apart
 from formats.catalog import join
 from sharding.describe.describing import (
     TensorLike,
@@ -177,11 +177,11 @@ def optimizer_entries(
             entry = named[key]
             if entry.is_idle:
                 continue
-            value = _by_its_tensors(value)
+            where = f"{path}['state'][{entry.names[0]!r}]"
             if entry.slices or len(entry.names) != 1:
-                state |= _divided(entry, value, path)
+                state |= _divided(entry, _by_its_tensors(value, plain, where), path)
             else:
-                state[entry.names[0]] = value
+                state[entry.names[0]] = _by_its_tensors(value, taken_apart, where)
         else:
             state[key] = value
     groups = [
@@ -192,13 +192,13 @@ def optimizer_entries(
     return {"state": state, "param_groups": groups, **others}
 
 
-def _by_its_tensors(state: object) -> object:
-    """Returns the state of one parameter, with dicts for tensors that wrap others (rule 4)."""
+def _by_its_tensors(state: object, instead: Callable[[Any, str], Any], where: str) -> object:
+    """Returns the state of one parameter, with `instead` of tensors that wrap others (rule 4)."""
     if not isinstance(state, Mapping):
         return state
-    if type(state) is dict and not any(map(is_composed, state.values())):
+    if type(state) is dict and all(inner_of(value) is None for value in state.values()):
         return state
-    return {key: taken_apart(value) for key, value in state.items()}
+    return {key: instead(value, f"{where}[{key!r}]") for key, value in state.items()}
 
 
 def _divided(named: NamedParameter, state: object, path: str) -> dict[object, object]:

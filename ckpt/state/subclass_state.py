@@ -7,7 +7,11 @@ Rules:
 
 1. A load imports no class that a checkpoint names. The program must have imported the class, which
    must be a subclass of `torch.Tensor`; otherwise that is a difference.
-2. DTensors do not count: layouts describe them.
+2. A DTensor whose local part is of such a class is stored by the parts of its inner tensors, if the
+   class stores blocks (`ckpt.state.blocks`) and no rank's part cuts one. The dict is that of the
+   whole tensor, so any number of ranks may load it.
+3. Otherwise it is stored as a plain tensor of the values that its codes stand for: a rank whose
+   part cuts a block has plain state already. The same holds in a flat parameter.
 """
 
 from __future__ import annotations
@@ -18,6 +22,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt.errors import StateError
+from ckpt.state.blocks import CODES, FOLLOWING, LEAST_OF_TORCHAO, TORCHAO, Cut
+from sharding.describe.dtensor import describe
+from sharding.describe.local_part import LocalPart
+from sharding.layout import Layout, Mesh
 
 ORDINARY = (torch.Tensor, torch.nn.Parameter, type(None))
 """Classes whose tensors wrap no other tensors."""
@@ -42,18 +52,90 @@ def is_composed(value: object) -> bool:
     )
 
 
-def taken_apart(value: Any) -> Any:
-    """Returns the dict that replaces a tensor with inner tensors; any other value unchanged."""
-    if not is_composed(value):
+def inner_of(value: object) -> Any:
+    """Returns a tensor that wraps others: the value, or the local part of a DTensor; or None."""
+    if is_composed(value):
         return value
-    names, context = value.__tensor_flatten__()
+    local = getattr(value, "_local_tensor", None)
+    return local if is_composed(local) else None
+
+
+def taken_apart(value: Any, where: str) -> Any:
+    """Returns the dict that replaces a tensor with inner tensors; any other value unchanged.
+
+    Raises StateError, which begins with `where`, for a divided tensor of a class without blocks.
+    """
+    local = inner_of(value)
+    if local is None:
+        return value
+    names, context = local.__tensor_flatten__()
+    if local is value:
+        tensors = {name: taken_apart(getattr(value, name), where) for name in names}
+    else:
+        cut = _whole_blocks(local, layout_of(value, where))
+        if cut is None:
+            return plain(value, where)
+        tensors = {name: _part(name, local, cut) for name in names}
     return {
-        CLASS: f"{type(value).__module__}:{type(value).__qualname__}",
-        "context": context,
+        CLASS: f"{type(local).__module__}:{type(local).__qualname__}",
+        "context": of_shape(context, tuple(local.shape), tuple(value.shape)),
         "shape": tuple(value.shape),
         "stride": tuple(value.stride()),
-        "tensors": {name: taken_apart(getattr(value, name)) for name in names},
+        "tensors": tensors,
     }
+
+
+def layout_of(tensor: torch.Tensor, where: str) -> Layout:
+    """Returns the layout of a DTensor."""
+    return describe(tensor, where, Mesh.grid(("world",), (1,)))[1]
+
+
+def _whole_blocks(local: Any, layout: Layout) -> Cut | None:
+    """Returns the cut if each rank's part consists of whole blocks; None if one has plain state."""
+    block, cut = getattr(local, "block_size", None), Cut.of(layout)
+    if cut is None or type(block) is not int or not set(local.__tensor_flatten__()[0]) >= FOLLOWING:
+        return None
+    least = LEAST_OF_TORCHAO if type(local).__module__.startswith(TORCHAO) else 1
+    return cut if cut.is_between(block) and cut.least >= least else None
+
+
+def _part(name: str, local: Any, cut: Cut) -> Any:
+    """Returns an inner tensor of a rank's part, as a part of the whole tensor's inner tensor."""
+    inner = getattr(local, name)
+    if name not in FOLLOWING:
+        return inner
+    if name == CODES and inner.shape == local.shape:
+        return LocalPart(inner.detach(), cut.layout)
+    return LocalPart(inner.detach(), cut.entries(local.numel() // inner.numel()))
+
+
+def of_shape(context: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
+    """Returns the context of a tensor of another shape, for classes that keep the shape in it.
+
+    >>> of_shape([True, (4, 2)], (4, 2), (8, 2))
+    [True, (8, 2)]
+    """
+    if not isinstance(context, list | tuple):
+        return context
+    changed = [new if isinstance(c, tuple) and tuple(c) == old else c for c in context]
+    return changed if isinstance(context, list) else tuple(changed)
+
+
+def plain(value: Any, where: str) -> Any:
+    """Returns a plain tensor, placed like `value`, of the values that its codes stand for.
+
+    Raises StateError for a class without `dequantize`.
+    """
+    local = inner_of(value)
+    if local is None:
+        return value
+    if not hasattr(local, "dequantize"):
+        raise StateError(
+            f"{where}: a {type(local).__qualname__} is divided among ranks in the middle of the "
+            "tensors that it wraps, and has no dequantize(): store its inner tensors"
+        )
+    values = local.dequantize().detach().contiguous()
+    return values if local is value else LocalPart(values, layout_of(value, where))
 
 
 def put_together(nest: Any) -> Any:

@@ -71,7 +71,7 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
     if is_composed(tensor) or is_composed(getattr(tensor, "_local_tensor", None)):
         return (
             f"a {type(tensor).__qualname__} wraps other tensors, and is stored only as an "
-            "optimizer's state of a parameter that is not divided: store its inner tensors"
+            "optimizer's state of a parameter: store its inner tensors"
         )
     if _answers_for_itself(tensor):
         todo = _KINDS.get(type(tensor).__name__, "store its inner tensors")
