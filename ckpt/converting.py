@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.conversion_plan import ConversionPlan, conversion_plan
@@ -30,6 +31,7 @@ from ckpt.mapping.changes import Changes, MappingName, Part
 from ckpt.outgoing import MEMORY_BYTES, Streams, outgoing
 from ckpt.placing import file_writer, folder_writer
 from ckpt.read_back import check_written
+from ckpt.resuming import Journal, identity_of
 from ckpt.sources import open_source
 from ckpt.stores.store import Options, Store, local_path, open_store, split_url
 from ckpt.targets import check_file, check_folder, check_native
@@ -39,12 +41,14 @@ from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_s
 from formats.catalog import OpaqueValue, Tree, TypedValue, named_leaves, without_opaque
 from formats.dcp_nest import lost
 from formats.errors import FormatError, UnsupportedError
+from formats.file_plan import FilePlan
 from formats.limits import current
 from formats.magic import ENDINGS
 from formats.native.manifest import MANIFEST, Manifest, ShardFile
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
+from formats.storage import Writer
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
 from sharding.url_secrets import without_secrets
@@ -125,6 +129,7 @@ def convert(
     kind: KindName | None = None,
     world_size: int | None = None,
     dry_run: bool = False,
+    resume: bool = False,
     verify: bool = False,
     progress: Callable[[int], None] | None = None,
     storage_options: Options = None,
@@ -169,6 +174,8 @@ def convert(
             them, or even runs of row-major elements. For `ckpt`; other formats are `full`.
         world_size: the number of ranks; 1 by default for `full`.
         dry_run: checks everything, writes nothing, and returns the report with its plan.
+        resume: goes on where an interrupted conversion with equal arguments stopped, and lets a
+            later one go on: complete files are kept beside `dst`. For `hf` and `dcp` on a disk.
         verify: reads the result back and compares each byte and value with the source.
         progress: called with numbers of bytes as they are read.
         storage_options: options of the fsspec drivers of both URLs.
@@ -190,6 +197,7 @@ def convert(
     chosen = format_of(target, to)
     divided, ranks = checked_kind(kind, world_size)
     _check_can_hold(chosen, target, divided, ranks, compress)
+    _check_resumable(chosen, target, resume)
     casts = Casts.of(dtype)
     changes = Changes.of(select, part, include, exclude, mapping, rename, prefix, parameters)
     there = storage_options if dst_storage_options is None else dst_storage_options
@@ -221,7 +229,14 @@ def convert(
                 with open_store(target, there) as store:
                     write_native(store, state, division, overwrite, compress)
             else:
-                _write_folder(chosen, target, there, state, overwrite, max_shard_bytes)
+                is_hf = chosen is Format.HUGGINGFACE
+                plans = huggingface.plans(state, max_shard_bytes) if is_hf else dcp.plans(state)
+                identity = None
+                if resume:
+                    values = changes.parameters_of(opened)
+                    identity = identity_of(opened, (chosen, changes, values, casts), plans)
+                with folder_writer(target, there, overwrite, resume) as writer:
+                    _write_plans(writer, state, plans, identity)
         if verify and not dry_run:
             with (
                 outgoing(opened.url, opened.store, found.catalog, casts) as wanted,
@@ -344,19 +359,15 @@ def _write_file(
         store.flush()
 
 
-def _write_folder(
-    chosen: Format,
-    target: str,
-    options: Options,
-    state: Streams,
-    overwrite: bool,
-    max_shard_bytes: int,
+def _write_plans(
+    writer: Writer, state: Streams, plans: Sequence[FilePlan], identity: str | None
 ) -> None:
-    with folder_writer(target, options, overwrite) as writer:
-        if chosen is Format.HUGGINGFACE:
-            state.write(writer, huggingface.plans(state, max_shard_bytes))
-        else:
-            state.write(writer, dcp.plans(state))
+    """Writes the files of a folder; with an identity only those that are not there yet."""
+    if identity is None:
+        state.write(writer, plans)
+        return
+    with Journal.opened(Path(writer.url), identity) as journal:
+        state.write(journal.writer(writer), journal.left(plans))
 
 
 def _left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
@@ -414,6 +425,17 @@ def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:
         if casts.of_name(name) not in (None, tensor.dtype)
         and tensor.dtype.torch_name.startswith(("float", "bfloat"))
     )
+
+
+def _check_resumable(chosen: Format, target: str, resume: bool) -> None:
+    """Raises ArgumentError unless an interrupted conversion to a target can go on."""
+    is_folder = chosen in (Format.HUGGINGFACE, Format.DCP)
+    if resume and not (is_folder and local_path(target) is not None):
+        raise ArgumentError(
+            f"{without_secrets(target)} would be written as {chosen.value}; a conversion can go on "
+            "only to a folder of hf or dcp on a disk, whose files are complete one by one: leave "
+            "out resume=True (--resume)"
+        )
 
 
 def _check_can_hold(

@@ -59,8 +59,13 @@ def file_writer(target: str, store: Store, overwrite: bool) -> Iterator[Writer]:
 
 
 @contextmanager
-def folder_writer(target: str, options: Options, overwrite: bool) -> Iterator[Writer]:
+def folder_writer(
+    target: str, options: Options, overwrite: bool, kept: bool = False
+) -> Iterator[Writer]:
     """Returns a writer for a folder that becomes `target` if the block succeeds (rule 2).
+
+    With `kept`, the folder has a fixed name until then, and stays if the block fails. Only a folder
+    on a disk can be kept.
 
     Raises:
         ExistsError: a file or folder has appeared at `target` meanwhile that may not be replaced.
@@ -72,7 +77,7 @@ def folder_writer(target: str, options: Options, overwrite: bool) -> Iterator[Wr
         return
     local = folder_path(path)
     local.parent.mkdir(parents=True, exist_ok=True)
-    attempt = secrets.token_hex(4)
+    attempt = "resumed" if kept else secrets.token_hex(4)
     fresh = local.parent / f".{local.name}.{attempt}{PART_SUFFIX}"
     old = local.parent / f".{local.name}.{attempt}.old"
     try:
@@ -92,7 +97,8 @@ def folder_writer(target: str, options: Options, overwrite: bool) -> Iterator[Wr
     except BaseException:
         if os.path.lexists(old) and not os.path.lexists(local):
             old.rename(local)
-        _remove(fresh)
+        if not kept:
+            _remove(fresh)
         raise
 
 

@@ -50,6 +50,7 @@ class Options:
     kind: KindName | None
     world_size: int | None
     dry_run: bool
+    resume: bool
     verify: bool
     verbose: bool
     as_json: bool
@@ -121,6 +122,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "sharded and local; any format but ckpt holds full tensors of 1 rank",
     )
     add("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on where this conversion was interrupted; for hf and dcp on a disk",
+    )
     add("--verify", action="store_true", help="read the result back and compare every byte")
     add("-v", "--verbose", action="store_true", help="print each name with the names it comes from")
     add("--json", dest="as_json", action="store_true", help="the summary as JSON; -v: and the plan")
@@ -154,6 +160,7 @@ def run(options: Options) -> int:
             kind=options.kind,
             world_size=options.world_size,
             dry_run=options.dry_run,
+            resume=options.resume,
             verify=options.verify,
             progress=advance,
             storage_options=told,

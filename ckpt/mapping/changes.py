@@ -99,20 +99,16 @@ class Changes:
         if self.part is not None:
             select = _place(source, self.part)
         found = _chosen(source, select, self.selection)
-        for mapping in self.mappings:
-            found = mapped(found, mapping, self._parameters_of(mapping, source))
+        for mapping, parameters in zip(self.mappings, self.parameters_of(source), strict=True):
+            found = mapped(found, mapping, parameters)
         return found
 
-    def _parameters_of(self, mapping: TensorMapping, source: Source) -> dict[str, int]:
-        """Returns the values of parameters (rule 3). The caller's count first."""
-        found = dict(self.parameters)
-        wanted = {name: keys for name, keys in mapping.parameters.items() if name not in found}
-        config = _config(source) if wanted else {}
-        for name, keys in wanted.items():
-            values = [config[key] for key in keys if config.get(key) is not None]
-            if values and type(values[0]) is int:
-                found[name] = values[0]
-        return found
+    def parameters_of(self, source: Source) -> tuple[Mapping[str, int], ...]:
+        """Returns the parameters of each mapping (rule 3). The caller's count first."""
+        given = self.parameters
+        is_complete = all(set(mapping.parameters) <= set(given) for mapping in self.mappings)
+        config = {} if is_complete else _config(source)
+        return tuple({**_configured(mapping, config), **given} for mapping in self.mappings)
 
 
 def mapping_named(mapping: MappingName) -> TensorMapping:
@@ -127,6 +123,16 @@ def mapping_named(mapping: MappingName) -> TensorMapping:
 def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:
     rules = tuple(Rule((old,), (new,), where=where) for old, new in rename.items())
     return TensorMapping(where, rules)
+
+
+def _configured(mapping: TensorMapping, config: Mapping[str, object]) -> dict[str, int]:
+    """Returns the parameters of a mapping that a model's configuration has."""
+    found: dict[str, int] = {}
+    for name, keys in mapping.parameters.items():
+        values = [config[key] for key in keys if config.get(key) is not None]
+        if values and isinstance(values[0], int) and not isinstance(values[0], bool):
+            found[name] = values[0]
+    return found
 
 
 def _config(source: Source) -> Mapping[str, object]:

@@ -1,0 +1,168 @@
+"""Conversions to folders that go on where an interrupted one stopped.
+
+The files of a folder are written beside the target, into a folder with a fixed name. A journal in
+it has a line for each complete file: its name, size and digest. Rules:
+
+1. The first line identifies the conversion: the source's files with their digests or times of
+   change, all options that decide bytes, and the plan of each file. Another conversion begins anew.
+2. A file counts as complete if its line is on the disk and the file has the digest now. It is read
+   for that, and not written again.
+3. One process at a time works on a folder: it holds a lock on the journal.
+4. A failure leaves the folder and its complete files. The result appears as a whole, as always.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from ckpt.errors import ExistsError
+from ckpt.sources import Source
+from formats.file_plan import FilePlan, Late, length_of
+from formats.outgoing import OutgoingTensor
+from formats.storage import FileWriter, Writer
+
+JOURNAL = ".journal"
+READ_BYTES = 1 << 20
+_Content = tuple[int, str]
+"""The size and the digest of a file."""
+
+
+def identity_of(source: Source, options: object, plans: Sequence[FilePlan]) -> str:
+    """Returns a digest of a conversion (rule 1). `options` has a `repr` with all of its values."""
+    digest = xxhash.xxh3_128(repr(options).encode())
+    digest.update(f"{source.url} {source.catalog.format}".encode())
+    for file in source.catalog.files:
+        changed = file.digest or source.store.modified(file.name)
+        digest.update(repr((file.name, file.size, changed)).encode())
+    for plan in plans:
+        digest.update(plan.name.encode())
+        for part in plan.parts:
+            if isinstance(part, bytes):
+                digest.update(part)
+            elif isinstance(part, OutgoingTensor):
+                digest.update(repr((part.name, part.dtype.name, part.shape)).encode())
+            elif isinstance(part, Late):
+                digest.update(repr(part.nbytes).encode())
+    return digest.hexdigest()
+
+
+class Journal:
+    """The complete files of a folder. See the rules above."""
+
+    def __init__(self, folder: Path, file: IO[str], done: Mapping[str, _Content]) -> None:
+        self._folder = folder
+        self._file = file
+        self.done = done
+        """The complete files of an earlier attempt."""
+
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path, identity: str) -> Iterator[Journal]:
+        """Opens or begins the journal of a folder, and removes files that are not complete.
+
+        The journal is gone if the block succeeds.
+
+        Raises:
+            ExistsError: another process converts into the folder.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / JOURNAL
+        with path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ExistsError(
+                    f"{folder}: another process resumes this conversion; wait for it, or end it"
+                ) from error
+            done = _complete(folder, file, identity)
+            for other in folder.iterdir():
+                if other.name not in done and other.name != JOURNAL:
+                    other.unlink()
+            file.seek(0)
+            file.truncate()
+            journal = cls(folder, file, done)
+            journal._append([identity])
+            for name, content in done.items():
+                journal._append([name, *content])
+            yield journal
+            path.unlink()
+
+    def writer(self, writer: Writer) -> Writer:
+        """Returns a writer whose complete files get a line in the journal."""
+        return _JournalWriter(self, writer)
+
+    def left(self, plans: Sequence[FilePlan]) -> list[FilePlan]:
+        """Returns the files that are not complete."""
+        return [
+            plan
+            for plan in plans
+            if plan.name not in self.done
+            or self.done[plan.name][0] != sum(map(length_of, plan.parts))
+        ]
+
+    def add(self, name: str) -> None:
+        """Notes a file that is complete and on the disk."""
+        self._append([name, *_size_and_digest(self._folder / name)])
+
+    def _append(self, line: list[object]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class _JournalWriter:
+    """A folder's writer that tells the journal of complete files."""
+
+    def __init__(self, journal: Journal, writer: Writer) -> None:
+        self.url = writer.url
+        self._journal = journal
+        self._writer = writer
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[FileWriter]:
+        """Creates a file; the journal names it once it is complete."""
+        with self._writer.create(name) as file:
+            yield file
+        self._journal.add(name)
+
+
+def _complete(folder: Path, file: IO[str], identity: str) -> dict[str, _Content]:
+    """Returns the files that the journal names and that have their digests (rule 2)."""
+    file.seek(0)
+    lines = [_parsed(line) for line in file.read().splitlines()]
+    if not lines or lines[0] != [identity]:
+        return {}
+    found: dict[str, _Content] = {}
+    for line in lines[1:]:
+        if not isinstance(line, list) or len(line) != 3 or os.sep in str(line[0]):
+            break  # the end of an append that was cut
+        path = folder / str(line[0])
+        content = _size_and_digest(path) if path.is_file() else None
+        if content is not None and [*content] == line[1:]:
+            found[path.name] = content
+    return found
+
+
+def _parsed(line: str) -> object:
+    try:
+        found: object = json.loads(line)
+    except ValueError:
+        return None
+    return found
+
+
+def _size_and_digest(path: Path) -> _Content:
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+            size += len(data)
+    return size, digest.hexdigest()

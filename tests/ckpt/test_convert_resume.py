@@ -1,0 +1,159 @@
+"""A conversion to a folder goes on where an interrupted one stopped, and only that one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import ExistsError
+from ckpt.resuming import JOURNAL
+from sharding.errors import ArgumentError
+
+MOST = 4 * 64 * 4
+"""Four tensors a file."""
+
+
+class Stop(Exception):
+    """Ends a conversion in the middle."""
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Twelve tensors: three files of a Hugging Face folder."""
+    ckpt.save(tmp_path / "run", {f"w{i:02d}": torch.full((8, 8), float(i)) for i in range(12)})
+    return tmp_path / "run"
+
+
+def convert(source: Path, target: Path, stop_after: int | None = None, **more: Any) -> int:
+    """Converts, or stops after so many bytes were read; returns the number of bytes read."""
+    read = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal read
+        read += nbytes
+        if stop_after is not None and read > stop_after:
+            raise Stop
+
+    arguments: dict[str, Any] = {"to": "hf", "max_shard_bytes": MOST, "resume": True}
+    ckpt.convert(source, target, progress=progress, **arguments | more)
+    return read
+
+
+def work(target: Path) -> Path:
+    """The folder beside the target with the complete files."""
+    return target.parent / f".{target.name}.resumed.part"
+
+
+def test_complete_files_are_kept_and_not_read_again(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=2 * MOST)
+    assert not target.exists()
+    kept = {file.name for file in work(target).iterdir()} - {JOURNAL}
+    assert kept == {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"}
+    assert convert(saved, target, verify=True) == MOST
+    assert not work(target).exists()
+    ckpt.convert(saved, tmp_path / "other", to="hf", max_shard_bytes=MOST)
+    names = sorted(file.name for file in (tmp_path / "other").iterdir())
+    assert sorted(file.name for file in target.iterdir()) == names
+    for name in names:
+        assert (target / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "read"),
+    [
+        ({}, MOST),
+        ({"max_shard_bytes": MOST - 1}, 3 * MOST),
+        ({"dtype": "float16"}, 3 * MOST),
+        ({"rename": {"w00": "w01", "w01": "w00"}}, 3 * MOST),
+        ({"exclude": "w11"}, 3 * MOST - 256),
+    ],
+)
+def test_another_conversion_begins_anew(
+    saved: Path, tmp_path: Path, more: dict[str, Any], read: int
+) -> None:
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=2 * MOST)
+    assert convert(saved, target, verify=True, **more) == read
+
+
+def test_another_source_begins_anew(saved: Path, tmp_path: Path) -> None:
+    target, source = tmp_path / "hf", tmp_path / "s.safetensors"
+    ckpt.convert(saved, source)
+    with pytest.raises(Stop):
+        convert(source, target, stop_after=2 * MOST)
+    os.utime(source, (0, 0))
+    assert convert(source, target) == 3 * MOST
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "gone", "journal", "end of the journal"])
+def test_a_file_that_is_not_what_the_journal_says_is_written_again(
+    saved: Path, tmp_path: Path, damage: str
+) -> None:
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=2 * MOST)
+    file, journal = work(target) / "model-00002-of-00003.safetensors", work(target) / JOURNAL
+    data = bytearray(file.read_bytes())
+    expected = 2 * MOST
+    if damage == "byte":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "journal":
+        journal.write_bytes(b"\0" + journal.read_bytes())
+        expected = 3 * MOST
+    else:
+        journal.write_bytes(journal.read_bytes()[:-3])
+    assert convert(saved, target, verify=True) == expected
+
+
+def test_a_journal_names_no_file_elsewhere(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=2 * MOST)
+    with (work(target) / JOURNAL).open("a") as journal:
+        journal.write(json.dumps(["../run/manifest.json", 1, "0"]) + "\n")
+    assert convert(saved, target) == MOST
+
+
+def test_dcp_goes_on_too(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "dcp"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=0, to="dcp")
+    assert convert(saved, target, to="dcp", verify=True) == 3 * MOST
+    assert ckpt.diff(saved, target).equal
+
+
+def test_two_processes_do_not_work_on_one_folder(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=2 * MOST)
+    with (work(target) / JOURNAL).open() as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(ExistsError, match="another process resumes this conversion"):
+            convert(saved, target)
+    assert convert(saved, target) == MOST
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("ckpt", "c"), ("safetensors", "c.safetensors"), ("hf", "memory://c")]
+)
+def test_a_target_without_complete_files_cannot_go_on(
+    saved: Path, tmp_path: Path, to: Any, name: str
+) -> None:
+    target = name if "://" in name else tmp_path / name
+    with pytest.raises(ArgumentError, match="can go on only to a folder of hf or dcp on a disk"):
+        ckpt.convert(saved, target, to=to, resume=True)
