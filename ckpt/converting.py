@@ -28,7 +28,7 @@ from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part
-from ckpt.outgoing import MEMORY_BYTES, Streams, outgoing
+from ckpt.outgoing import Streams, outgoing
 from ckpt.placing import file_writer, folder_writer
 from ckpt.read_back import check_written
 from ckpt.resuming import Journal, identity_of
@@ -257,7 +257,7 @@ def convert(
             _became_text(chosen, state),
             _not_cast(casts, state),
             beside,
-            conversion_plan(found, casts, MEMORY_BYTES),
+            conversion_plan(found, casts, state.memory_bytes),
         )
 
 

@@ -75,6 +75,8 @@ class Streams(Outgoing):
 
     elements: Mapping[str, Elements]
     """The row-major elements of each tensor, by name."""
+    memory_bytes: int
+    """The most memory of all blocks together."""
     write: Callable[[Writer, Sequence[FilePlan]], None]
     """Writes planned files, which have all the tensors, and compares all checksums."""
 
@@ -132,6 +134,7 @@ def outgoing(
             aliases,
             _kept_metadata(catalog),
             elements=elements,
+            memory_bytes=max(MEMORY_BYTES, copier.sizes.memory_bytes),
             write=copier.write,
         )
 

@@ -4,8 +4,8 @@ Rules:
 
 1. The order is: the part (`select`, or the place of the model or optimizer), include and exclude,
    mappings, renames, prefix. Each takes the names that the last one gave.
-2. The model is the first of the top entries `MODEL_KEYS` that is there, or, in a checkpoint without
-   an optimizer, everything. An optimizer is a dict with `state` and `param_groups`, as torch's
+2. The model is the weights of a training's folder, the first of the top entries `MODEL_KEYS` that
+   is there, or, in a checkpoint without an optimizer, everything. An optimizer is a dict with `state` and `param_groups`, as torch's
    `state_dict()` of an optimizer; a checkpoint with several has no one place of it.
 3. A parameter of a mapping that the caller does not give comes from the `config.json` beside the
    checkpoint, if it is there.
@@ -194,6 +194,8 @@ def _place(source: Source, part: Part) -> str:
             f"{said}; name it with select= (--select)",
             tree,
         )
+    if source.catalog.weights:
+        return source.catalog.weights
     top = tree if isinstance(tree, dict) else {}
     for key in MODEL_KEYS:
         if isinstance(top.get(key), dict) and holds_tensor(top[key]):

@@ -61,6 +61,12 @@ class CopySizes:
         limits = replace(found, direct_bytes=unit, scratch_bytes=min(unit, found.scratch_bytes))
         return cls(workers, unit, ReadPolicy(1, limits))
 
+    @property
+    def memory_bytes(self) -> int:
+        """The most memory of all threads: of their units, spans and reads (rule 4)."""
+        scratch = 2 * self.policy.limits.scratch_bytes
+        return self.workers * (2 * max(self.unit_bytes, self.span_bytes) + scratch)
+
     def workers_for(self, nbytes: int) -> int:
         """Returns the number of threads for a file of so many bytes."""
         return 1 if nbytes < self.thread_bytes else self.workers
