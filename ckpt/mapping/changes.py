@@ -5,8 +5,9 @@ Rules:
 1. The order is: the part (`select`, or the place of the model or optimizer), include and exclude,
    mappings, renames, prefix. Each takes the names that the last one gave.
 2. The model is the weights of a training's folder, the first of the top entries `MODEL_KEYS` that
-   is there, or, in a checkpoint without an optimizer, everything. An optimizer is a dict with `state` and `param_groups`, as torch's
-   `state_dict()` of an optimizer; a checkpoint with several has no one place of it.
+   is there, or, in a checkpoint without an optimizer, everything. An optimizer is a dict with
+   `state` and `param_groups`, as torch's `state_dict()` of an optimizer; a checkpoint with several
+   has no one place of it.
 3. A parameter of a mapping that the caller does not give comes from the `config.json` beside the
    checkpoint, if it is there.
 """

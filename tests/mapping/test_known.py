@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.mapping.known import known_mapping, known_names
+from ckpt.mapping.parse import parse_mapping
 from ckpt.mapping.rules import Rule, TensorMapping
 from sharding.errors import ArgumentError
 
@@ -157,6 +159,15 @@ def test_every_mapping_has_both_directions() -> None:
         ArgumentError, match="'lama' is no mapping and no file; the mappings are gpt2-"
     ):
         known_mapping("lama")
+
+
+def test_the_document_names_every_mapping_and_its_file_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", text, re.MULTILINE)
+    assert {*rows, *map(turned, rows)} == set(known_names())
+    [example] = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    mapping = parse_mapping(example, "the example")
+    assert mapping.inverse().inverse().rules == mapping.rules
 
 
 @pytest.fixture(scope="module")
