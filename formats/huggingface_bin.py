@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from formats import torch_save
 from formats.catalog import Catalog, FileRecord
 from formats.huggingface_files import check_in_their_files, choose, in_two_files, read_weight_map
 from formats.joined import Part, joined
 from formats.storage import Reader
+from formats.torch_files import read_torch
 
 ENDING = ".bin"
 
@@ -32,7 +32,7 @@ def read(reader: Reader, present: Sequence[str] | None = None) -> Catalog:
     if chosen is None:
         raise FileNotFoundError(f"{reader.url}: no *.bin with weights in this folder")
     weight_map, files = read_weight_map(reader, chosen, present)
-    catalogs = [torch_save.read(reader, name) for name in chosen.files or files]
+    catalogs = [read_torch(reader, name) for name in chosen.files or files]
     index = [FileRecord(chosen.index, reader.size(chosen.index))] if chosen.index else []
     names = {each.files[0].name: (*each.tensors, *each.aliases) for each in catalogs}
     check_in_their_files(weight_map, names, chosen.index)

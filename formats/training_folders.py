@@ -8,6 +8,7 @@
         rng_state.pth; rng_state_1.pth, ...          rng; rng.1, ...
         random_states_0.pkl, ...                     rng.0, ...
         trainer_state.json                           trainer_state
+        training_args.bin                            training_args, an object that is only shown
 
 Rules:
 
@@ -27,7 +28,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from formats import dcp, huggingface, huggingface_bin, torch_save
+from formats import dcp, huggingface, huggingface_bin
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.errors import UnsupportedError
 from formats.huggingface_files import BASES, choose
@@ -35,6 +36,7 @@ from formats.joined import Part, below, joined, under
 from formats.limits import check
 from formats.storage import Reader
 from formats.strict_json import decode_object
+from formats.torch_files import read_torch
 
 MODEL = "model"
 TRAINER_STATE = "trainer_state.json"
@@ -70,6 +72,8 @@ _ROWS = (
     _Row(re.compile(r"scaler\.pt()"), "scaler"),
     _Row(re.compile(rf"dl_state_dict{_N}\.bin"), "dataloader", may_be_left_out=True),
     _Row(re.compile(r"custom_checkpoint_([0-9]{1,6})\.pkl"), "custom", True, True),
+    _Row(re.compile(rf"sampler{_N}\.bin"), "sampler", may_be_left_out=True),
+    _Row(re.compile(r"training_args\.bin()"), "training_args", may_be_left_out=True),
     _Row(re.compile(rf"rng_state{_N}\.pth"), "rng", True, True),
     _Row(re.compile(r"random_states_([0-9]{1,6})\.pkl"), "rng", True, True),
 )
@@ -153,7 +157,7 @@ def _read(reader: Reader, entry: str, row: _Row) -> Catalog:
         return under(below(reader, entry.rstrip("/"), dcp.read), row.place)
     if entry.endswith(".safetensors"):
         return huggingface.read(reader, entry)
-    return torch_save.read(reader, entry)
+    return read_torch(reader, entry)
 
 
 def _json(reader: Reader, name: str) -> Catalog:

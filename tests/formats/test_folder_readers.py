@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 import ckpt
+from ckpt.errors import ExistsError
 from formats import dcp_shards
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 
@@ -73,6 +74,20 @@ def test_a_whole_bin_counts_and_safetensors_before_it(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert same(ckpt.read(tmp_path), {"a": torch.zeros(1)})
     assert ckpt.verify(tmp_path).notes == (f"not checked: {BIN}",)
+
+
+def test_a_save_does_not_hide_weights_in_a_bin(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / BIN)
+    with pytest.raises(ExistsError, match=r"another format \(pytorch_model\.bin\)"):
+        ckpt.save(tmp_path, state())
+    ckpt.save(tmp_path, {"z": torch.ones(1)}, overwrite=True)
+    assert list(ckpt.read(tmp_path)) == ["z"]
+
+
+def test_a_bin_of_torch_before_1_6_is_read(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / BIN, _use_new_zipfile_serialization=False)
+    assert same(ckpt.read(tmp_path), state())
+    assert "number of elements" in ckpt.verify(tmp_path).checked
 
 
 def test_damage_of_a_bin_is_found_in_its_shard(tmp_path: Path) -> None:

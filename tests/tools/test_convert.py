@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,17 @@ def test_the_summary_says_from_what_to_what_and_how_much(run, saved, tmp_path):
     line = ended.out.splitlines()[0]
     assert line.startswith(f"{saved} (ckpt) -> {target} (safetensors): 2 tensors, 144 B in ")
     assert load_file(target)["embed.weight"].shape == (8, 4)
+
+
+def test_what_lies_beside_the_weights_of_a_training_is_named(run, tmp_path):
+    trainer = Path(__file__).parents[1] / "data" / "trainer" / "checkpoint-2"
+    ended = run("convert", trainer, tmp_path / "x.safetensors")
+    assert ended.code == ExitCode.FINE
+    assert "note: only the weights were converted; --select takes one of optimizer" in ended.out
+    ended = run("convert", trainer, tmp_path / "y.pt", "--select", "optimizer")
+    assert "only the weights" not in ended.out
+    ended = run("inspect", trainer, "--depth", "1", "--values")
+    assert "<transformers.training_args.TrainingArguments>" in ended.out
 
 
 def test_values_that_the_target_cannot_hold_are_named(run, saved, tmp_path):
