@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -170,6 +171,9 @@ def torchs_state_dict(folder: str, kind: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         with TorchFSDP.state_dict_type(state["model"], StateDictType[kind]):
             ckpt.save(folder, state["model"].state_dict())
+            dcp.save(state["model"].state_dict(), checkpoint_id=f"{folder}-dcp")
+            optimizer = TorchFSDP.optim_state_dict(state["model"], state["optim"])
+            dcp.save({"optim": optimizer}, checkpoint_id=f"{folder}-optim")
         with TorchFSDP.state_dict_type(other, StateDictType[kind]):
             target = other.state_dict()
             ckpt.load(folder, target)
@@ -185,8 +189,15 @@ def test_sharded_tensors_of_torchs_state_dicts_are_saved_and_filled_in_place(
     found = clusters(3).run(torchs_state_dict, str(tmp_path / "dict"), kind)[0]
     assert "ShardedTensor" in found.values()
     direct, again = ckpt.read(tmp_path / "dict-direct"), ckpt.read(tmp_path / "dict-again")
-    read = ckpt.read(tmp_path / "dict")
+    read, theirs = ckpt.read(tmp_path / "dict"), ckpt.read(tmp_path / "dict-dcp")
+    assert set(read) == set(theirs)
+    assert all(torch.equal(read[name], theirs[name]) for name in read)
+    moments = ckpt.read(tmp_path / "dict-optim")["optim"]["state"]
+    assert ckpt.verify(tmp_path / "dict-optim").sound
+    assert set(moments) & set(direct)
     for name, tensor in direct.items():
+        if name in moments:
+            assert moments[name]["exp_avg"].shape == tensor.shape
         assert torch.equal(again[name], tensor), name
         if kind == "SHARDED_STATE_DICT":
             assert torch.equal(read[name], tensor), name

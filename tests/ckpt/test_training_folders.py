@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -219,6 +220,18 @@ def test_the_two_folders_of_fsdp2_are_read_through_the_outer_folder(tmp_path: Pa
     assert ckpt.diff(ACCELERATE / "fsdp2", tmp_path / "c").equal
 
 
+def test_the_folders_of_fsdp2_are_read_from_a_bucket() -> None:
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.put(f"{ACCELERATE / 'fsdp2'}/", "/training/fsdp2/", recursive=True)
+        assert ckpt.verify("memory://training/fsdp2").sound
+        module = nn.Linear(3, 4)
+        ckpt.load("memory://training/fsdp2", module)
+        assert torch.equal(module.weight, WEIGHT)
+    finally:
+        memory.rm("/training", recursive=True)
+
+
 def test_damage_in_a_folder_of_fsdp2_is_named_with_the_folder(tmp_path: Path) -> None:
     shutil.copytree(ACCELERATE / "fsdp2", tmp_path / "c")
     file = tmp_path / "c" / "optimizer_0" / "__0_0.distcp"
@@ -306,3 +319,18 @@ def test_both_forms_of_lightning_hold_the_same_weights() -> None:
         assert torch.equal(one["state_dict"][name], sharded["state_dict"][name])
         theirs = sharded["optimizer_0"]["state"][name]["momentum_buffer"]
         assert torch.equal(momentum[number]["momentum_buffer"], theirs)
+
+
+@pytest.mark.parametrize("name", ["one.ckpt", "sharded"])
+def test_a_checkpoint_of_lightning_resumes_with_its_optimizer(name: str) -> None:
+    module = nn.ModuleDict({"layer": nn.Linear(3, 4)})
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.5)
+    held = {"optimizer_states": [optimizer]} if name == "one.ckpt" else {"optimizer_0": optimizer}
+    target = {"state_dict": module, **held}
+    ckpt.load(LIGHTNING / name, target, include=["state_dict.*", "optimizer*"])
+    state = ckpt.read(LIGHTNING / name)
+    assert torch.equal(module["layer"].weight, state["state_dict"]["layer.weight"])
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    saved = ckpt.read(LIGHTNING / "sharded")["optimizer_0"]["state"]["layer.bias"]
+    found = optimizer.state[module["layer"].bias]["momentum_buffer"]
+    assert torch.equal(found, saved["momentum_buffer"])
