@@ -75,11 +75,17 @@ _TRAINED = has_like(
 )
 """A part of the state of a training, which a folder of nothing but weights lacks."""
 
+_DEEPSPEED = r"(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
+
 FOLDERS: tuple[FolderFormat, ...] = (
     FolderFormat("lightning", has("meta.pt", DCP_METADATA), "formats.lightning"),
     FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "formats.dcp"),
     FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "formats.training_folders"),
     FolderFormat("accelerate", has_like(r"random_states_[0-9]+\.pkl"), "formats.training_folders"),
+    FolderFormat("deepspeed", has_like(_DEEPSPEED), "formats.deepspeed"),
+    FolderFormat(
+        "deepspeed", both(has_like("latest(_universal)?"), has_like(".+/")), "formats.deepspeed"
+    ),
     FolderFormat(
         "huggingface", has_like(r".+\.safetensors(\.index\.json)?"), "formats.huggingface"
     ),

@@ -1,0 +1,289 @@
+"""Reads the folders of DeepSpeed's ZeRO (stages 0 to 3) and its Universal checkpoints.
+
+    latest                                            the name of the newest folder
+    global_step5/mp_rank_00_model_states.pt           stages 0 to 2: the module, and values
+    global_step5/zero_pp_rank_1_mp_rank_00_model_states.pt    stage 3: the part of rank 1
+    global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt    the optimizer of rank 1
+    global_step5_universal/zero/<parameter>/fp32.pt   Universal: a file for each state
+
+Rules:
+
+1. A catalog has the tensors by the names of their parameters. `module` is the whole model,
+   `optimizer` the state as of a torch optimizer, `fp32` the model with the trained parameters in
+   the precision of the optimizer. Parameters that only `module` or only `fp32` stores are tied.
+   A conversion to a format of weights, and a load into a module, take `fp32`.
+2. Other values of the model's file stand beside them; those of the optimizer's file are in `zero`.
+3. Each tensor-parallel rank (`mp_rank`) stores parts of tensors, and no file says how they join.
+   Only Universal checkpoints, which DeepSpeed joins, are read then.
+
+The layout is that of deepspeed/runtime/engine.py and deepspeed/utils/zero_to_fp32.py. Old names of
+files, and the prefixes `bf16_` and `fp16_`, are read too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from math import prod
+
+from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef, Tree
+from formats.deepspeed_files import File, groups_of, opened, shapes_of
+from formats.deepspeed_universal import universal_states
+from formats.deepspeed_zero import Nested, States, zero_states
+from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.flat_partitions import FlatPieces, Line, segment
+from formats.joined import below
+from formats.pickle_records import StoredTensor
+from formats.storage import Reader
+from formats.torch_tree import Nest
+
+LATEST = ("latest", "latest_universal")
+"""Files with the name of the newest folder."""
+LATEST_BYTES = 4096
+
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,9})_)?mp_rank_([0-9]{1,9})_model_states\.pt")
+_OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_?optim_states\.pt"
+)
+_IN_PARTS = (
+    (re.compile(r"(layer_[0-9]+_)?expert_[0-9]+_.*\.pt|expp_rank_.*\.pt"), "experts"),
+    (re.compile(r"layer_[0-9]+-.*model_states\.pt"), "the layers of a pipeline"),
+)
+"""Files of parts of a model that no file of the checkpoint says how to join."""
+_REPLACED = frozenset(
+    {"module", "buffer_names", "param_shapes", "shared_params"}
+    | {"frozen_param_shapes", "frozen_param_fragments"}
+)
+"""Keys of a model's file that are represented by tensors and their names."""
+
+
+def read(reader: Reader) -> Catalog:
+    """Reads the catalog of a step's folder, or of the step that `latest` names: no tensor.
+
+    Raises:
+        UnsupportedError: the model is in parts that the files do not say how to join (rule 3).
+        CorruptError: a rank's file is missing, truncated or damaged.
+        FormatError: the files do not belong together, or are invalid in another way.
+    """
+    entries = reader.entries()
+    if any(map(_MODEL.fullmatch, entries)):
+        return _Step(reader, _files(reader)).catalog()
+    name = next(filter(entries.__contains__, LATEST))
+    told = reader.read_whole(name, LATEST_BYTES).decode("utf-8", "replace").strip()
+    if f"{told}/" not in entries or not any(map(_MODEL.fullmatch, reader.entries(told))):
+        raise UnsupportedError(
+            f"{reader.url}: its file {name} names the folder {told!r:.200}, in which there is no "
+            "checkpoint of DeepSpeed; open the folder of a step by its name"
+        )
+    return below(reader, told, read)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The files of a step's folder, by tensor-parallel rank (`mp_rank`), then by rank."""
+
+    models: dict[int, dict[int, str]] = field(default_factory=dict)
+    optimizers: dict[int, dict[int, str]] = field(default_factory=dict)
+    is_universal: bool = False
+
+
+def _files(reader: Reader) -> _Names:
+    """Returns the names of the files. Raises UnsupportedError for parts of a model."""
+    entries = reader.entries()
+    found = _Names(is_universal="zero/" in entries)
+    for name in entries:
+        for pattern, table in ((_MODEL, found.models), (_OPTIMIZER, found.optimizers)):
+            if (match := pattern.fullmatch(name)) is not None:
+                rank, parallel = int(match[1] or 0), int(match[2])
+                other = table.setdefault(parallel, {}).setdefault(rank, name)
+                if other != name:
+                    raise FormatError(f"{other} and {name} are both of rank {rank}; remove one")
+    if not found.is_universal:
+        _check_whole(reader, entries, found)
+    return found
+
+
+def _check_whole(reader: Reader, entries: Iterable[str], found: _Names) -> None:
+    """Raises UnsupportedError for parts of a model, CorruptError if a rank's file is missing."""
+    parts = [what for pattern, what in _IN_PARTS if any(map(pattern.fullmatch, entries))]
+    parts += ["the parts of tensor-parallel ranks"] * (len(found.models) > 1)
+    if parts:
+        raise UnsupportedError(
+            f"{reader.url}: it has {' and '.join(parts)}, which its files do not say how to join; "
+            "convert it with deepspeed/checkpoint/ds_to_universal.py and open the result"
+        )
+    for table in (found.models, found.optimizers):
+        for files in table.values():
+            if missing := set(range(len(files))) - set(files):
+                first = files[min(files)]
+                raise CorruptError(
+                    f"{reader.url}: there is a file {first}, and none of rank {min(missing)}; copy "
+                    "the files of all ranks"
+                )
+
+
+class _Step:
+    """The catalog of one step's folder, in the making."""
+
+    def __init__(self, reader: Reader, names: _Names) -> None:
+        self._reader, self._names = reader, names
+        self._nest = Nest(reader.url, 0)
+        self._parallel = min(names.models)
+        self._model = self._opened(names.models[self._parallel][0])
+        self._files = {
+            name: reader.size(name)
+            for table in (names.models, names.optimizers)
+            for ranks in table.values()
+            for name in ranks.values()
+        }
+
+    def catalog(self) -> Catalog:
+        model = self._model.part()
+        states = self._states()
+        tree: Nested = {}
+        if len(self._names.models) == 1:
+            self._add_module(tree, states)
+        else:  # the module of each file is a part, of which `fp32` is the whole
+            tree["fp32"] = dict(states.fp32)
+        tree |= self._values(model, {*_REPLACED, "optimizer"} if states.fp32 else _REPLACED)
+        if states.fp32 and states.groups:
+            state: Nested = {name: each for name, each in states.state.items() if each}
+            groups: list[Tree] = [*states.groups]
+            tree["optimizer"] = {"state": state, "param_groups": groups}
+        if states.values:
+            tree["zero"] = states.values
+        version = model.get("ds_version")
+        files = tuple(FileRecord(name, size) for name, size in self._files.items())
+        return Catalog(
+            format="deepspeed",
+            tensors=self._nest.tensors,
+            tree=tree,
+            files=files,
+            aliases=self._nest.aliases,
+            metadata={"ds_version": version} if isinstance(version, str) else {},
+            weights="fp32" if "fp32" in tree else "module",
+            parts=tuple(("", Catalog("torch", {}, None, (file,))) for file in files),
+        )
+
+    def _values(self, model: Mapping[object, object], left_out: Set[str]) -> Nested:
+        """Returns the values of the model's file that describe no tensor."""
+        if twice := {"fp32", "zero"} & set(model):
+            raise UnsupportedError(
+                f"{self._model.name}: it has a value {min(twice)!r}, a key that this reader gives "
+                "to parts of the optimizer; save the value under another key"
+            )
+        rest = {key: value for key, value in model.items() if key not in left_out}
+        tree = self._nest.tree(rest, (), self._model.archive)
+        assert isinstance(tree, dict)  # the tree of a dict
+        return tree
+
+    def _opened(self, name: str) -> File:
+        file = opened(self._reader, name)
+        self._nest.grow(file.pickle_bytes)
+        return file
+
+    def _states(self) -> States:
+        """Returns the trained parameters in the precision of the optimizer, with its state."""
+        if self._names.is_universal:
+            others = [
+                self._opened(files[0])
+                for parallel, files in sorted(self._names.models.items())
+                if parallel != self._parallel
+            ]
+            models = [groups_of(file) for file in (self._model, *others)]
+            states, sizes = universal_states(self._reader, self._nest, models, self._shared())
+            self._files.update(sizes)
+            return states
+        groups = groups_of(self._model)
+        ranks = self._names.optimizers.get(self._parallel, {})
+        if not groups or not ranks:
+            return States()
+        files = [self._opened(ranks[rank]) for rank in sorted(ranks)]
+        return zero_states(self._nest, files, groups)
+
+    # The module.
+
+    def _add_module(self, tree: Nested, states: States) -> None:
+        """Adds the whole model twice: as it computes, and in the precision of the optimizer."""
+        content = self._model.part()
+        stored = content.get("module")
+        if not isinstance(stored, dict):
+            tree["module"] = self._nest.tree(stored, ("module",), self._model.archive)
+            if states.fp32:
+                tree["fp32"] = states.fp32
+            return
+        shared = self._shared()
+        frozen = self._frozen()
+        module: Nested = {}
+        fp32: Nested = dict(states.fp32)
+        for name in dict.fromkeys((*stored, *frozen, *states.fp32)):
+            if not isinstance(name, str):
+                raise self._model.unlike("name", name, "module")
+            other = shared.get(name, name)
+            weights = states.fp32.get(other) if isinstance(other, str) else None
+            is_stored = name in stored and (not self._in_parts or not _is_empty(stored[name]))
+            if is_stored:
+                module[name] = self._nest.tree(stored[name], ("module", name), self._model.archive)
+            elif name in frozen:
+                module[name] = frozen[name]
+            else:
+                module[name] = self._tied("module", name, weights)
+            if states.fp32 and name not in fp32 and isinstance(module[name], TensorRef):
+                fp32[name] = self._tied("fp32", name, weights or module[name])
+        tree["module"] = module
+        if fp32:
+            tree["fp32"] = fp32
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether each rank has a part of each parameter: stage 3."""
+        return self._model.name.startswith("zero_pp_rank_")
+
+    def _tied(self, section: str, name: str, tensor: Tree) -> TensorRef:
+        """Returns the reference of a second name of a tensor."""
+        if not isinstance(tensor, TensorRef):
+            raise CorruptError(
+                f"{self._reader.url}: no file has the data of the parameter {name!r:.200}: the "
+                "files of the optimizer have it; copy them too"
+            )
+        self._nest.aliases[self._nest.claim((section, name))] = tensor.name
+        return tensor
+
+    def _shared(self) -> Mapping[object, object]:
+        """Returns the names of parameters that are stored under another name, with that name."""
+        shared = self._model.part().get("shared_params") or {}
+        if not isinstance(shared, dict):
+            raise self._model.unlike("dict", shared, "shared_params")
+        return shared
+
+    def _frozen(self) -> Nested:
+        """Returns the frozen parameters in stage 3, whose parts are in the files of all ranks."""
+        shapes = self._model.part().get("frozen_param_shapes") if self._in_parts else None
+        if not shapes:
+            return {}
+        names = self._names.models[self._parallel]
+        files = [self._model, *(self._opened(names[rank]) for rank in sorted(names)[1:])]
+        parts = [file.part("frozen_param_fragments") for file in files]
+        found: Nested = {}
+        for name, shape in shapes_of(self._model, shapes, "frozen_param_shapes").items():
+            each = zip(files, parts, strict=True)
+            lines = [
+                Line([segment(file.archive, part.get(name), f"the part of {name!r:.200}")])
+                for file, part in each
+            ]
+            share = -(-prod(shape) // len(lines))
+            if any(line.numel != share for line in lines):
+                raise FormatError(
+                    f"{self._model.name}: the ranks have {[line.numel for line in lines]} elements "
+                    f"of {name!r:.200}, which has {prod(shape)}; copy the files of all ranks"
+                )
+            pieces = FlatPieces(shape, lines, 0, share)
+            record = TensorRecord(self._nest.claim(("module", name)), shape, lines[0].dtype, pieces)
+            found[name] = self._nest.place(record.name, record)
+        return found
+
+
+def _is_empty(value: object) -> bool:
+    """Whether a value stands for a parameter that the ranks have in parts."""
+    return isinstance(value, StoredTensor) and value.shape == (0,)

@@ -1,0 +1,292 @@
+"""Finds parameters and their optimizer state in the flat partitions of ZeRO.
+
+Rules, which are those of deepspeed/utils/zero_to_fp32.py:
+
+1. Stages 1 and 2: a group of parameters is one row of elements, in the order of `param_shapes`.
+   Behind each parameter there may be padding (`param_alignment_paddings`), and at most `2 * ranks`
+   elements of it behind all. Each rank has consecutive elements of the row. Padding may be cut off
+   the last partitions of the weights and not off those of the state.
+2. Stage 3: each parameter is divided by the number of ranks, rounded up. A rank has the parts of a
+   group's parameters end to end.
+3. State that is a number or a tensor without dimensions belongs to all parameters of the group.
+   State of any other shape has no published layout. It stays with its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from formats.catalog import Key, TensorRecord, Tree
+from formats.deepspeed_files import File, Shapes
+from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.flat_partitions import FlatPieces, Line, Segment, segment
+from formats.limits import ELEMENTS
+from formats.pickle_records import StoredTensor
+from formats.torch_tree import KeyPath, Nest
+
+WEIGHTS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+"""The master weights in stages up to 2, and in stage 3."""
+Nested = dict[Key, Tree]
+"""A dict of the tree."""
+STATES = ("base_optimizer_state", "optimizer_state_dict")
+"""The state of the torch optimizer in stages up to 2, and in stage 3."""
+_OF_LAYOUT = frozenset({*WEIGHTS, *STATES, "param_groups"}) | {
+    *("param_slice_mappings", "group_paddings", "param_alignment_paddings"),
+    *("ds_zero_partition_groups", "fp32_groups"),
+}
+"""Keys of an optimizer's file that are represented by tensors and their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The trained parameters and the state of the optimizer."""
+
+    fp32: Nested = field(default_factory=dict)
+    """By parameter, in the order of the files."""
+    state: dict[str, Nested] = field(default_factory=dict)
+    """By parameter and key."""
+    groups: list[Nested] = field(default_factory=list)
+    """The options of the optimizer, with the names of parameters as `params`."""
+    values: Nested = field(default_factory=dict)
+    """Other values of the optimizer's file."""
+
+    def own_steps(self) -> None:
+        """Gives each parameter with state the step of its group, unless it has one.
+
+        DeepSpeed's fused optimizers count steps by group, torch's by parameter.
+        """
+        for group in self.groups:
+            members = group["params"] if "step" in group else []
+            for name in members if isinstance(members, list) else []:
+                if isinstance(name, str) and self.state.get(name):
+                    self.state[name].setdefault("step", group["step"])
+
+
+def zero_states(nest: Nest, files: Sequence[File], groups: Sequence[Shapes]) -> States:
+    """Returns the states in the optimizer files of all ranks, which are in the order of ranks.
+
+    Raises:
+        CorruptError: files are missing.
+        FormatError: the partitions do not hold the parameters.
+        UnsupportedError: the layout of the state is not one of the rules above.
+    """
+    found = States()
+    partitions = _Partitions(nest, files)
+    partitions.check(groups)
+    for number, shapes in enumerate(groups):
+        _add_group(partitions, number, shapes, found)
+    names = [list(shapes) for shapes in groups]
+    found.groups.extend(option_groups(nest, files[0], partitions.options(), names))
+    found.own_steps()
+    found.values.update(other_values(nest, files[0], partitions.contents[0]))
+    return found
+
+
+def option_groups(
+    nest: Nest, file: File, options: Sequence[object], names: Sequence[Sequence[str]]
+) -> Iterator[Nested]:
+    """Yields the optimizer's groups. Their `params` number the rows of elements, end to end."""
+    first = 0
+    for at, group in enumerate(options):
+        if not isinstance(group, dict):
+            raise file.unlike("dict", group, "param_groups", at)
+        last = first + len(file.items(group, "params"))
+        rest = {key: value for key, value in group.items() if key != "params"}
+        path = ("optimizer", "param_groups", at)
+        members: list[Tree] = [name for row in names[first:last] for name in row]
+        yield {**_dict(nest.tree(rest, path, file.archive)), "params": members}
+        first = last
+
+
+def other_values(nest: Nest, file: File, holder: dict[object, object]) -> Nested:
+    """Returns the values of an optimizer that describe no tensor."""
+    rest = {key: value for key, value in holder.items() if key not in _OF_LAYOUT}
+    return _dict(nest.tree(rest, ("zero",), file.archive))
+
+
+def _dict(tree: Tree) -> Nested:
+    assert isinstance(tree, dict)  # the tree of a dict
+    return tree
+
+
+class _Partitions:
+    """The optimizer files of all ranks."""
+
+    def __init__(self, nest: Nest, files: Sequence[File]) -> None:
+        self.nest, self.files = nest, files
+        self.contents = [file.part("optimizer_state_dict") for file in files]
+        self.stage_3 = WEIGHTS[1] in self.contents[0]
+        key = WEIGHTS[self.stage_3]
+        if key not in self.contents[0]:
+            raise UnsupportedError(
+                f"{files[0].name}: neither {WEIGHTS[0]} nor {WEIGHTS[1]} is in it; load the "
+                "checkpoint with DeepSpeed and save it again, without elastic checkpoints"
+            )
+        self.weights = [
+            [segment(file.archive, each, f"{key}[{at}]") for at, each in enumerate(row)]
+            for file, row in zip(files, self._rows(key), strict=True)
+        ]
+        self.states = [self._states(rank) for rank in range(len(files))]
+
+    def check(self, groups: Sequence[Shapes]) -> None:
+        """Raises unless all ranks are there, with as many partitions as there are groups."""
+        ranks = self.contents[0].get("partition_count")
+        counts = set(ranks) if isinstance(ranks, list) else {ranks}
+        if len(counts) > 1:
+            raise UnsupportedError(
+                f"{self.files[0].name}: its groups are divided by {sorted(map(str, counts))} "
+                "ranks, as for experts; convert it with deepspeed.checkpoint.ds_to_universal"
+            )
+        if counts != {len(self.files)}:
+            raise CorruptError(
+                f"{self.files[0].name}: {counts.pop()} ranks saved their parts of the optimizer, "
+                f"files of {len(self.files)} are there; copy the others too"
+            )
+        for file, row, states in zip(self.files, self.weights, self.states, strict=True):
+            if len(row) != len(groups) or len(states) not in (0, len(groups)):
+                raise FormatError(
+                    f"{file.name}: {len(row)} flat partitions and {len(states)} states, the "
+                    f"model's file has {len(groups)} groups of parameters"
+                )
+
+    def gaps(self, number: int, parameters: int) -> list[int]:
+        """Returns the padding behind each parameter of a group; none if it has no padding there."""
+        file, every = self.files[0], self.contents[0].get("param_alignment_paddings")
+        if every is None:
+            return []
+        rows = file.items({"gaps": every}, "gaps")
+        found = file.items({"gaps": rows[number]}, "gaps") if number < len(rows) else []
+        if len(found) == parameters:
+            gaps = [each for each in found if type(each) is int and 0 <= each < ELEMENTS]
+            if len(gaps) == parameters:
+                return gaps
+        raise file.unlike("padding for each parameter", found, "param_alignment_paddings", number)
+
+    def segments(self, values: Sequence[object], key: str) -> list[Segment]:
+        """Returns the state of all ranks as parts of lines; none if its form is another one."""
+        if not all(isinstance(value, StoredTensor) and len(value.shape) == 1 for value in values):
+            return []
+        each = zip(self.files, values, strict=True)
+        return [segment(file.archive, value, f"the state {key!r:.200}") for file, value in each]
+
+    def keep(self, found: States, number: int, key: str, values: Sequence[object]) -> None:
+        """Adds state without a published layout under the names of its ranks (rule 3)."""
+        by_rank = _dict(found.values.setdefault("state of ranks", {}))
+        for rank, (file, value) in enumerate(zip(self.files, values, strict=True)):
+            path = ("zero", "state of ranks", rank, number, key)
+            by_group = _dict(by_rank.setdefault(rank, {}))
+            of_group = _dict(by_group.setdefault(number, {}))
+            of_group[key] = self.nest.tree(value, path, file.archive)
+
+    def options(self) -> list[object]:
+        """Returns the groups of the optimizer with their options; one for each row if unknown."""
+        base = self._base(0)
+        if isinstance(base, dict):
+            return self.files[0].items(base, "param_groups")
+        return [{"params": [at]} for at in range(len(self.weights[0]))]
+
+    def _rows(self, key: str) -> list[list[object]]:
+        each = zip(self.files, self.contents, strict=True)
+        return [file.items(content, key) for file, content in each]
+
+    def _base(self, rank: int) -> object:
+        return self.contents[rank].get(STATES[self.stage_3])
+
+    def _states(self, rank: int) -> list[dict[object, object]]:
+        """Returns the state of each row of elements on a rank; none if it was not saved."""
+        file, base = self.files[rank], self._base(rank)
+        if base is None:
+            return []
+        if not isinstance(base, dict):  # an elastic checkpoint
+            return [_state(file, each) for each in file.items({"state": base}, "state")]
+        state = base.get("state")
+        if not isinstance(state, dict):
+            raise file.unlike("dict", state, "state")
+        groups = [_state(file, group) for group in file.items(base, "param_groups")]
+        numbers = [each for group in groups for each in file.items(group, "params")]
+        # Before the first step the state is empty.
+        return [_state(file, state.get(number, {})) for number in numbers if type(number) is int]
+
+
+def _state(file: File, value: object) -> dict[object, object]:
+    if isinstance(value, dict):
+        return value
+    raise file.unlike("dict", value, "state")
+
+
+def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: States) -> None:
+    """Adds the tensors of one group of parameters."""
+    gaps = partitions.gaps(number, len(shapes))
+    rows = _Rows(shapes, gaps, len(partitions.files), partitions.stage_3)
+    weights = rows.lines([row[number] for row in partitions.weights])
+    rows.check(weights, f"{partitions.files[0].name}: group {number}")
+    for name, tensor in rows.placed(partitions.nest, weights, ("fp32",), ()):
+        found.fp32[name] = tensor
+        found.state[name] = {}
+    states = [row[number] for row in partitions.states if row]
+    for key in states[0] if states else ():
+        values = [state.get(key) for state in states]
+        lines = rows.lines(partitions.segments(values, str(key)))
+        if lines and rows.is_like(lines, weights):
+            for name, tensor in rows.placed(partitions.nest, lines, ("optimizer", "state"), (key,)):
+                found.state[name][str(key)] = tensor
+        elif isinstance(values[0], StoredTensor) and values[0].shape:
+            partitions.keep(found, number, str(key), values)
+        else:
+            for name in shapes:
+                where = ("optimizer", "state", name, key)
+                tree = partitions.nest.tree(values[0], where, partitions.files[0].archive)
+                found.state[name][str(key)] = tree
+
+
+class _Rows:
+    """The places of a group's parameters in its row of elements, or in the rows of all ranks."""
+
+    def __init__(self, shapes: Shapes, gaps: Sequence[int], ranks: int, stage_3: bool) -> None:
+        """`gaps` has the elements of padding behind each parameter; empty if there is none."""
+        self._shapes, self._ranks, self._stage_3 = shapes, ranks, stage_3
+        numels = [prod(shape) for shape in shapes.values()]
+        self._shares = [-(-numel // ranks) if stage_3 else numel for numel in numels]
+        self._gaps = list(gaps) or [0] * len(numels)
+        self._total = sum(self._shares) + sum(self._gaps)
+
+    def lines(self, segments: Sequence[Segment]) -> list[Line]:
+        """Returns the ranks' partitions as one line, in stage 3 as a line for each rank."""
+        if not segments:
+            return []
+        return [Line([each]) for each in segments] if self._stage_3 else [Line(segments)]
+
+    def check(self, lines: Sequence[Line], where: str) -> None:
+        """Raises FormatError unless the lines have the parameters' elements, and little padding."""
+        align = 1 if self._stage_3 else 2 * self._ranks
+        for line in lines:
+            if line.numel < self._total or -(-line.numel // align) != -(-self._total // align):
+                raise FormatError(
+                    f"{where}: the flat partitions have {line.numel} elements, the parameters "
+                    f"{self._total}: files of several checkpoints are mixed, or one is incomplete"
+                )
+
+    def is_like(self, lines: Sequence[Line], weights: Sequence[Line]) -> bool:
+        """Whether lines are divided like those of the weights, up to padding (rule 1)."""
+        return all(
+            line.numel >= self._total
+            and all(
+                one == other or min(one, other) >= self._total
+                for one, other in zip(line.starts, weight.starts, strict=True)
+            )
+            for line, weight in zip(lines, weights, strict=True)
+        )
+
+    def placed(
+        self, nest: Nest, lines: Sequence[Line], before: KeyPath, after: KeyPath
+    ) -> Iterator[tuple[str, Tree]]:
+        """Adds the parameters to the nest, and yields their names with their tensors."""
+        offset = 0
+        for name, share, gap in zip(self._shapes, self._shares, self._gaps, strict=True):
+            shape = self._shapes[name]
+            pieces = FlatPieces(shape, lines, offset, share)
+            full = nest.claim((*before, name, *after))
+            yield name, nest.place(full, TensorRecord(full, shape, lines[0].dtype, pieces))
+            offset += share + gap
