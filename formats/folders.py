@@ -75,9 +75,12 @@ _TRAINED = has_like(
 )
 """A part of the state of a training, which a folder of nothing but weights lacks."""
 
+_MEGATRON = has_like(r"common\.pt|\.metadata")
 _DEEPSPEED = r"(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
 
 FOLDERS: tuple[FolderFormat, ...] = (
+    FolderFormat("megatron", both(has("metadata.json"), _MEGATRON), "formats.megatron"),
+    FolderFormat("megatron", has("latest_checkpointed_iteration.txt"), "formats.megatron"),
     FolderFormat("lightning", has("meta.pt", DCP_METADATA), "formats.lightning"),
     FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "formats.dcp"),
     FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "formats.training_folders"),
