@@ -85,6 +85,11 @@ FOLDERS: tuple[FolderFormat, ...] = (
     FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "formats.dcp"),
     FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "formats.training_folders"),
     FolderFormat("accelerate", has_like(r"random_states_[0-9]+\.pkl"), "formats.training_folders"),
+    FolderFormat(
+        "torch_checkpointing",
+        both(has("metadata.pkl"), has_like(r".+_[0-9]+\.pt")),
+        "formats.torch_checkpointing",
+    ),
     FolderFormat("deepspeed", has_like(_DEEPSPEED), "formats.deepspeed"),
     FolderFormat(
         "deepspeed", both(has_like("latest(_universal)?"), has_like(".+/")), "formats.deepspeed"

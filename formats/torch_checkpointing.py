@@ -1,0 +1,289 @@
+"""Reads folders of meta-pytorch/torch_checkpointing: a file for each item and rank.
+
+    metadata.pkl              a pickle of plain values: the mesh and placements of sharded tensors
+    model_0.pt, model_1.pt    the item `model` of rank 0 and of rank 1, by torch.save
+
+Rules:
+
+1. An item is a top key of the state. Items whose tensors are sharded are in metadata.pkl. Each of
+   their tensors has a layout, and the file of each rank has the rank's part.
+2. Other values of such an item are those of the first rank that has them.
+3. An item that is not in metadata.pkl is one value, if all ranks have the same plain value, or one
+   for each rank, at `rank 0`, `rank 1`.
+
+The layout is that of distributed_metadata.py and dtensor_metadata.py of the library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from formats.catalog import (
+    Catalog,
+    FileRecord,
+    Key,
+    StoredPiece,
+    TensorRecord,
+    TensorRef,
+    Tree,
+)
+from formats.deepspeed_files import File, opened
+from formats.errors import CorruptError, FormatError, UnsupportedError
+from formats.limits import AXES, RANKS, check
+from formats.pickle_reader import load
+from formats.pickle_records import Opaque, StoredTensor, is_shape
+from formats.storage import Reader
+from formats.strict_json import decode_object
+from formats.torch_tree import KeyPath, Nest, shown
+from formats.zip_records import PICKLE
+from sharding.errors import ArgumentError
+from sharding.layout import Box, Layout, Mesh, Piece, Placement, Replicate, Shard
+
+METADATA = "metadata.pkl"
+_FILE = re.compile(r"(.+)_([0-9]{1,9})\.pt")
+Tensors = dict[KeyPath, Layout]
+"""The sharded tensors of an item, by key path."""
+
+
+def read(reader: Reader) -> Catalog:
+    """Reads the catalog of a folder: the pickles of all files, no tensor.
+
+    Raises:
+        UnsupportedError: an item has another serialization than torch.save, or a tensor has
+            placements that do not divide it evenly.
+        CorruptError: the file of a rank is missing or damaged.
+        FormatError: the files do not belong together, or are invalid in another way.
+    """
+    size = reader.size(METADATA)
+    check("pickle_bytes", size, METADATA)
+    told = load(reader.read(METADATA, 0, size), METADATA)
+    folder = _Folder(reader, Nest(METADATA, size))
+    sharded = _dict(_dict(told, METADATA).get("metadata"), "metadata")
+    items = {str(key): _tensors(str(key), value) for key, value in sharded.items()}
+    tree: dict[Key, Tree] = {}
+    for item in dict.fromkeys((*items, *folder.files)):
+        if item not in folder.files:
+            raise CorruptError(f"{reader.url}: no file has the item {item!r:.200}; copy all files")
+        tree[item] = folder.item(item, items.get(item, {}))
+    files = (FileRecord(METADATA, size), *folder.records)
+    return Catalog(
+        "torch_checkpointing",
+        folder.nest.tensors,
+        tree,
+        files,
+        folder.nest.aliases,
+        weights="model" if "model" in tree else "",
+        parts=tuple(("", Catalog("torch", {}, None, (file,))) for file in folder.records),
+    )
+
+
+def _tensors(item: str, value: object) -> Tensors:
+    """Returns the layouts of an item's tensors."""
+    where = f"{METADATA}: {item!r:.200}"
+    holder = _dict(value, where)
+    for layout in _dict(holder.get("rank_to_layout_info", {}), where).values():
+        if layout is not None:
+            raise UnsupportedError(
+                f"{where} has a layout of its own, which this version cannot read; load it with "
+                "torch_checkpointing and save it with the default layout"
+            )
+    found: Tensors = {}
+    for text, groups in _dict(holder.get("nested_path_to_metadata"), where).items():
+        path = decode_object(f'{{"path":{text}}}', where).get("path")
+        if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
+            raise FormatError(f"{where} has the key path {text!r:.200}, which is no list of keys")
+        if not isinstance(groups, list) or len(groups) != 1:
+            raise UnsupportedError(f"{where}: ranks have different tensors at {shown(tuple(path))}")
+        data = _dict(_dict(groups[0], where).get("sharding_metadata"), where).get("data")
+        found[tuple(path)] = _layout(f"{where} {shown(tuple(path))}", _dict(data, where))
+    return found
+
+
+def _layout(where: str, data: Mapping[object, object]) -> Layout:
+    """Returns the layout of a tensor by its mesh and placements."""
+    mesh = _dict(data.get("mesh_spec"), where)
+    shape, sizes, ranks = (
+        tuple(found) if isinstance(found, list | tuple) else found
+        for found in (data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data"))
+    )
+    given = data.get("placements")
+    if not (is_shape(shape) and is_shape(sizes) and isinstance(ranks, tuple)):
+        raise FormatError(f"{where} has no shape and mesh")
+    if not all(type(rank) is int and 0 <= rank < RANKS for rank in ranks) or (
+        len(sizes) > AXES or len(set(ranks)) < len(ranks)
+    ):
+        raise FormatError(f"{where} has a mesh that is not made of ranks")
+    if not isinstance(given, list) or len(given) != len(sizes):
+        raise FormatError(f"{where} has not a placement for each axis of its mesh")
+    placements = tuple(_placement(where, _dict(each, where)) for each in given)
+    try:
+        names = [f"axis_{at}" for at in range(len(sizes))]
+        return Layout(shape, Mesh.of_ranks(names, sizes, ranks), placements)
+    except ArgumentError as error:
+        raise FormatError(f"{where}: {error}") from None
+
+
+def _placement(where: str, value: Mapping[object, object]) -> Placement:
+    kind, dim = value.get("type"), value.get("dim")
+    if kind == "Replicate":
+        return Replicate()
+    if kind == "Shard" and type(dim) is int:
+        return Shard(dim)
+    raise UnsupportedError(
+        f"{where} has the placement {kind!r:.80}, which this version cannot read; load it with "
+        "torch_checkpointing and save it with DCP"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPieces:
+    """The pieces of a tensor in the files of ranks, whose places are looked up on demand."""
+
+    parts: tuple[tuple[Piece, File, str], ...]
+    """A piece, the file that has it, and the record of its storage."""
+
+    def locate(self, box: Box) -> Iterator[StoredPiece]:
+        """Yields the pieces that overlap `box`."""
+        for piece, file, record in self.parts:
+            if piece.box & box:
+                yield StoredPiece(piece, file.archive.extent(record))
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        for piece, file, record in self.parts:
+            yield StoredPiece(piece, file.archive.extent(record))
+
+
+@dataclass(slots=True)
+class _Folder:
+    """The files of a folder, opened one item after the other."""
+
+    reader: Reader
+    nest: Nest
+    records: list[FileRecord] = field(default_factory=list)
+
+    @property
+    def files(self) -> dict[str, dict[int, str]]:
+        """The names of the files by item and rank."""
+        found: dict[str, dict[int, str]] = {}
+        for name in self.reader.names():
+            match = _FILE.fullmatch(name)
+            if match is not None:
+                found.setdefault(match[1], {})[int(match[2])] = name
+        return found
+
+    def item(self, item: str, tensors: Tensors) -> Tree:
+        """Returns the tree of one item."""
+        names = self.files[item]
+        files = {rank: self._opened(names[rank]) for rank in sorted(names)}
+        if not tensors:
+            return self._of_ranks(item, files)
+        for path, layout in tensors.items():
+            self._add(item, path, layout, files)
+        first, *_ = files.values()
+        return self._tree(first.content, (item,), first, tensors)
+
+    def _opened(self, name: str) -> File:
+        file = opened(self.reader, name)
+        self.nest.grow(file.pickle_bytes)
+        self.records.append(FileRecord(name, file.size))
+        return file
+
+    def _of_ranks(self, item: str, files: Mapping[int, File]) -> Tree:
+        """Returns an item without sharded tensors (rule 3)."""
+        first, *others = files.values()
+        is_plain = not any(name.startswith("data/") for name in first.archive.names)
+        pickled = first.archive.read(PICKLE)
+        if not others or (is_plain and all(o.archive.read(PICKLE) == pickled for o in others)):
+            return self.nest.tree(first.content, (item,), first.archive)
+        return {
+            f"rank {rank}": self.nest.tree(file.content, (item, f"rank {rank}"), file.archive)
+            for rank, file in files.items()
+        }
+
+    def _add(self, item: str, path: KeyPath, layout: Layout, files: Mapping[int, File]) -> None:
+        """Adds a sharded tensor."""
+        where = f"{item}{shown(path)}"
+        parts: list[tuple[Piece, File, str]] = []
+        seen: set[Box] = set()
+        dtype = None
+        for rank in layout.mesh.ranks():
+            pieces = [piece for piece in layout.pieces(rank) if piece.box not in seen]
+            if not pieces and dtype is not None:
+                continue
+            if rank not in files:
+                raise CorruptError(
+                    f"{self.reader.url}: the file of rank {rank} is missing, which has a part of "
+                    f"{where}; copy the files of all ranks"
+                )
+            tensor = _local(files[rank], path, where)
+            if tensor.shape != layout.local_shape(rank) or not _is_packed(tensor):
+                raise FormatError(
+                    f"{files[rank].name}: {where} has the shape {tensor.shape}, by {METADATA} it "
+                    f"has {layout.local_shape(rank)}"
+                )
+            if dtype not in (None, tensor.dtype):
+                raise FormatError(f"{files[rank].name}: {where} has the dtype {tensor.dtype}")
+            dtype = tensor.dtype
+            record = f"data/{tensor.storage.key}"
+            if pieces and files[rank].archive.record(record).nbytes != tensor.storage.nbytes:
+                raise CorruptError(f"{files[rank].name}: the storage of {where} has another size")
+            for piece in pieces:
+                seen.add(piece.box)
+                parts.append(
+                    (Piece(piece.box, piece.at + tensor.at, piece.strides), files[rank], record)
+                )
+        name = self.nest.claim((item, *path))
+        assert dtype is not None  # a mesh has ranks
+        self.nest.place(name, TensorRecord(name, layout.shape, dtype, _RankPieces(tuple(parts))))
+
+    def _tree(self, value: object, path: KeyPath, file: File, tensors: Tensors) -> Tree:
+        """Returns the tree of a value, with sharded tensors in their places."""
+        if path[1:] in tensors:
+            return TensorRef(".".join(map(str, path)))
+        if not isinstance(value, dict | list | tuple):
+            return self.nest.tree(value, path, file.archive)
+        self.nest.enter(path, len(path))
+        if isinstance(value, dict):
+            found: dict[Key, Tree] = {}
+            for key, each in value.items():
+                if not isinstance(key, str | int):
+                    raise file.unlike("key of text", key, *path)
+                found[key] = self._tree(each, (*path, key), file, tensors)
+            return found
+        items = [self._tree(each, (*path, at), file, tensors) for at, each in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+
+
+def _local(file: File, path: KeyPath, where: str) -> StoredTensor:
+    """Returns the tensor at a key path of a rank's file; of a DTensor its local part."""
+    found = file.content
+    for key in path:
+        if isinstance(found, dict):
+            found = found.get(key)
+        else:
+            inside = isinstance(found, list | tuple) and type(key) is int and 0 <= key < len(found)
+            found = found[key] if inside else None  # type: ignore[index]
+    if isinstance(found, Opaque):  # its state is a dict, or two with its slots
+        states = found.state if isinstance(found.state, tuple) else (found.state,)
+        inner = [state["_local_tensor"] for state in states if _has_local(state)]
+        found = inner[0] if inner else found
+    if isinstance(found, StoredTensor):
+        return found
+    raise FormatError(f"{file.name}: {where} is a {type(found).__name__}, not a tensor")
+
+
+def _has_local(state: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(state, dict) and "_local_tensor" in state
+
+
+def _is_packed(tensor: StoredTensor) -> bool:
+    return Piece(Box.whole(tensor.shape), 0, tensor.strides).is_packed or 0 in tensor.shape
+
+
+def _dict(value: object, where: str) -> Mapping[object, object]:
+    if isinstance(value, dict):
+        return value
+    raise FormatError(f"{where} is a {type(value).__name__}, torch_checkpointing stores a dict")
