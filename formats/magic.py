@@ -78,10 +78,12 @@ def kind_of(head: bytes, name: str = "") -> Kind | None:
     >>> kind_of(b"GGUF").name, kind_of(b"<!DOCTYPE html>").name
     ('a GGUF file', 'an HTML page')
     """
+    if head[5:9] == b"\0\0\0{":  # a length of less than 2**40: its bytes may begin as any magic
+        return SAFETENSORS
     for start, kind in _BY_START:
         if head.startswith(start):
             return kind
-    if head[8:9] == b"{" and len(head) > 8:
+    if head[8:9] == b"{":
         return SAFETENSORS
     if head[257:262] == b"ustar":
         return TAR

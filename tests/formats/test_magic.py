@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt
 from formats.errors import CorruptError, ForeignFileError, HostileError
-from formats.magic import HEAD_BYTES, kind_of
+from formats.magic import HEAD_BYTES, SAFETENSORS, kind_of
 from sharding.errors import ArgumentError
 
 
@@ -138,3 +138,9 @@ def test_an_attack_is_told_from_another_kind(tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(b"\x80\x02cposix\nsystem\nX\x01\x00\x00\x00x\x85R.")
     with pytest.raises(HostileError, match=r"posix\.system"):
         ckpt.open(tmp_path / "a.pkl")
+
+
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\x08\x12"])
+def test_a_safetensors_file_is_one_whatever_the_length_of_its_header_is(start: bytes) -> None:
+    length = start.ljust(8, b"\0")
+    assert kind_of(length + b'{"w":{"dtype":"F32"') == SAFETENSORS
