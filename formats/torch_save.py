@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+from formats import torch_legacy
 from formats.catalog import Catalog, FileRecord, TensorRef, Tree, map_tree
+from formats.errors import CorruptError
 from formats.file_plan import FilePlan, Part
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.pickle_reader import load
@@ -37,7 +39,7 @@ FOLDER = "archive/"
 
 
 def read(reader: Reader, name: str) -> Catalog:
-    """Reads the catalog of the file `name`: the zip directory and the pickle, no tensor.
+    """Reads the catalog of the file `name`, of this or the older format, and no tensor.
 
     Raises:
         HostileError: the pickle has a name of an attack. Nothing was executed.
@@ -45,7 +47,13 @@ def read(reader: Reader, name: str) -> Catalog:
         CorruptError: the file is truncated or damaged.
         FormatError: the file is invalid in another way.
     """
-    return read_archive(Archive(reader, name), reader.size(name))
+    try:
+        archive = Archive(reader, name)
+    except CorruptError:
+        if reader.size(name) and reader.read(name, 0, 1) == b"\x80":
+            return torch_legacy.read(reader, name)
+        raise
+    return read_archive(archive, reader.size(name))
 
 
 def read_archive(archive: Archive, size: int) -> Catalog:

@@ -1,4 +1,4 @@
-"""GGUF, against the `gguf` package where it is installed, and against its published layout."""
+"""GGUF, against a file of its library and the published layout; tests/peers has the library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 import ckpt
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
-from formats.gguf import BLOCK_TYPES, TENSOR_TYPES, VALUE_TYPES
 
 DATA = Path(__file__).parents[1] / "data" / "gguf"
 
@@ -75,47 +74,6 @@ def test_a_file_is_the_same_after_two_conversions(tmp_path: Path) -> None:
     assert ckpt.diff(DATA / "small.gguf", tmp_path / "b.gguf").equal
     with ckpt.open(DATA / "small.gguf") as one, ckpt.open(tmp_path / "b.gguf") as other:
         assert one.metadata == other.metadata
-
-
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason="make test-peers installs it")
-    state: dict[str, Any] = {
-        "a": torch.arange(12.0).reshape(3, 4),
-        "b": torch.arange(6).reshape(1, 2, 3).half(),
-        "c": torch.arange(5).bfloat16(),
-        "d": torch.arange(5),
-        "e": torch.tensor(2.0),
-        "gguf": {"general.architecture": "llama", "n": 3, "xs": [1, -2], "f": 0.5, "s": ["a", "b"]},
-        "step": 3,
-    }
-    torch.save(state, tmp_path / "a.pt")
-    report = ckpt.convert(tmp_path / "a.pt", tmp_path / "a.gguf")
-    assert report.left_out == ("step",)
-    reader = gguf.GGUFReader(tmp_path / "a.gguf")
-    assert reader.fields["general.architecture"].contents() == "llama"
-    assert reader.fields["xs"].contents() == [1, -2]
-    assert reader.fields["f"].contents() == 0.5
-    assert reader.fields["s"].contents() == ["a", "b"]
-    for tensor in reader.tensors:
-        expected = state[tensor.name]
-        assert tuple(tensor.shape[::-1]) == tuple(expected.shape)
-        data = expected.reshape(-1).view(torch.uint8).numpy()
-        assert np.array_equal(np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8), data)
-    assert {tensor.name for tensor in reader.tensors} == set("abcde")
-
-
-def test_the_tables_are_those_of_the_library() -> None:
-    constants = pytest.importorskip("gguf.constants", reason="make test-peers installs it")
-    kinds = constants.GGMLQuantizationType
-    sizes = constants.GGML_QUANT_SIZES
-    for number, block in BLOCK_TYPES.items():
-        assert kinds(number).name == block.name
-        assert sizes[kinds(number)] == (block.elements, block.nbytes)
-    for number, name in TENSOR_TYPES.items():
-        assert kinds(number).name == name
-    known = {kind.value for kind in sizes}
-    assert known == {*BLOCK_TYPES, *TENSOR_TYPES}
-    assert [constants.GGUFValueType(number).name for number in range(13)] == list(VALUE_TYPES)
 
 
 @pytest.mark.parametrize(

@@ -420,3 +420,9 @@ def test_a_comparison_says_that_objects_have_only_classes(tmp_path: Path) -> Non
     torch.save({"w": A, "args": Config()}, tmp_path / "c.pt")
     (difference,) = ckpt.diff(tmp_path / "a.pt", tmp_path / "c.pt").values
     assert (difference.a, difference.b) == ("<argparse.Namespace>", f"<{HERE}.Config>")
+
+
+def test_a_folder_of_files_of_the_older_format_is_read(tmp_path: Path) -> None:
+    torch.save({"w": A}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert same(ckpt.read(tmp_path), {"w": A})
+    assert "number of elements before each storage" in ckpt.verify(tmp_path).checked
