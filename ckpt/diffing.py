@@ -380,12 +380,12 @@ def _compare_values(
         both = here is not None and there is not None
         if not both or not same_value(a.values[name], b.values[name], tolerance):
             found.append(ValueDifference(name, here, there))
-    return tuple(found), _about_opaque({**b.values, **a.values})
+    return tuple(found), _about_opaque(a.values, b.values)
 
 
-def _about_opaque(values: Mapping[str, Tree]) -> tuple[str, ...]:
-    """Returns a note on the opaque values of two checkpoints; none without any."""
-    opaque = [name for name, value in values.items() if isinstance(value, OpaqueValue)]
+def _about_opaque(a: Mapping[str, Tree], b: Mapping[str, Tree]) -> tuple[str, ...]:
+    """Returns a note on the opaque values that two checkpoints have; none without any."""
+    opaque = [name for name, value in a.items() if isinstance(value, OpaqueValue) and name in b]
     shown = ", ".join(opaque[:SHOWN_NAMES])
     more = f" and {len(opaque) - SHOWN_NAMES} more" if len(opaque) > SHOWN_NAMES else ""
     return (f"{shown}{more} were compared by their classes alone: objects",) if opaque else ()

@@ -6,8 +6,9 @@ are. The refusal tells a user that the file is an attack. A name is hostile if
 1. its module is one of `_MODULES` or lies in a package of `_PACKAGES`, or the name passes through
    one of them, as in `torch.os.system`;
 2. it is one of the `_NAMES` of its module, or lies below one of them;
-3. it has the form `__name__`: it reaches into Python's own machinery;
-4. it is longer than `NAME_CHARS`, or cannot be printed.
+3. it is a method of one of the `_CLASSES`, which reach files;
+4. it has the form `__name__`: it reaches into Python's own machinery;
+5. it is longer than `NAME_CHARS`, or cannot be printed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ _PACKAGES = frozenset(
         *("numpy.f2py", "numpy.testing", "numpy.distutils"),
     )
 )
+_CLASSES = frozenset(
+    f"pathlib.{module}{name}"
+    for module in ("", "_local.")
+    for name in ("Path", "PosixPath", "WindowsPath")
+)
 _NAMES = {
     "builtins": frozenset(
         (
@@ -46,7 +52,6 @@ _NAMES = {
     "io": frozenset(("open", "open_code", "FileIO")),
     "_io": frozenset(("open", "open_code", "FileIO")),
     "operator": frozenset(("methodcaller", "attrgetter")),
-    "pathlib": frozenset(("Path.unlink", "Path.open", "Path.write_text", "Path.write_bytes")),
     "types": frozenset(("CodeType", "FunctionType", "LambdaType", "MethodType", "ModuleType")),
     "numpy": frozenset(("load", "loads", "fromfile", "save")),
     "torch": frozenset(("load",)),
@@ -71,6 +76,7 @@ def check_harmless(module: str, name: str) -> None:
         or not _MODULES.isdisjoint(parts[:-1])
         or not _PACKAGES.isdisjoint(starts)
         or not _PACKAGES.isdisjoint(f"{module}.{each}" for each in _prefixes(name))
+        or not _CLASSES.isdisjoint(_prefixes(f"{module}.{name}")[:-1])
         or not _NAMES.get(module, frozenset()).isdisjoint(_prefixes(name))
     ):
         raise refused(f"{module}.{name}")
