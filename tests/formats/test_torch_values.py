@@ -308,6 +308,7 @@ def read(path: Path) -> Any:
         return ckpt.read(path)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["zip", "row of pickles", "protocol 5"])
 @pytest.mark.parametrize("kind", VALUES)
 def test_a_value_is_read_as_data_or_shown(kind: str, way: str, tmp_path: Path) -> None:
