@@ -10,6 +10,7 @@
         trainer_state.json                           trainer_state
         training_args.bin                            training_args, an object that is only shown
 
+A checkpoint of DeepSpeed in the folder (`formats.deepspeed`) lies at the top, beside these places.
 Rules:
 
 1. The second of several models, optimizers or schedulers is at `model_1`, `optimizer_1`, ...
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from formats import dcp, huggingface, huggingface_bin
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.errors import UnsupportedError
+from formats.folders import FOLDERS
 from formats.huggingface_files import BASES, choose
 from formats.joined import Part, below, joined, under
 from formats.limits import check
@@ -108,6 +110,7 @@ def read(reader: Reader) -> Catalog:
             if not row.may_be_left_out:
                 raise
             notes.append(f"{entry} was not read: {error}")
+    deepspeed = _deepspeed(reader, entries)
     notes += [
         f"{entry} was not read: each rank saved a file of its own (LOCAL_STATE_DICT, or "
         "use_dcp=False); load it in Accelerate and save it with SHARDED_STATE_DICT"
@@ -116,13 +119,19 @@ def read(reader: Reader) -> Catalog:
     ]
     if is_trainer:
         parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
-    found = joined(
-        "trainer" if is_trainer else "accelerate",
-        [Part(place, catalog) for place, catalog in parts.items()],
-        metadata={},
-    )
-    notes = [*(note for catalog in parts.values() for note in catalog.notes), *notes]
-    return replace(found, notes=tuple(notes), weights=MODEL if (MODEL,) in parts else "")
+    every = [Part(place, catalog) for place, catalog in parts.items()]
+    every += [Part((), catalog) for catalog in deepspeed]
+    found = joined("trainer" if is_trainer else "accelerate", every, metadata={})
+    notes = [*(note for part in every for note in part.catalog.notes), *notes]
+    of_deepspeed = deepspeed[0].weights if deepspeed else ""
+    return replace(found, notes=tuple(notes), weights=MODEL if (MODEL,) in parts else of_deepspeed)
+
+
+def _deepspeed(reader: Reader, entries: Sequence[str]) -> list[Catalog]:
+    """Returns the checkpoint that DeepSpeed wrote into the folder, if it did."""
+    rows = (row for row in FOLDERS if row.name == "deepspeed")
+    found = next((row for row in rows if row.sign(frozenset(entries)) is not None), None)
+    return [] if found is None else [found.read(reader)]
 
 
 def _found(entries: Sequence[str]) -> Iterator[tuple[_Row, tuple[str, ...], str]]:
