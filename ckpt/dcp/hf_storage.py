@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 
 from ckpt.dcp.storage_reader import CkptStorageReader
+from formats.catalog import Catalog
+from formats.joined import under
 
 with suppress(ImportError):  # older versions of torch lack it
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -14,7 +16,13 @@ __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
 
 
 class HuggingFaceStorageReader(CkptStorageReader):
-    """Reads a Hugging Face folder, or any other checkpoint; `thread_count` has no effect."""
+    """Reads a Hugging Face folder, or any other checkpoint; `thread_count` has no effect.
+
+    Of a training's folder, such as Trainer's `checkpoint-500`, it reads the weights.
+    """
 
     def __init__(self, path: str | os.PathLike[str], thread_count: int = 1) -> None:
         super().__init__(path)
+
+    def _part_of(self, catalog: Catalog) -> Catalog:
+        return under(catalog, catalog.weights) if catalog.weights else catalog

@@ -26,7 +26,7 @@ from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
 from ckpt.state.typed_values import opened
 from ckpt.stores.store import Options
 from ckpt.transfer.record_sums import Verify, checked_verify
-from formats.catalog import OpaqueValue, TensorRecord, TensorRef, Tree, map_tree
+from formats.catalog import Catalog, OpaqueValue, TensorRecord, TensorRef, Tree, map_tree
 from formats.torch_tree import KeyPath
 from sharding.layout import Box
 
@@ -93,11 +93,16 @@ class CkptStorageReader(StorageReader):
         """Returns names, shapes and dtypes. Each tensor is one chunk, even in several files."""
         self.close()
         found = Checkpoint(self.checkpoint_id, self.verify, self.storage_options)
+        found.catalog = self._part_of(found.catalog)
         self._items = items_of(found.catalog)
         metadata = metadata_of(found.catalog, self._items)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         self._checkpoint = found
         return metadata
+
+    def _part_of(self, catalog: Catalog) -> Catalog:
+        """Returns the part of a checkpoint that this reader reads: all of it."""
+        return catalog
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -14,9 +14,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckpt
+from ckpt.dcp.hf_storage import HuggingFaceStorageReader
+from ckpt.dcp.storage_reader import CkptStorageReader
 from ckpt.errors import MismatchError
 from formats.errors import CorruptError, HostileError, UnsupportedError
 
@@ -108,6 +111,17 @@ def test_a_model_takes_the_weights_of_a_trainer_s_folder() -> None:
         ckpt.load(TRAINER, named)
     ckpt.load(TRAINER, named, include=f"model.{EMBEDDINGS}")
     assert torch.equal(named["model"][EMBEDDINGS], module.model.embed_tokens.weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_s_reader_of_hugging_face_folders_reads_the_weights_of_a_trainer_s() -> None:
+    weights = ckpt.read(TRAINER / "model.safetensors")
+    target = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(TRAINER), no_dist=True)
+    assert all(torch.equal(target[name], weights[name]) for name in weights)
+    whole = {"model": {name: torch.zeros_like(tensor) for name, tensor in weights.items()}}
+    dcp.load(whole, storage_reader=CkptStorageReader(TRAINER), no_dist=True)
+    assert all(torch.equal(whole["model"][name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("target", ["x.safetensors", "hf"])

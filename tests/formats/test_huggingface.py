@@ -235,6 +235,7 @@ def test_weights_of_any_base_name_are_found(tmp_path: Path, base: str, max_shard
         ([], None),
         (["config.json", "pytorch_model.bin"], None),
         ([INDEX, "model.safetensors"], "model.safetensors"),
+        (["consolidated.safetensors", "params.json"], "consolidated.safetensors"),
         ([INDEX, "model-00001-of-00001.safetensors", "consolidated.safetensors"], INDEX),
         (["adapter_model.safetensors", "other.safetensors"], "adapter_model.safetensors"),
         (["unet.safetensors", "unet.safetensors.index.json"], "unet.safetensors"),
