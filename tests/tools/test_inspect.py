@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckpt.saving import save
 from tools.exit_codes import ExitCode
@@ -129,3 +130,11 @@ def test_a_bracket_in_a_pattern_is_a_bracket(run, tmp_path):
     save(tmp_path / "c", {"blk[0].w": torch.ones(1), "blk0.w": torch.ones(1)})
     found = json.loads(run("inspect", tmp_path / "c", "blk[0]", "--json").out)
     assert [tensor["name"] for tensor in found["tensors"]] == ["blk[0].w"]
+
+
+def test_notes_of_a_checkpoint_are_shown(run, tmp_path):
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    note = "2 files without numbers or an index were read as one checkpoint"
+    assert f"  note: {note}" in run("inspect", tmp_path).out.splitlines()
+    assert json.loads(run("inspect", tmp_path, "--json").out)["notes"] == [note]
