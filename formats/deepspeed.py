@@ -30,7 +30,7 @@ from math import prod
 from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef, Tree
 from formats.deepspeed_files import File, groups_of, opened, shapes_of
 from formats.deepspeed_universal import universal_states
-from formats.deepspeed_zero import Nested, States, zero_states
+from formats.deepspeed_zero import Nested, States, dict_of, zero_states
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.flat_partitions import FlatPieces, Line, segment
 from formats.joined import below
@@ -174,9 +174,7 @@ class _Step:
                 "to parts of the optimizer; save the value under another key"
             )
         rest = {key: value for key, value in model.items() if key not in left_out}
-        tree = self._nest.tree(rest, (), self._model.archive)
-        assert isinstance(tree, dict)  # the tree of a dict
-        return tree
+        return dict_of(self._model, self._nest.tree(rest, (), self._model.archive))
 
     def _opened(self, name: str) -> File:
         file = opened(self._reader, name)

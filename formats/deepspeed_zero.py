@@ -96,19 +96,21 @@ def option_groups(
         rest = {key: value for key, value in group.items() if key != "params"}
         path = ("optimizer", "param_groups", at)
         members: list[Tree] = [name for row in names[first:last] for name in row]
-        yield {**_dict(nest.tree(rest, path, file.archive)), "params": members}
+        yield {**dict_of(file, nest.tree(rest, path, file.archive)), "params": members}
         first = last
 
 
 def other_values(nest: Nest, file: File, holder: dict[object, object]) -> Nested:
     """Returns the values of an optimizer that describe no tensor."""
     rest = {key: value for key, value in holder.items() if key not in _OF_LAYOUT}
-    return _dict(nest.tree(rest, ("zero",), file.archive))
+    return dict_of(file, nest.tree(rest, ("zero",), file.archive))
 
 
-def _dict(tree: Tree) -> Nested:
-    assert isinstance(tree, dict)  # the tree of a dict
-    return tree
+def dict_of(file: File, tree: Tree) -> Nested:
+    """Returns the tree of a dict. Raises FormatError if its keys are not text or numbers."""
+    if isinstance(tree, dict):
+        return tree
+    raise file.unlike("dict with names", tree)
 
 
 class _Partitions:
@@ -173,11 +175,11 @@ class _Partitions:
 
     def keep(self, found: States, number: int, key: str, values: Sequence[object]) -> None:
         """Adds state without a published layout under the names of its ranks (rule 3)."""
-        by_rank = _dict(found.values.setdefault("state of ranks", {}))
+        by_rank = dict_of(self.files[0], found.values.setdefault("state of ranks", {}))
         for rank, (file, value) in enumerate(zip(self.files, values, strict=True)):
             path = ("zero", "state of ranks", rank, number, key)
-            by_group = _dict(by_rank.setdefault(rank, {}))
-            of_group = _dict(by_group.setdefault(number, {}))
+            by_group = dict_of(file, by_rank.setdefault(rank, {}))
+            of_group = dict_of(file, by_group.setdefault(number, {}))
             of_group[key] = self.nest.tree(value, path, file.archive)
 
     def options(self) -> list[object]:

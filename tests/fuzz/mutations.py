@@ -473,6 +473,6 @@ def _kind_in(name: str) -> str:
     """The kind of a file in a folder with files of several kinds."""
     if name.endswith(".safetensors"):
         return "safetensors"
-    if name.endswith(".metadata"):
+    if name.endswith((".metadata", "metadata.pkl")):
         return "pickle"
-    return "bytes" if name.endswith(".distcp") else "torch"
+    return "torch" if "." in name and not name.endswith(".distcp") else "bytes"

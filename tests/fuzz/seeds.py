@@ -139,7 +139,12 @@ def _by_others() -> list[Seed]:
 
 def _folders() -> list[Seed]:
     """Folders with files of several formats, and folders by other writers."""
-    kept = ("trainer/checkpoint-2", "accelerate/plain", "accelerate/fsdp2", "lightning/sharded")
+    kept = (
+        *("trainer/checkpoint-2", "accelerate/plain", "accelerate/fsdp2", "lightning/sharded"),
+        *(f"deepspeed/{name}/global_step1" for name in ("stage0", "stage1", "stage2", "bf16")),
+        *("deepspeed/stage3", "deepspeed/stage1/global_step1_universal"),
+        *("megatron/iter_0000005", "torch_checkpointing/step-5"),
+    )
     found = [Seed("folder", _all_of(DATA / name)) for name in kept]
     tensors = {"w": torch.arange(12.0).reshape(4, 3), "n": torch.tensor(3)}
     with tempfile.TemporaryDirectory() as temporary:
