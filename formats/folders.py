@@ -85,6 +85,8 @@ FOLDERS: tuple[FolderFormat, ...] = (
     FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "formats.dcp"),
     FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "formats.training_folders"),
     FolderFormat("accelerate", has_like(r"random_states_[0-9]+\.pkl"), "formats.training_folders"),
+    FolderFormat("orbax", has("_METADATA"), "formats.orbax"),
+    FolderFormat("orbax", has("_CHECKPOINT_METADATA"), "formats.orbax"),
     FolderFormat(
         "torch_checkpointing",
         both(has("metadata.pkl"), has_like(r".+_[0-9]+\.pt")),

@@ -462,7 +462,7 @@ def changed(seed: Seed, random: Random) -> Files:
         "npy": changed_npy,
         "gguf": changed_gguf,
     }
-    if name.endswith(".json"):
+    if name.endswith((".json", "_METADATA", ".zarray")):
         files[name] = text(changed_json(json.loads(files[name]), random)).encode()
     else:
         files[name] = by_kind[kind](files[name], random)

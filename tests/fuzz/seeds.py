@@ -144,6 +144,7 @@ def _folders() -> list[Seed]:
         *(f"deepspeed/{name}/global_step1" for name in ("stage0", "stage1", "stage2", "bf16")),
         *("deepspeed/stage3", "deepspeed/stage1/global_step1_universal"),
         *("megatron/iter_0000005", "torch_checkpointing/step-5"),
+        *("orbax/zarr", "orbax/manager/5"),
     )
     found = [Seed("folder", _all_of(DATA / name)) for name in kept]
     tensors = {"w": torch.arange(12.0).reshape(4, 3), "n": torch.tensor(3)}
