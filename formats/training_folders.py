@@ -7,6 +7,7 @@
         scheduler.pt or .bin, scaler.pt              scheduler, scaler
         rng_state.pth; rng_state_1.pth, ...          rng; rng.1, ...
         random_states_0.pkl, ...                     rng.0, ...
+        latest, global_step500/    of DeepSpeed      deepspeed
         trainer_state.json                           trainer_state
         training_args.bin                            training_args, an object that is only shown
 
@@ -29,7 +30,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from formats import dcp, huggingface, huggingface_bin
+from formats import dcp, deepspeed, huggingface, huggingface_bin
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.errors import UnsupportedError
 from formats.folders import FOLDERS
@@ -117,6 +118,8 @@ def read(reader: Reader) -> Catalog:
         for entry in entries
         if _OF_RANK.fullmatch(entry)
     ]
+    if deepspeed.LATEST[0] in entries:
+        parts[("deepspeed",)] = deepspeed.read(reader)
     if is_trainer:
         parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
     every = [Part(place, catalog) for place, catalog in parts.items()]

@@ -120,6 +120,16 @@ def test_verify_checks_every_file(place: str) -> None:
     assert report.sound, report
 
 
+@pytest.mark.parametrize("trainer", ["trainer/checkpoint-2", "accelerate/plain"])
+def test_a_trainers_folder_has_it_beside_its_own_parts(trainer: str, tmp_path: Path) -> None:
+    shutil.copytree(DATA.parent / trainer, tmp_path / "run")
+    shutil.copytree(DATA / "stage1", tmp_path / "run", dirs_exist_ok=True)
+    found = ckpt.read(tmp_path / "run")
+    assert "model" in found
+    assert torch.equal(found["deepspeed"]["fp32"]["inner.bias"], tensor("inner.bias"))
+    assert ckpt.verify(tmp_path / "run").sound
+
+
 # Folders that cannot be read.
 
 
