@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpt.diffing import diff
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.loading import load
-    from ckpt.mapping.parse import read_mapping
+    from ckpt.mapping.changes import read_mapping
     from ckpt.mapping.rules import TensorMapping
     from ckpt.newest import latest
     from ckpt.preparing import prepare
@@ -60,7 +60,7 @@ _WHERE = {
     "Checkpoint": "ckpt.lazy",
     "TensorHandle": "ckpt.lazy",
     "convert": "ckpt.converting",
-    "read_mapping": "ckpt.mapping.parse",
+    "read_mapping": "ckpt.mapping.changes",
     "TensorMapping": "ckpt.mapping.rules",
     "delete": "ckpt.deleting",
     "gc": "ckpt.collecting",

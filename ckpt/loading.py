@@ -20,6 +20,8 @@ from ckpt.budget import memory_budget
 from ckpt.errors import StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
+from ckpt.mapping.changes import Changes
+from ckpt.mapping.rules import TensorMapping
 from ckpt.match.casting import Casting, casting_of
 from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.match import match
@@ -65,7 +67,7 @@ def load(
     state: S,
     *,
     strict: bool = True,
-    rename: Rename | None = None,
+    rename: Rename | TensorMapping | None = None,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     dtype: Literal["target"] | None = None,
@@ -93,9 +95,10 @@ def load(
     Args:
         strict: False ignores names that only one side has and tensors of another shape, with a
             warning.
-        rename: from the checkpoint's names to the target's: a function, or a mapping of names or
-            dotted prefixes. `{"": "model"}` puts `model.` before every name.
-        include: patterns (`*`, `?`) of the target's names to load; the other entries stay.
+        rename: from the checkpoint's names to the target's: a function, or a mapping of names,
+            dotted prefixes or patterns (docs/converting.md). `{"": "model"}` puts `model.` before
+            every name. The result of `ckpt.read_mapping` changes shapes too.
+        include: patterns of the target's names to load (docs/converting.md); the others stay.
         exclude: patterns of the target's names not to load. Each pattern must match a name of the
             checkpoint or of any rank's target, and each key of `rename` a name of the checkpoint.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
@@ -223,7 +226,7 @@ class _LoadOptions:
     """The arguments of a load, checked."""
 
     strict: bool
-    rename: Rename | None
+    rename: Rename | TensorMapping | None
     selection: Selection
     casting: Casting | None
     verify: Verify
@@ -242,7 +245,7 @@ class _LoadOptions:
         url: Url,
         state: object,
         strict: bool,
-        rename: Rename | None,
+        rename: Rename | TensorMapping | None,
         include: Patterns | None,
         exclude: Patterns | None,
         dtype: str | None,
@@ -333,7 +336,11 @@ def _matched(
     budget = memory_budget()
     source = stack.enter_context(open_source(url, options.storage))
     source = replace(source, catalog=wanted(source.catalog, state))
-    saved = Saved(source.catalog, options.rename)
+    rename = options.rename
+    if isinstance(rename, TensorMapping):
+        changed, rename = Changes.of(mapping=rename).applied(source), None
+        source = replace(source, catalog=changed.catalog)
+    saved = Saved(source.catalog, rename)
     found = match(saved, state, options.selection, ranks.mesh, options.casting)
     if options.forgiven:
         counted = [each for each in found.differences if each.problem not in options.forgiven]

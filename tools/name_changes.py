@@ -60,11 +60,11 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
 
 def mappings_of(options: Sequence[MappingOption] | None) -> list[MappingName]:
     """The mappings that were given, as the library takes them."""
-    from ckpt.mapping.changes import mapping_named
+    from ckpt.mapping.changes import read_mapping
 
     found: list[MappingName] = []
     for option in options or ():
-        mapping = mapping_named(option.name)
+        mapping = read_mapping(option.name)
         found.append(mapping.inverse() if option.is_inverse else mapping)
     return found
 

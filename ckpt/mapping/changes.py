@@ -24,7 +24,7 @@ from ckpt.arguments import check_word
 from ckpt.errors import Difference, MismatchError
 from ckpt.mapping.apply import Mapped, mapped
 from ckpt.mapping.known import known_mapping
-from ckpt.mapping.parse import read_mapping
+from ckpt.mapping.parse import read_mapping_file
 from ckpt.mapping.rules import Rule, TensorMapping
 from ckpt.match.selection import Selection, map_selected, selected
 from ckpt.sources import Source
@@ -36,6 +36,8 @@ from formats.limits import current
 from formats.strict_json import decode_object
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
+
+__all__ = ["read_mapping"]
 
 Part = Literal["model", "optimizer"]
 MappingName = str | os.PathLike[str] | TensorMapping
@@ -80,7 +82,7 @@ class Changes:
             if select is not None:
                 raise ArgumentError(f"select={select!r} and part={part!r}: give one of the two")
         named = [mapping] if isinstance(mapping, (str, os.PathLike, TensorMapping)) else mapping
-        mappings = [mapping_named(one) for one in named]
+        mappings = [read_mapping(one) for one in named]
         if rename:
             mappings.append(_renames(rename, "rename"))
         if prefix:
@@ -112,13 +114,19 @@ class Changes:
         return tuple({**_configured(mapping, config), **given} for mapping in self.mappings)
 
 
-def mapping_named(mapping: MappingName) -> TensorMapping:
-    """Returns the mapping of a name or a path. A path has a slash, or ends in .toml or .json."""
+def read_mapping(mapping: MappingName) -> TensorMapping:
+    """Returns the mapping that ships under a name, or that is in a file (docs/converting.md).
+
+    A path has a slash, or ends in `.toml` or `.json`.
+
+    Raises:
+        ArgumentError: no mapping has this name, no file is there, or its text is no mapping.
+    """
     if isinstance(mapping, TensorMapping):
         return mapping
     name = os.fspath(mapping)
     is_path = isinstance(mapping, os.PathLike) or Path(name).suffix in (".toml", ".json")
-    return read_mapping(name) if is_path or os.sep in name else known_mapping(name)
+    return read_mapping_file(name) if is_path or os.sep in name else known_mapping(name)
 
 
 def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:

@@ -34,13 +34,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["read_mapping"]
-
 _KEYS = ("about", "strict", "exclude", "tied", "parameters", "rule")
 _RULE_KEYS = ("from", "to", "rearrange", "sizes", "parts", "optional")
 
 
-def read_mapping(path: str | os.PathLike[str]) -> TensorMapping:
+def read_mapping_file(path: str | os.PathLike[str]) -> TensorMapping:
     """Returns the mapping in a file.
 
     Raises:
@@ -55,7 +53,7 @@ def read_mapping(path: str | os.PathLike[str]) -> TensorMapping:
 
 
 def parse_mapping(text: str, name: str, is_json: bool = False) -> TensorMapping:
-    """Returns the mapping in a text. Raises ArgumentError as `read_mapping` does."""
+    """Returns the mapping in a text. Raises ArgumentError as `read_mapping_file` does."""
     try:
         found = decode_object(text, name) if is_json else tomllib.loads(text)
     except (FormatError, tomllib.TOMLDecodeError) as error:

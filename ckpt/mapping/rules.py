@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from ckpt.mapping.rearrange import PARTS, Rearrange, axes_of, check_axes
 from ckpt.state.patterns import check_rename, is_expression
+from formats.catalog import join
 from sharding.errors import ArgumentError
 
 __all__ = ["TensorMapping"]
@@ -142,6 +143,17 @@ class TensorMapping:
         turned = tuple(rule.inverse for rule in self.rules)
         title = name or f"the inverse of {self.name}"
         return replace(self, name=title, rules=turned, tied={})
+
+    def below(self, prefix: str) -> TensorMapping:
+        """Returns the mapping whose new names have a prefix and a dot before them.
+
+        For a target such as `{"model": model}`. Names without a rule have no prefix.
+        """
+        rules = [
+            replace(rule, targets=tuple(join(prefix, target) for target in rule.targets))
+            for rule in self.rules
+        ]
+        return replace(self, rules=tuple(rules))
 
 
 def name_axes(name: str) -> tuple[str, ...]:
