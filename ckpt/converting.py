@@ -16,9 +16,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 
 from ckpt.arguments import DtypeName, FormatName, KindName
@@ -34,51 +33,31 @@ from ckpt.read_back import check_written
 from ckpt.resuming import Journal, identity_of
 from ckpt.sources import open_source
 from ckpt.stores.store import Options, Store, local_path, open_store, split_url
+from ckpt.target_formats import (
+    Format,
+    became_text,
+    check_can_hold,
+    check_values,
+    format_of,
+    left_out,
+)
 from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.commit import commit, now
 from ckpt.version import __version__
 from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_save
-from formats.catalog import OpaqueValue, Tree, TypedValue, named_leaves, without_opaque
-from formats.dcp_nest import lost
+from formats.catalog import OpaqueValue, Tree, without_opaque
 from formats.errors import FormatError, UnsupportedError
 from formats.file_plan import FilePlan
 from formats.limits import current
-from formats.magic import ENDINGS
 from formats.native.manifest import MANIFEST, Manifest, ShardFile
 from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
 from formats.storage import Writer
 from sharding.errors import ArgumentError
-from sharding.kind import Kind
 from sharding.url_secrets import without_secrets
 
 __all__ = ["ConvertReport", "convert"]
-
-
-class Format(str, Enum):
-    """The formats that a conversion writes."""
-
-    CKPT = "ckpt"
-    SAFETENSORS = "safetensors"
-    HUGGINGFACE = "hf"
-    TORCH = "torch"
-    DCP = "dcp"
-    GGUF = "gguf"
-    NPZ = "npz"
-
-    @property
-    def is_file(self) -> bool:
-        """Whether a checkpoint of this format is one file, not a folder."""
-        return self in (Format.SAFETENSORS, Format.TORCH, Format.GGUF, Format.NPZ)
-
-    @property
-    def is_of_weights(self) -> bool:
-        """Whether a checkpoint of this format is the weights of a model, by its flat names.
-
-        Of a training's folder, a conversion writes the weights alone unless `select` is given.
-        """
-        return self in (Format.SAFETENSORS, Format.HUGGINGFACE, Format.GGUF, Format.NPZ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +175,7 @@ def convert(
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
     divided, ranks = checked_kind(kind, world_size)
-    _check_can_hold(chosen, target, divided, ranks, compress)
+    check_can_hold(chosen, target, divided, ranks, compress)
     _check_resumable(chosen, target, resume)
     casts = Casts.of(dtype)
     changes = Changes.of(select, part, include, exclude, mapping, rename, prefix, parameters)
@@ -215,7 +194,7 @@ def convert(
             changes = replace(changes, select=weights)
         found, opaque = _without_opaque(opened.url, changes.applied(opened))
         with outgoing(opened.url, opened.store, found.catalog, casts, progress) as state:
-            _check_values(chosen, state)
+            check_values(chosen, state)
             if dry_run:
                 pass
             elif chosen.is_file:
@@ -251,42 +230,13 @@ def convert(
             chosen.value,
             len(state.tensors),
             sum(tensor.nbytes for tensor in state.tensors.values()),
-            (*opaque, *_left_out(chosen, state)),
+            (*opaque, *left_out(chosen, state)),
             None if divided is None else divided.value,
             ranks,
-            _became_text(chosen, state),
+            became_text(chosen, state),
             _not_cast(casts, state),
             beside,
             conversion_plan(found, casts, state.memory_bytes),
-        )
-
-
-def format_of(target: str, to: str | None) -> Format:
-    """Returns the format to write: `to`, or the format of the target's name."""
-    if to is not None:
-        try:
-            return Format(to)
-        except ValueError:
-            known = ", ".join(f.value for f in Format)
-            raise ArgumentError(f"cannot write {to!r}; known formats are {known}") from None
-    if target.endswith(".safetensors"):
-        return Format.SAFETENSORS
-    if target.endswith((".pt", ".pth", ".bin")):
-        return Format.TORCH
-    if target.endswith((".gguf", ".npz")):
-        return Format(target.rpartition(".")[2])
-    _check_no_foreign_ending(target)
-    return Format.CKPT
-
-
-def _check_no_foreign_ending(target: str) -> None:
-    """Raises ArgumentError if a name ends as files of a format that is not written."""
-    ending = os.path.splitext(target.rstrip("/"))[1].lower()
-    if ending in ENDINGS:
-        raise ArgumentError(
-            f"{without_secrets(target)} ends with {ending}, which is {ENDINGS[ending]}, and no "
-            "such file is written; end it with .safetensors, .pt, .gguf or .npz, or name the "
-            "folder's format (to='ckpt', --to ckpt)"
         )
 
 
@@ -370,22 +320,6 @@ def _write_plans(
         state.write(journal.writer(writer), journal.left(plans))
 
 
-def _left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
-    """Returns the key paths of values that a format cannot hold, and its metadata."""
-    if chosen is Format.CKPT:
-        return ()
-    if chosen in (Format.SAFETENSORS, Format.HUGGINGFACE):
-        return safetensors_file.left_out(state.tree)
-    lacking: Iterable[str] = ()
-    if chosen is Format.NPZ:
-        lacking = npz.left_out(state)
-    elif chosen is Format.GGUF:
-        lacking = gguf_write.left_out(state)
-    elif chosen is Format.DCP:
-        lacking = (name for name, is_empty in lost(state.tree) if is_empty)
-    return (*lacking, *(f"metadata[{key!r}]" for key in sorted(state.metadata)))
-
-
 def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
     """Returns what is converted without opaque values, and their names."""
     tree, names = without_opaque(found.catalog.tree)
@@ -397,25 +331,8 @@ def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
     return replace(found, catalog=replace(found.catalog, tree=tree)), names
 
 
-def _check_values(chosen: Format, state: Outgoing) -> None:
-    """Raises UnsupportedError for a value that only ckpt's own format can hold."""
-    if chosen in (Format.TORCH, Format.DCP):
-        for name, value in named_leaves(state.tree):
-            if isinstance(value, TypedValue):
-                raise UnsupportedError(
-                    f"{name} is {value!s:.80}, and {chosen.value} has no {value.kind} that torch "
-                    "loads without running code: leave it out (exclude=, --exclude), store plain "
-                    "values in its place, or convert to ckpt's own format"
-                )
-
-
 def _top_keys(tree: Tree) -> tuple[str, ...]:
     return tuple(map(str, tree)) if isinstance(tree, dict) else ()
-
-
-def _became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:
-    found = lost(state.tree) if chosen is Format.DCP else ()
-    return tuple(name or "the outermost" for name, is_empty in found if not is_empty)
 
 
 def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:
@@ -435,24 +352,4 @@ def _check_resumable(chosen: Format, target: str, resume: bool) -> None:
             f"{without_secrets(target)} would be written as {chosen.value}; a conversion can go on "
             "only to a folder of hf or dcp on a disk, whose files are complete one by one: leave "
             "out resume=True (--resume)"
-        )
-
-
-def _check_can_hold(
-    chosen: Format, target: str, kind: Kind | None, ranks: int | None, compress: bool
-) -> None:
-    """Raises ArgumentError if a format cannot be divided or compressed as requested."""
-    if compress and chosen is not Format.CKPT:
-        raise ArgumentError(
-            f"{without_secrets(target)} would be written as {chosen.value}, which is not "
-            "compressed; only ckpt's own format is: convert to a folder with to='ckpt' "
-            "(--to ckpt), or leave out compress=True (--compress)"
-        )
-    is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
-    if chosen is not Format.CKPT and not is_whole:
-        raise ArgumentError(
-            f"{without_secrets(target)} would be written as {chosen.value}, which has whole "
-            "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
-            "convert to a folder with to='ckpt' (--to ckpt), or leave out the kind and the "
-            f"world size of {ranks}"
         )

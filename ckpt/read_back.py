@@ -12,8 +12,8 @@ from formats.catalog import TensorRef, Tree, named_leaves
 from formats.errors import CorruptError
 from formats.outgoing import OutgoingTensor, announce
 
-FLAT_FORMATS = ("safetensors", "huggingface")
-"""Formats that hold only tensors."""
+FLAT_FORMATS = ("safetensors", "huggingface", "npz", "gguf")
+"""Formats without nests of values: only their tensors are compared."""
 
 
 def check_written(wanted: Streams, found: Streams, url: str, target_format: str) -> None:

@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.converting import ConvertReport, Format, convert, format_of
+from ckpt.converting import ConvertReport, convert
 from ckpt.errors import ExistsError, MismatchError, NotACheckpointError
 from ckpt.outgoing import BLOCK_BYTES
 from ckpt.stores.local_store import LocalStore
+from ckpt.target_formats import Format, format_of
 from ckpt.transfer.read import MAX_WORKERS, SCRATCH_BYTES
 from formats.catalog import TensorRef
 from formats.dtypes import BY_NAME, DTYPES

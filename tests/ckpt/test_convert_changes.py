@@ -16,7 +16,15 @@ from ckpt import converting
 from ckpt.errors import CorruptError, ExistsError, MismatchError
 from sharding.errors import ArgumentError
 
-PLACES = {"ckpt": "c", "safetensors": "c.safetensors", "hf": "hf", "torch": "c.pt", "dcp": "dcp"}
+PLACES = {
+    "ckpt": "c",
+    "safetensors": "c.safetensors",
+    "hf": "hf",
+    "torch": "c.pt",
+    "dcp": "dcp",
+    "gguf": "c.gguf",
+    "npz": "c.npz",
+}
 
 
 def training_state() -> dict[str, Any]:
@@ -73,15 +81,16 @@ def test_every_format_takes_changed_tensors_and_is_read_back(
     )
     assert report.tensors == 3
     found: Any = ckpt.open(target)
-    assert set(found) == {"net.embed", "net.norm", "net.head", "w"}
+    ties = {"net.head": "net.embed"} if to not in ("gguf", "npz") else {}
+    assert set(found) == {"net.embed", "net.norm", "w", *ties}
     state = training_state()["model"]
     stacked = torch.stack([state["w.0"], state["w.1"]]).permute(2, 0, 1)
     assert torch.equal(found["w"][...], stacked)
-    assert found.catalog.aliases in ({"net.head": "net.embed"}, {"net.embed": "net.head"})
+    assert found.catalog.aliases == ties
     back = tmp_path / "back"
     inverse = ckpt.read_mapping(mapping).inverse()
     ckpt.convert(target, back, mapping=inverse, rename={"net.*": "*.weight"}, verify=True)
-    assert ckpt.diff(saved, back, select="model").equal
+    assert ckpt.diff(saved, back, select="model", exclude=() if ties else "head.*").equal
 
 
 def test_a_conversion_in_memory_order_reads_the_same(saved: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import torch
 import ckpt
 from ckpt import arguments
 from ckpt.background.save_handle import SaveHandle
-from ckpt.converting import Format
 from ckpt.match.casting import Casting
+from ckpt.target_formats import Format
 from sharding.kind import Kind
 
 ROOT = Path(ckpt.__file__).parent.parent
