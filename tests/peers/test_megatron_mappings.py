@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.mapping.rules import Rule, TensorMapping
 
 pytest.importorskip("megatron.core", reason="make test-peers installs Megatron-core")
 transformers = pytest.importorskip("transformers", reason="the owner of the weights")
@@ -72,6 +73,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2LMHeadModel", GPT2, "gpt2-hf-megatron", {"activation_func": gelu}),
 }
+
+
+NORM = ("decoder.layers.*.mlp.linear_fc1.layer_norm_weight",)
+LOCAL_NORMS = TensorMapping("local", (Rule(NORM, ("decoder.layers.*.pre_mlp_layernorm.weight",)),))
+"""Local layers store the norm before experts as that of a dense MLP."""
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +200,33 @@ def leaves_of(nest: Any) -> Iterator[Any]:
         yield from leaves_of(nest.build())
     elif isinstance(nest, ShardedTensor):
         yield nest
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_a_torch_dist_folder_becomes_the_hugging_face_folder(
+    name: str, tmp_path: Path, parallel_state: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    cls, sizes, mapping, options = MODELS[name]
+    hf = getattr(transformers, cls)(getattr(transformers, cls).config_class(**sizes))
+    hf.save_pretrained(tmp_path / "hf")
+    ckpt.convert(tmp_path / "hf", tmp_path / "m.pt", mapping=[mapping, "megatron-te-local"])
+    model = megatron_model(options)
+    model.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True), strict=False)
+    (tmp_path / "dist").mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(), str(tmp_path / "dist"))
+    model_name = mapping.split("-")[0]
+    norms = [LOCAL_NORMS] if name == "mixtral" else []
+    between = ["megatron-dist-layers", *norms, f"{model_name}-megatron-hf"]
+    ckpt.convert(
+        tmp_path / "dist",
+        tmp_path / "back",
+        to="hf",
+        mapping=between,
+        parameters={"heads": HEADS, "kv_heads": GROUPS},
+        verify=True,
+    )
+    assert ckpt.diff(tmp_path / "hf", tmp_path / "back").equal
