@@ -1,4 +1,4 @@
-"""Delays Python's search for cyclic garbage while many objects are made that all are needed."""
+"""Delays Python's search for cyclic garbage while a plan makes many objects."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Run:
     lo: int
     hi: int
     shape: tuple[int, ...]
-    """The local array's if the run covers it; otherwise one-dimensional."""
+    """The shape of the local array if the run covers it; otherwise one-dimensional."""
 
 
 @lru_cache(1024)

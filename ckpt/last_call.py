@@ -1,4 +1,4 @@
-"""A pure function that is often called again with the objects of its last call."""
+"""Caches the last result of a pure function that is often called again with the same objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ R = TypeVar("R")
 
 
 def keeps_last(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which gives the result of its last call where it gets the same arguments.
+    """Returns the function with a cache of its last result, for calls with the same arguments.
 
-    Arguments are the same if they are the same objects, or equal integers. They are kept until the
-    next call, and so is the result: neither may hold tensors, and nobody may change them.
+    Arguments are the same if they are the same objects, or equal integers. Arguments and result are
+    kept until the next call: they may hold no tensors, and must not be changed.
 
     >>> shout = keeps_last(lambda words: [word.upper() for word in words])
     >>> words = ["a", "b"]

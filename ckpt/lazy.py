@@ -255,7 +255,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     def fill(
         self, wanted: Sequence[tuple[TensorRecord, Box, torch.Tensor]], stacklevel: int = 3
     ) -> None:
-        """Regions of tensors, read into contiguous CPU tensors of the records' dtypes."""
+        """Reads regions of tensors into contiguous CPU tensors of the records' dtypes."""
         copies, pieces = BoxCopies(), {box: Piece.packed(box) for _, box, _ in wanted}
         requests = [
             request

@@ -198,10 +198,10 @@ def load_partly(
     group: Group,
     storage_options: Options,
 ) -> None:
-    """`state` is filled with what a checkpoint has of it, which may have more names.
+    """Fills `state` from a checkpoint that may have more names.
 
-    To be called by all ranks of `group`. As DCP does: tensors are cast to the target's dtypes, and
-    with `allows_missing` the target may have more names as well. Raises as `load` does.
+    All ranks of `group` call this. As in DCP, tensors are cast to the target's dtypes, and with
+    `allows_missing` the target may have more names as well. Raises as `load` does.
     """
     forgiven = frozenset(("unexpected", "missing") if allows_missing else ("unexpected",))
     options = _LoadOptions(

@@ -1,7 +1,7 @@
 """`ckpt completion`: a script by which a shell completes commands and options.
 
-The shell asks the command itself, by way of argcomplete (decision 032). Then argcomplete, which
-knows the parser, answers in place of the command.
+The shell runs the command itself, by way of argcomplete (decision 032). argcomplete, which knows
+the parser, then answers in the place of the command.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tools.exit_codes import ExitCode
 SUMMARY = "print a script that makes a shell complete commands and options"
 SHELLS = ("bash", "zsh", "fish")
 ASKED = "_ARGCOMPLETE"
-"""The variable of the environment that is set where a shell asks for completions."""
+"""The environment variable that is set if a shell asks for completions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Which shell."""
+    """The shell."""
 
     shell: str
 
@@ -45,7 +45,7 @@ def run(options: Options) -> int:
 
 
 def answer(parser: ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end the process; else return at once."""
+    """Answer a shell that asks for completions, and end the process; otherwise return at once."""
     if ASKED in os.environ:
         import argcomplete
 

@@ -1,4 +1,4 @@
-"""What the number that `ckpt` ends with means: for scripts, and for `ckpt --help`."""
+"""The exit codes of `ckpt` and their meanings, for scripts and for `ckpt --help`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sharding.errors import ShardingError
 
 
 class ExitCode(IntEnum):
-    """How a command ended."""
+    """The exit code of a command."""
 
     FINE = 0
     DIFFERENT = 1
@@ -21,9 +21,9 @@ class ExitCode(IntEnum):
     EXISTS = 6
     UNSUPPORTED = 7
     INTERNAL = 70
-    """sysexits.h calls it EX_SOFTWARE."""
+    """EX_SOFTWARE of sysexits.h."""
     INTERRUPTED = 130
-    """128 + SIGINT, as shells have it."""
+    """128 + SIGINT, as in shells."""
     BROKEN_PIPE = 141
     """128 + SIGPIPE."""
 
@@ -41,17 +41,17 @@ MEANINGS = {
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
     ExitCode.BROKEN_PIPE: "whoever read the output stopped reading",
 }
-"""Each code in a few words."""
+"""The meaning of each code."""
 
 
 def table() -> str:
-    """The codes and what they mean, for `--help`."""
+    """Returns the codes and their meanings, for `--help`."""
     rows = "\n".join(f"  {code.value:>3}  {meaning}" for code, meaning in MEANINGS.items())
     return f"exit codes:\n{rows}"
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The code that a command ends with when this was raised."""
+    """Returns the exit code for an error."""
     found = ExitCode.INTERNAL
     for kinds, code in _BY_ERROR:
         if isinstance(error, kinds):
@@ -70,4 +70,4 @@ _BY_ERROR: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Ex
     (ValueError, ExitCode.USAGE),
     (OSError, ExitCode.STORE),
 )
-"""The first that fits counts."""
+"""The exit codes by class of error; the first class that fits counts."""

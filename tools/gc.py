@@ -1,4 +1,4 @@
-"""`ckpt gc`: what saves and conversions that did not end have left; removed only on request."""
+"""`ckpt gc`: lists the left-overs of unfinished saves and conversions, or removes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMMARY = "list what unfinished saves have left behind, and remove it with --del
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where to look, and what to do about it."""
+    """The folder, and whether to delete."""
 
     url: str
     delete: bool

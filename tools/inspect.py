@@ -1,7 +1,7 @@
-"""`ckpt inspect`: what is in a checkpoint, as a tree. Reads no tensor and imports no torch.
+"""`ckpt inspect`: the content of a checkpoint as a tree. Reads no tensor and imports no torch.
 
-Names are taken apart at their dots. A branch with one child is shown on one line with it, and a
-branch below `--depth` as one line that says how much is in it.
+Names are split at their dots. A branch with one child shares a line with the child. A branch below
+`--depth` is one line with the numbers of its tensors and bytes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tools.text import columns, json_text, shortened
 
 SUMMARY = "show tensors, values and files of a checkpoint"
 MAX_DEPTH = 64
-"""Names are taken apart at this many dots at most."""
+"""The most dots at which a name is split."""
 _NESTS = (dict, list, tuple, TensorRef)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to show."""
+    """The checkpoint, and the parts to show."""
 
     url: str
     patterns: list[str]
@@ -65,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print what the checkpoint holds."""
+    """Print the content of the checkpoint."""
     from ckpt.sources import open_source
 
     if options.depth is not None and options.depth < 1:
@@ -107,9 +107,9 @@ class _Branch:
 
     children: dict[str, _Branch] = field(default_factory=dict)
     cells: tuple[str, ...] | None = None
-    """What is shown beside a leaf."""
+    """The text beside a leaf."""
     tensors: int = 0
-    """Tensors here and below."""
+    """The number of tensors here and below."""
     nbytes: int = 0
 
 

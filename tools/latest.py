@@ -20,7 +20,7 @@ SUMMARY = "print the path of the newest sound checkpoint in a folder"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where to look."""
+    """The folder, and the depth of the check."""
 
     url: str
     verify: bool
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print it alone on a line; what was skipped, and why, goes to stderr."""
+    """Print the path alone on a line; skipped checkpoints and the reasons go to stderr."""
     from ckpt.newest import newest_sound
 
     found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
 
 
 def _print_path(path: str) -> None:
-    """The path on a line: to a program byte for byte, to a person as text."""
+    """Print the path on a line: to a program byte for byte, to a terminal as text."""
     raw = getattr(sys.stdout, "buffer", None)
     if raw is None or sys.stdout.isatty():
         print(printable(path))

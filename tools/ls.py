@@ -1,7 +1,7 @@
 """`ckpt ls`: the checkpoints in a folder, or the tensors in a checkpoint, one a line.
 
-A checkpoint whose save was not finished, or whose files are missing or damaged, is listed as such:
-the list is what somebody looks at who must decide what to resume from and what to delete. The
+The list shows checkpoints whose save was not finished, or whose files are missing or damaged, as
+such: a user decides by it which checkpoint to resume from, and which ones to delete. The
 checkpoints of a run (`ckpt.run`) show their steps, ages and metrics.
 """
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 SUMMARY = "list the checkpoints in a folder, or the tensors in a checkpoint"
 FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz")
-"""Names of files that are looked at as checkpoints of their own."""
+"""Endings of files that may be checkpoints of their own."""
 _SHARD = re.compile(r"\.?[0-9a-f]{16}-[0-9]{5,}\.safetensors(\..+\.part)?")
-"""A native shard, also one that is still being written."""
+"""The name of a native shard file, also of an unfinished one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to list."""
+    """The folder or checkpoint to list."""
 
     url: str
     as_json: bool
@@ -55,18 +55,18 @@ class Row:
     tensors: int
     bytes: int
     world_size: str
-    """How many ranks wrote it; empty where the format does not say."""
+    """The number of ranks that wrote it; empty if the format does not tell."""
     time: str
-    """When, by the writer's clock; empty where the format does not say."""
+    """The time of the save by the writer's clock; empty if the format does not tell."""
     state: str
-    """`complete`, `unfinished` (no commit), or what is missing or damaged."""
+    """`complete`, `unfinished` (no commit), or the missing or damaged parts."""
     step: int | None = None
-    """Of a run; None for a checkpoint that no run saved."""
+    """The step of a run; None for a checkpoint that no run saved."""
     age_seconds: float | None = None
-    """Since the save began."""
+    """The time since the save began."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     program: Mapping[str, object] = field(default_factory=dict)
-    """Of the run: its command line, git revision, versions and hosts."""
+    """The program of the run: its command line, git revision, versions and hosts."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the list. Raises NotACheckpointError where there is nothing to list."""
+    """Print the list. Raises NotACheckpointError if there is nothing to list."""
     from ckpt.sources import open_source
 
     try:
@@ -173,7 +173,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
 
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
-    """The checkpoints directly in a folder, by name, numbers in names by value."""
+    """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
     from ckpt.newest import natural
     from ckpt.stores.store import is_file, open_store
 
@@ -193,7 +193,7 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
 
 
 def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
-    """What is at a place; None where that is no checkpoint and never began to be one."""
+    """Returns the row of a place; None unless it is a checkpoint, or an unfinished one."""
     from ckpt.newest import Committed
     from ckpt.run.history import STEP, run_step
     from ckpt.sources import open_source
@@ -237,7 +237,7 @@ def _is_there(reader: Reader, base: str) -> bool:
 
 
 def _wrong(store: Store, catalog: Catalog) -> str:
-    """How many files are not there, or not as long as they were; other formats' readers look."""
+    """Returns a text on missing files and wrong sizes; other formats' readers check themselves."""
     if catalog.format != "ckpt":
         return ""
     there, files = store.sizes(), catalog.files

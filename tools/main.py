@@ -1,12 +1,12 @@
-"""The `ckpt` command: parses, calls one command, turns errors into one line and an exit code.
+"""The `ckpt` command: parses arguments, runs a command, turns errors into a line and an exit code.
 
 Rules:
 
 1. Results go to stdout, errors and progress to stderr. `--json` prints one JSON object.
 2. An error is one line, `ckpt: <what happened, where, what to do>`; with CKPT_TRACEBACK set the
-   traceback comes before it. Where stderr cannot be written, the exit code is the same.
-3. Commands import what they need when they run, so that `ckpt --help`, inspect, ls and verify start
-   at once: torch alone takes a second.
+   traceback comes before it. If stderr cannot be written, the exit code is the same.
+3. Commands import the modules that they need when they run, so that `ckpt --help`, inspect, ls and
+   verify start at once: torch alone takes a second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ any URL that fsspec has a driver for."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with errors in the form that all of ours have."""
+    """argparse with errors in the form of all our errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(ExitCode.USAGE, f"ckpt: {printable(message)}; see `{self.prog} --help`\n")
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class _Command(Generic[OptionsT]):
-    """One command: where its arguments are declared and what runs it."""
+    """One command: the functions that declare its arguments and run it."""
 
     name: str
     summary: str
@@ -79,10 +79,10 @@ _COMMANDS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command that the arguments name; returns its exit code, never raises."""
+    """Runs the command that the arguments name; returns its exit code, never raises."""
     try:
         code = _run(argv)
-        if sys.stdout is not None:  # as `>&-` leaves it
+        if sys.stdout is not None:  # None after `>&-`
             sys.stdout.flush()
     except BrokenPipeError:
         code = ExitCode.BROKEN_PIPE
@@ -100,13 +100,13 @@ def _run(argv: Sequence[str]) -> int:
     completion.answer(found)
     try:
         arguments = found.parse_args(argv)
-    except SystemExit as end:  # argparse: --help, --version, wrong arguments
+    except SystemExit as end:  # from argparse: --help, --version, wrong arguments
         return end.code if isinstance(end.code, int) else ExitCode.FINE
     return int(arguments.command(arguments))
 
 
 def _let_go() -> None:
-    """Python's own flush on its way out cannot fail, which would be another exit code."""
+    """Flushes both streams, so that Python's last flush cannot fail and change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -117,7 +117,7 @@ def _let_go() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Returns the parser of the whole command line."""
     raw = argparse.RawDescriptionHelpFormatter
     found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=table(), formatter_class=raw)
     found.add_argument("--version", action="version", version=f"ckpt {__version__}")
@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _report(error: BaseException) -> int:
-    """Print an error and return the exit code for it."""
+    """Prints an error and returns its exit code."""
     if os.environ.get("CKPT_TRACEBACK"):
         tell("".join(traceback.format_exception(error)).rstrip("\n"))
     code = code_of(error)

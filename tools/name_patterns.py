@@ -1,4 +1,4 @@
-"""`--include PATTERN` and `--exclude PATTERN`: the names that a command is about."""
+"""`--include PATTERN` and `--exclude PATTERN`: the names that a command uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 
 
 def add_name_patterns(parser: ArgumentParser) -> None:
-    """Declare both; what they give is `include` and `exclude`, as the library takes them."""
+    """Declare both; their values are `include` and `exclude` of the library."""
     for flag, said in (("--include", "only these names"), ("--exclude", "not these names")):
         parser.add_argument(
             flag,

@@ -1,4 +1,4 @@
-"""A progress bar for people at a terminal, nothing in a pipe."""
+"""A progress bar on a terminal, and nothing in a pipe."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckpt.errors import CkptError
 from formats.errors import FormatError
 
 Progress = Callable[[int], None]
-"""Called with numbers of bytes as they are done, from any thread."""
+"""A function that is called with numbers of bytes as they are done, from any thread."""
 
 
 @contextmanager
 def progress(label: str, total: Callable[[], int | None]) -> Iterator[Progress | None]:
-    """What to hand to long work: a bar on stderr where that is a terminal, else None.
+    """Yields the function for long work: a bar's if stderr is a terminal, else None.
 
-    `total` gives the bytes to be done, or None; it is called only where there is a bar.
+    `total` returns the bytes of all work, or None; it is called only for a bar.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield None
@@ -38,7 +38,7 @@ def progress(label: str, total: Callable[[], int | None]) -> Iterator[Progress |
 
 
 def file_bytes(url: str | os.PathLike[str], told: Mapping[str, object] | None = None) -> int | None:
-    """The size of a checkpoint's files; None where it cannot be read, which others will report.
+    """Returns the size of a checkpoint's files; None if it cannot be read, an error for the caller.
 
     `told` are the driver's options.
     """
@@ -54,7 +54,7 @@ def file_bytes(url: str | os.PathLike[str], told: Mapping[str, object] | None = 
 def tensor_bytes(
     url: str | os.PathLike[str], told: Mapping[str, object] | None = None
 ) -> int | None:
-    """The size of a checkpoint's tensors; None where it cannot be read."""
+    """Returns the size of a checkpoint's tensors; None if it cannot be read."""
     from ckpt.sources import open_source
 
     try:

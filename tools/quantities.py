@@ -1,4 +1,4 @@
-"""Sizes, ages and policies as people write them on a command line, and ages as they read them."""
+"""Sizes, ages and policies as text: parsed from a command line, and ages printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def size_of(text: str) -> int:
-    """Bytes in a size such as `5GB`, for argparse."""
+    """Returns the bytes of a size such as `5GB`, for argparse."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -22,7 +22,7 @@ def size_of(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Seconds, for argparse.
+    """Returns the seconds of an age such as `90m`, for argparse.
 
     >>> duration("90m"), duration("1.5d"), duration("0")
     (5400.0, 129600.0, 0.0)
@@ -34,7 +34,7 @@ def duration(text: str) -> float:
 
 
 def age(seconds: float) -> str:
-    """An age in its largest unit.
+    """Returns an age in its largest unit.
 
     >>> age(7260), age(3), age(-1)
     ('2 h', '3 s', '0 s')
@@ -46,7 +46,7 @@ def age(seconds: float) -> str:
 
 
 def keep_of(text: str) -> Keep:
-    """A policy such as `last=3,every=1000,best=2,metric=loss,mode=max,younger_than=2d`.
+    """Parses a policy such as `last=3,every=1000,best=2,metric=loss,mode=max,younger_than=2d`.
 
     >>> keep_of("last=3,younger_than=2h")
     Keep(last=3, every=None, best=None, metric=None, mode='min', younger_than=7200.0)

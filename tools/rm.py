@@ -1,7 +1,7 @@
-"""`ckpt rm`: delete checkpoints, each whole, and none that another borrows from.
+"""`ckpt rm`: deletes whole checkpoints, unless others borrow from them.
 
-With `--keep` its arguments are runs, and it deletes what a policy does not keep: the same policy,
-and the same code, as of `ckpt.Checkpointer(keep=...)`.
+With `--keep` its arguments are runs, and it deletes checkpoints that no rule of a policy keeps, by
+the code of `ckpt.Checkpointer(keep=...)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUMMARY = "delete checkpoints of ckpt's own format, unless others borrow from th
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to delete."""
+    """The checkpoints or runs, and the policy."""
 
     urls: list[str]
     missing_ok: bool
@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Delete one after another; the first that cannot be deleted ends the command."""
+    """Delete the checkpoints in order; the first that cannot be deleted ends the command."""
     if options.keep is not None:
         for url in options.urls:
             _thin(url, options.keep, options)
@@ -72,7 +72,7 @@ def run(options: Options) -> int:
 
 
 def _thin(url: str, keep: Keep, options: Options) -> None:
-    """Delete what no rule keeps of one run. Raises NotACheckpointError where there is no run."""
+    """Delete checkpoints of a run that no rule keeps. Raises NotACheckpointError without a run."""
     from ckpt.run.history import run_steps
     from ckpt.run.removal import removals
     from ckpt.stores.store import join_url
@@ -93,7 +93,7 @@ def _thin(url: str, keep: Keep, options: Options) -> None:
 
 
 def _tell(url: str, options: Options) -> None:
-    """Say what a deletion would do, or raise what it would raise."""
+    """Print the result that a deletion would have, or raise its error."""
     from ckpt.sources import open_source
     from ckpt.transfer.bases import check_unused
 

@@ -1,4 +1,4 @@
-"""`-o KEY=VALUE`: what the fsspec driver of a URL is told."""
+"""`-o KEY=VALUE`: the options of the fsspec driver of a URL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PYTHON_S = {"True": "true", "False": "false", "None": "null"}
 
 
 def add_storage_options(parser: ArgumentParser) -> None:
-    """Declare `-o`, which every command has whose arguments may be URLs."""
+    """Declare `-o`, for every command whose arguments may be URLs."""
     parser.add_argument(
         "-o",
         "--storage-option",
@@ -27,28 +27,28 @@ def add_storage_options(parser: ArgumentParser) -> None:
 
 
 def add_storage_options_of(parser: ArgumentParser, argument: str) -> None:
-    """Declare what only the driver of one argument is told: `--dst-storage-option` of DST."""
+    """Declare options for the driver of one argument only: `--dst-storage-option` for DST."""
     parser.add_argument(
         f"--{argument.lower()}-storage-option",
         dest=f"{argument.lower()}_storage_options",
         action="append",
         metavar="KEY=VALUE",
         type=storage_option,
-        help=f"tell only the driver of {argument}, and that none of the others",
+        help=f"an option for the driver of {argument} alone, which then gets no -o",
     )
 
 
 def storage_option(text: str) -> Option:
-    """The name and the value in an argument, for argparse.
+    """Returns the name and the value in an argument, for argparse.
 
     >>> storage_option("anon=true"), storage_option("key=abc"), storage_option('key="12"')
     (('anon', True), ('key', 'abc'), ('key', '12'))
     """
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise ArgumentTypeError("a storage option is KEY=VALUE")  # without it: it may be a secret
-    if value in _PYTHON_S:  # as text, anon=False would be true
-        raise ArgumentTypeError(f"{key}={value} is no JSON: say {key}={_PYTHON_S[value]}")
+        raise ArgumentTypeError("a storage option is KEY=VALUE")  # the text may be a secret
+    if value in _PYTHON_S:  # the text "False" would count as true
+        raise ArgumentTypeError(f"{key}={value} is not JSON: say {key}={_PYTHON_S[value]}")
     try:
         return key, json.loads(value)
     except ValueError:
@@ -56,5 +56,5 @@ def storage_option(text: str) -> Option:
 
 
 def mapping(options: Iterable[Option] | None) -> dict[str, object] | None:
-    """The options as the library takes them; None where there were none."""
+    """Returns the options as a dict for the library; None without options."""
     return None if options is None else dict(options)

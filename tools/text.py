@@ -11,24 +11,24 @@ from contextlib import suppress
 from ckpt.display import printable
 
 MAX_SHOWN = 200
-"""The longest text of a value or of the writer that is shown whole."""
+"""The most characters of a value that are shown."""
 
 
 def tell(line: str) -> None:
-    """Print a line on stderr; nothing happens where that is closed, full or nobody reads it."""
+    """Prints a line on stderr; does nothing if stderr is closed or full."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr)
 
 
 def shortened(text: str) -> str:
-    """The printable text, cut where it is longer than `MAX_SHOWN` characters."""
+    """Returns the printable text, cut to `MAX_SHOWN` characters."""
     text = printable(text[: MAX_SHOWN + 1])
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as lines with aligned columns; those with an index in `right` are aligned to the right.
+    """Returns rows as lines with aligned columns, those in `right` aligned to the right.
 
     >>> columns([("w", "8 B", "x"), ("bias", "16 B", "")], right=[1])
     ['w      8 B  x', 'bias  16 B']
@@ -44,7 +44,7 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 
 
 def json_text(value: object) -> str:
-    r"""The value as JSON that every reader accepts: infinite numbers and NaN are texts.
+    r"""Returns the value as JSON that every reader accepts: infinite numbers and NaN are texts.
 
     >>> json_text({"max_abs": float("inf")})
     '{\n  "max_abs": "inf"\n}'

@@ -1,4 +1,4 @@
-"""`ckpt verify`: whether stored checkpoints are what was written."""
+"""`ckpt verify`: checks that stored checkpoints are as they were written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to verify."""
+    """The checkpoints to verify."""
 
     urls: list[str]
     as_json: bool
@@ -40,10 +40,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the reports, each when it is known; DIFFERENT where something is wrong.
+    """Print each report as soon as it is known; DIFFERENT if a checkpoint is not sound.
 
-    An error at one checkpoint is told and does not keep the others from being verified; the command
-    then ends as it would for the first such error.
+    An error at one checkpoint is printed, and the others are still verified. The command then ends
+    with the exit code of the first such error.
     """
     reports: list[dict[str, object]] = []
     failed: Exception | None = None
