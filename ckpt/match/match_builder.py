@@ -158,7 +158,7 @@ class MatchBuilder:
             }
             return lambda: {key: step() for key, step in items.items()}
         if isinstance(tree, list | tuple):
-            is_one = is_one or not holds_tensor(tree)  # as `ckpt.state.saved.leaves` has it
+            is_one = is_one or not holds_tensor(tree)  # as in `ckpt.state.saved.leaves`
             named = [(join(path, index), item) for index, item in enumerate(tree)]
             steps = [
                 self.whole(v if is_one or self.chooses(at) else None, at, like, is_one)

@@ -1,7 +1,7 @@
-"""An object of one rank (`ckpt.state.per_rank`) as the target: it gets the state of its rank.
+"""Matches an object of one rank (`ckpt.state.per_rank`): it gets the state of its rank.
 
-It is taken whole, or not at all where no name of it is selected, in fresh memory on the CPU.
-`state_dict()` of the target's object is not called.
+The state is loaded whole, into new memory on the CPU, or not at all if no name of it is selected.
+The match does not call `state_dict()` of the target's object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from formats.catalog import join
 
 
 def match_per_rank(builder: MatchBuilder, node: PerRank, path: str) -> Installer:
-    """Match an object of this rank with the states that ranks have saved at a path."""
+    """Matches an object of this rank with the states that ranks have saved at a path."""
     if not builder.selects(path):
         return lambda: node
     saved = builder.saved.node(path)

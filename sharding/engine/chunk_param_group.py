@@ -1,7 +1,7 @@
 """The parameter group of `fully_shard`: each parameter is a DTensor, cut by torch.chunk's rule.
 
 A parameter that is a DTensor over a mesh of tensor parallelism is cut further. Its unsharded
-parameter is the DTensor that the user gave, on the memory of the unsharded buffer.
+parameter is the user's DTensor, over the memory of the unsharded buffer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class MeshGroups:
-    """A device mesh, and the groups that its dimensions are."""
+    """A device mesh, and the groups of its dimensions."""
 
     mesh: DeviceMesh
     groups: HybridGroups
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshGroups:
-        """Sharded over a mesh of one dimension; of two, replicated over the first."""
+        """The groups of a mesh: its last dimension shards, the first of two replicates."""
         release_with_groups(mesh)
         if mesh.ndim == 1:
             return cls(mesh, HybridGroups(ShardGroup.of(mesh.get_group()), ShardGroup.alone()))
@@ -51,7 +51,7 @@ class MeshGroups:
         )
 
     def parameter(self, given: nn.Parameter, dim: int, offload: bool) -> nn.Parameter:
-        """The sharded parameter: this rank's part in memory of its own."""
+        """The sharded parameter: this rank's part in new memory."""
         unsharded = given.detach()
         spec = self._spec(unsharded, dim)
         if isinstance(unsharded, DTensor):
@@ -72,8 +72,8 @@ class MeshGroups:
             if joined is None:
                 raise ArgumentError(
                     f"a parameter over {unsharded.device_mesh} cannot be sharded over {self.mesh}: "
-                    "give fully_shard a slice of the mesh that the parameter's is a slice of, with "
-                    "named dimensions, and those of fully_shard first"
+                    "make both meshes slices of one mesh with named dimensions, of which those of "
+                    "fully_shard come first"
                 )
             mesh = joined
         own: Placement = shard_in_front(dim, behind) if unsharded.ndim else Replicate()
@@ -85,7 +85,7 @@ class MeshGroups:
 
 
 def stored(parameter: Parameter) -> torch.Tensor:
-    """This rank's shard, the very tensor that is in the sharded parameter."""
+    """This rank's shard: the very tensor in the sharded parameter."""
     tensor: torch.Tensor = parameter.sharded._local_tensor  # type: ignore[attr-defined]
     return tensor
 
@@ -105,7 +105,7 @@ class ChunkParamGroup(ParamGroup):
         self.placing = placing
         self.policy = policy
         self.reduced_hook: Callable[[torch.Tensor], None] | None = None
-        """Called with the reduced gradients, flat, and the flags behind them."""
+        """The user's hook for the reduced gradients, flat, with the flags behind them."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -129,15 +129,15 @@ class ChunkParamGroup(ParamGroup):
         return device
 
     def versions(self) -> list[int]:
-        """An operation on a DTensor counts at the DTensor alone, one on its local tensor there.
+        """The sums of the counters of a DTensor and its local tensor: an operation counts at one.
 
-        Under foreach and fused optimizers neither moves.
+        Foreach and fused optimizers change neither counter.
         """
         shards = [parameter.sharded for parameter in self.parameters]
         return [s._version + s._local_tensor._version for s in shards]  # type: ignore[attr-defined]
 
     def take_over_replaced(self) -> None:
-        """`to_empty()`, `load_state_dict(assign=True)` and the like replace the parameters."""
+        """Take over parameters that, for example, `to_empty()` has replaced."""
         before = self.stored_dtype if self.is_used else None
         for parameter in self.parameters:
             module, attribute = parameter.owners[0]
@@ -152,7 +152,7 @@ class ChunkParamGroup(ParamGroup):
                 )
             parameter.sharded = current
             parameter.place(current)
-        if before is not None and self.stored_dtype != before:  # module.to(dtype)
+        if before is not None and self.stored_dtype != before:  # after module.to(dtype)
             self._forget_forms()
 
     def _parts(
@@ -174,7 +174,7 @@ class ChunkParamGroup(ParamGroup):
     def _through_hook(
         self, sums: list[torch.Tensor], flags: list[float]
     ) -> tuple[list[torch.Tensor], list[float]]:
-        """The sums and flags as the user's hook leaves them, where there is one."""
+        """The sums and flags after the user's hook, if there is one."""
         if self.reduced_hook is None:
             return sums, flags
         marks = torch.tensor(flags, dtype=sums[0].dtype, device=sums[0].device)

@@ -11,16 +11,16 @@ first all-gather of a parameter decides whether it has hooks.
 
 Rules:
 
-1. An output is the inputs of all ranks, joined along the dimension that the parameter is sharded on
-   (along the first, where an input has fewer). Where a parameter divides unevenly, each input has
-   this rank's rows, or is padded to the most rows that a rank has. Padding does not travel.
-2. Outputs and the tensors to free keep their storages: `reshard` empties them, `unshard` fills them
-   again. Autograd's saved views of the unsharded parameter are right again in backward, and
-   autograd never sees it change.
+1. An output is the inputs of all ranks, joined along the sharded dimension of the parameter (along
+   the first if an input has fewer dimensions). If a parameter divides unevenly, each input has this
+   rank's rows, or is padded to the largest number of rows of a rank. Padding does not travel.
+2. Outputs and the tensors to free keep their storages: `reshard` frees their memory, `unshard`
+   fills it again. Autograd's saved views of the unsharded parameter are valid again in backward,
+   and autograd sees no change.
 3. The hooks run without autograd, and on all ranks in the same order.
-4. A gradient of the shard's own subclass is reduced tensor by tensor and is of that subclass again,
-   if the subclass is made of floating-point tensors of its own shape. Any other gradient is reduced
-   as one plain tensor, to which it is copied if it is not one.
+4. A gradient of the shard's own subclass is reduced tensor by tensor, and the result is of the
+   subclass again, if the subclass wraps floating-point tensors of its own shape. Any other gradient
+   is reduced as one plain tensor, if necessary a copy.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sharding.errors import ArgumentError, ArgumentTypeError, MisuseError, Torch
 from sharding.policies import MixedPrecisionPolicy
 
 PLAIN, PARTED = 1, 2
-"""Marks of a gradient: one plain tensor, or tensor by tensor. 0 is none."""
+"""Marks of a gradient: one plain tensor, or tensor by tensor. 0 means no gradient."""
 
 
 def is_hooked(sharded: nn.Parameter, name: str) -> bool:
@@ -65,9 +65,9 @@ def is_hooked(sharded: nn.Parameter, name: str) -> bool:
 
 
 def settled(param_group: ParamGroup) -> list[ParamGroup]:
-    """The groups for the parameters of a group: parameters with hooks get a group of their own.
+    """The groups for the parameters of a group: each parameter with hooks gets its own group.
 
-    Asked before a parameter group is first gathered; all units that use it get the same answer.
+    Called before a parameter group is first gathered; all units that use it get the same result.
     """
     if (
         param_group.is_used
@@ -109,12 +109,12 @@ class ExtensionParamGroup(ChunkParamGroup):
 
     @property
     def is_used(self) -> bool:
-        """True once it has been gathered."""
+        """True after the first all-gather."""
         return bool(self._unsharded)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of all unsharded parameters together."""
+        """The common dtype of all unsharded parameters."""
         dtypes = {unsharded.dtype for unsharded in self._unsharded if unsharded.is_floating_point()}
         return reduce(torch.promote_types, dtypes) if dtypes else super().dtype
 
@@ -153,7 +153,7 @@ class ExtensionParamGroup(ChunkParamGroup):
     def keep_part(self, size: int) -> None:
         """Keep nothing: hooks take the whole outputs, not parts of them."""
 
-    # Gradients: a slot for each of the tensors that they are made of.
+    # Gradients: a slot for each tensor that a gradient wraps.
 
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
         flat: list[torch.Tensor] = []
@@ -169,7 +169,7 @@ class ExtensionParamGroup(ChunkParamGroup):
             else:
                 present[index], tensors = extension.taken_apart(gradient.detach())
                 if present[index] == PARTED:
-                    present[index] = self.groups.size + 1  # more than plain ones of all ranks
+                    present[index] = self.groups.size + 1  # more than the sum of plain marks
             dim = extension.entry.dim
             for tensor in tensors:
                 rows_first = tensor.to(self.reduce_dtype)
@@ -178,7 +178,7 @@ class ExtensionParamGroup(ChunkParamGroup):
         return flat
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Put reduced gradients together and add them to those of the shards."""
+        """Put reduced gradients together and add them to the gradients of the shards."""
         sums, flags = self._through_hook(sums, flags)
         left = iter(sums)
         for extension, flag in zip(self._extensions, flags, strict=True):
@@ -202,26 +202,26 @@ class _Extension:
         self._metadata: object = None
         self._unsharded: nn.Parameter | None = None
         self._inner: list[torch.Tensor] = []
-        """The plain tensors to free, and those that the unsharded parameter is made of."""
+        """The plain tensors to free, and those that the unsharded parameter wraps."""
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         """Storages to free, and their bytes."""
         self._names: list[str] = []
-        """The attributes of the subclass by which a gradient is reduced (rule 4)."""
+        """The attributes of the subclass for the tensors that are reduced (rule 4)."""
 
     @property
     def parts_of_gradient(self) -> int:
-        """The number of tensors that the gradient is reduced as."""
+        """The number of tensors that are reduced for the gradient."""
         return len(self._names) or 1
 
     def start(self) -> list[tuple[torch.Tensor, Output]]:
-        """This rank's inputs as bytes, each with the output that it is a part of."""
+        """This rank's inputs as bytes, each with its output."""
         inputs, self._metadata = self._inputs()
         forms = [self._form(tensor) for tensor in inputs]
         if self._outputs and forms != [output.form for output in self._outputs]:
             raise MisuseError(
                 f"fsdp_pre_all_gather of {self.entry.name} returned {forms} this time and "
-                f"{[output.form for output in self._outputs]} before; what it gathers must keep "
-                "its shapes and dtypes"
+                f"{[output.form for output in self._outputs]} before; its inputs must keep their "
+                "shapes and dtypes"
             )
         if not self._outputs:
             self._outputs = [
@@ -236,7 +236,7 @@ class _Extension:
         return list(zip(pieces, self._outputs, strict=True))
 
     def finish(self) -> nn.Parameter:
-        """The unsharded parameter, made of the outputs, which have arrived."""
+        """The unsharded parameter, made from the outputs, which have arrived."""
         hook = getattr(stored(self.entry), "fsdp_post_all_gather")  # noqa: B009
         outputs = tuple(output.joined() for output in self._outputs)
         dtype = self.entry.sharded.dtype
@@ -256,14 +256,14 @@ class _Extension:
         return self._unsharded
 
     def free(self) -> None:
-        """Outputs and inner tensors have no memory."""
+        """Free the memory of outputs and inner tensors."""
         for output in self._outputs:
             output.free()
         for storage, _ in self._freed:
             storage.resize_(0)
 
     def taken_apart(self, gradient: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-        """A gradient's mark, and the tensors that it is reduced as."""
+        """A gradient's mark, and the tensors to reduce for it."""
         if self._names and type(gradient) is type(stored(self.entry)):
             return PARTED, [getattr(gradient, name) for name in self._names]
         if type(gradient) is not torch.Tensor:
@@ -272,7 +272,7 @@ class _Extension:
         return PLAIN, [gradient] * self.parts_of_gradient
 
     def put_together(self, mark: int, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """The shard's gradient, of this rank's part of the tensors it was reduced as."""
+        """The shard's gradient, from this rank's parts of the reduced tensors."""
         if mark == PLAIN:
             return tensors[0]
         local = stored(self.entry).detach()
@@ -337,7 +337,7 @@ class _Extension:
         return Form(counts, tuple(rest), along, tensor.dtype)
 
     def _made(self, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
-        """Note the unsharded parameter and its storages, for later all-gathers."""
+        """Record the unsharded parameter and its storages, for later all-gathers."""
         entry = self.entry
         size = torch.Size(entry.shape)
         if unsharded.shape != size:
@@ -361,12 +361,12 @@ class _Extension:
 
 
 def _at_its_beginning(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor at offset 0 of its storage: subclasses may want all inner tensors at the same."""
+    """The tensor at offset 0 of its storage: subclasses may need one offset for inner tensors."""
     return tensor.clone() if tensor.storage_offset() else tensor
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own that a tensor is made of: itself, if it is plain."""
+    """Yields the tensors with memory that a tensor wraps; itself if it is plain."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(tensor, name))
@@ -375,7 +375,7 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimension of a mesh that is sharded over."""
+    """The dimension of a mesh that shards."""
     if mesh.ndim == 1:
         return mesh
     names = mesh.mesh_dim_names

@@ -1,20 +1,20 @@
 """The parameters of a unit that share dtype and `requires_grad`: unsharded and reduced together.
 
 [Note: tensor names] in `sharding/engine/__init__.py` fixes the words for tensors and their shapes.
-The subclasses say how parameters are divided: `ChunkParamGroup`, `FlatParamGroup`,
-`ExtensionParamGroup`.
+The subclasses divide the parameters: `ChunkParamGroup`, `FlatParamGroup`, `ExtensionParamGroup`.
 
 Rules:
 
-1. The unsharded buffer's storage is one object for the life of the group. `reshard` empties it and
-   `unshard` fills it again, so the views that autograd saved in forward are right in backward.
-2. `wait`, `fetch`, the `_now` methods, `Reduction.finish`, a communication hook, and `reshard` of a
-   group that is being gathered wait for other ranks. Nothing else does.
+1. The unsharded buffer's storage is one object for the life of the group. `reshard` frees its
+   memory and `unshard` fills it again, so that autograd's views from forward are valid in backward.
+2. Only these wait for other ranks: `wait`, `fetch`, the `_now` methods, `Reduction.finish`, a
+   communication hook, and `reshard` of a group whose all-gather is in flight.
 3. A buffer whose all-gather failed belongs to the messages that may still arrive: it is neither
-   emptied nor filled again. The same holds after an interrupt, until all messages have arrived.
-4. All ranks reduce the gradients of a group together, whether this rank has them or not. A flag for
-   each parameter travels along; a parameter without a gradient on any rank keeps `grad` None.
-5. Gradients are summed in rank order, then divided. float16 is divided by a power of two before.
+   freed nor filled again. The same holds after an interrupt, until all messages have arrived.
+4. All ranks reduce the gradients of a group together, also a rank without gradients. A flag for
+   each parameter travels with them; a parameter without a gradient on any rank keeps `grad` None.
+5. Gradients are summed in rank order, then divided. float16 gradients are divided by a power of two
+   before the sum.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class ParamGroup(ABC):
         self.groups = groups
         self.precision = precision
         self.number = number
-        """Counts the groups of a process group, the same on all ranks."""
+        """The number among the groups of a process group, equal on all ranks."""
         self.index = -1
-        """The place among the groups of the runtime, the same on all ranks."""
+        """The position among the groups of the runtime, equal on all ranks."""
         self.name = ", ".join([parameter.name for parameter in parameters][:2])
-        """For errors; the runtime sets a better one."""
+        """The name in errors; the runtime sets a better one."""
         self.full_precision = False
-        """True: gather in the dtype of the shards, whatever the policy."""
+        """Whether to gather in the dtype of the shards, despite the policy."""
         self.reduces = True
-        """False: a backward leaves its gradients to a later one."""
+        """Whether backward reduces its gradients; False leaves them to a later backward."""
         self.replicates = True
-        """False: a backward leaves the sum over replicas to a later one."""
+        """Whether backward sums over replicas; False leaves the sum to a later backward."""
         self.divide: float | None = None
         """The divisor of summed gradients, in place of the number of ranks."""
         self.on_gradient: Callable[[ParamGroup], None] = lambda _: None
-        """Called when an unsharded parameter has its gradient."""
+        """A function that is called when an unsharded parameter has its gradient."""
 
         self.is_unsharded = False
         """Whether the unsharded buffer holds the parameters."""
@@ -86,10 +86,10 @@ class ParamGroup(ABC):
         self._transport: Transport | None = None
         self._all_gather: PendingAllGather | None = None
         self._error: Exception | None = None
-        """The error that ended an all-gather: rule 3."""
+        """The error that ended an all-gather (rule 3)."""
         self._gathered_versions: list[int] = []
         self._kept: KeptPart | None = None
-        """The source of the next all-gather, where it is not the shards."""
+        """The source of the next all-gather, in the place of the shards."""
         self._tags = GroupTags()
         self._grad_hooks = GradHooks(self.gradient_arrived)
         self._wanted = 0
@@ -111,11 +111,11 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def versions(self) -> list[int]:
-        """Version counters of the shards: most changes of the shards change them."""
+        """The version counters of the shards: most changes of the shards change them."""
 
     @abstractmethod
     def take_over_replaced(self) -> None:
-        """A tensor that a user put in place of a sharded parameter is the sharded parameter.
+        """Make a tensor that a user put in the place of a sharded parameter the sharded parameter.
 
         Raises ArgumentTypeError or RuntimeError for a tensor that cannot take its place.
         """
@@ -139,7 +139,7 @@ class ParamGroup(ABC):
         """Add reduced gradients to the accumulated gradients of the shards. Local.
 
         `sums` are this rank's parts of the summed gradients, flat. `flags` are the sums over ranks
-        of the flags that `_flat_gradients` made: 0 where no rank has a gradient.
+        of the flags that `_flat_gradients` made: 0 if no rank has a gradient.
         """
 
     def place_unsharded(self) -> None:
@@ -153,7 +153,7 @@ class ParamGroup(ABC):
             parameter.place(parameter.sharded)
 
     def wants_gradient(self, index: int) -> bool:
-        """Whether a parameter is to be trained."""
+        """Whether a parameter is trained."""
         return self.parameters[index].sharded.requires_grad
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
@@ -182,12 +182,12 @@ class ParamGroup(ABC):
 
     @property
     def requires_grad(self) -> bool:
-        """True when some parameter is to be trained."""
+        """True if a parameter of the group is trained."""
         return any(self.wants_gradient(index) for index in range(len(self.parameters)))
 
     @property
     def is_trained(self) -> bool:
-        """True when some parameter is to be trained, here or on a rank that said so."""
+        """True if a parameter of the group is trained on this rank, or on one that has told so."""
         return self.requires_grad or self.backward.trained_elsewhere
 
     # Unshard and reshard.
@@ -199,16 +199,16 @@ class ParamGroup(ABC):
 
     @property
     def is_used(self) -> bool:
-        """True after the first all-gather: the layout in memory is settled."""
+        """True after the first all-gather: the layout in memory is fixed."""
         return bool(self._buffers)
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffer, as last used; taken for large where there is none."""
+        """The bytes of the last unsharded buffer; `PREFETCH_BYTES` before the first one."""
         return PREFETCH_BYTES if self.buffer is None else self.buffer.unsharded_bytes
 
     def unshard(self, batch: AllGather) -> None:
-        """Start the all-gather with the batch, unless it is done or on its way.
+        """Start the all-gather with the batch, unless it is done or in flight.
 
         All ranks of the group call it in the same order. Raises MisuseError after an all-gather
         that failed.
@@ -216,9 +216,9 @@ class ParamGroup(ABC):
         if self._error is not None:
             names = ", ".join([parameter.name for parameter in self.parameters][:3])
             raise MisuseError(
-                f"the ranks could not gather the parameters {names} and those with them before "
-                f"({self._error}), and cannot any more in this process group: start the job again; "
-                "what is sharded can still be saved"
+                f"an earlier all-gather of the parameters {names} and those with them failed "
+                f"({self._error}), and this process group cannot gather them any more: start the "
+                "job again; the shards can still be saved"
             ) from self._error
         if not self.is_gathered:
             self.take_over_replaced()
@@ -227,16 +227,16 @@ class ParamGroup(ABC):
 
     @property
     def is_gathered(self) -> bool:
-        """True when the parameters are unsharded or on their way."""
+        """True if the parameters are unsharded or in flight."""
         return self.is_unsharded or self._all_gather is not None
 
     @property
     def is_stale(self) -> bool:
-        """True when the shards are known to have changed since they were gathered."""
+        """True if the shards are known to have changed since they were gathered."""
         return self.is_gathered and self._gathered_versions != self.versions()
 
     def wait(self) -> None:
-        """Wait for the all-gather; then the unsharded parameters are in the modules."""
+        """Wait for the all-gather; put the unsharded parameters into the modules."""
         if self._all_gather is not None:
             self._await(self._all_gather)
             self._assemble()
@@ -267,7 +267,7 @@ class ParamGroup(ABC):
         """Put the sharded parameters into the modules and free the unsharded buffer."""
         self.holders.clear()
         if self._all_gather is not None:
-            # The parameters are not needed now, and a later `unshard` raises the error.
+            # No caller needs the parameters now, and a later `unshard` raises the error.
             with suppress(TransferError):
                 self._await(self._all_gather)
                 self._free()
@@ -277,7 +277,7 @@ class ParamGroup(ABC):
             self._free()
 
     def release(self, holder: object) -> None:
-        """Reshard when no other holder needs the parameters unsharded."""
+        """Reshard if no other holder needs the parameters unsharded."""
         self.holders.discard(holder)
         if not self.holders:
             self.reshard()
@@ -288,7 +288,7 @@ class ParamGroup(ABC):
             self._kept = KeptPart.of(self.buffer, self.groups.shard.part(size))
 
     def drop_kept(self) -> None:
-        """Forget a kept part: the next all-gather reads the shards."""
+        """Drop a kept part: the next all-gather reads the shards."""
         self._kept = None
 
     def fetch(self) -> UnshardedBuffer:
@@ -316,7 +316,7 @@ class ParamGroup(ABC):
         return self._packing, self._transport
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
-        """Start filling the unsharded buffer."""
+        """Start to fill the unsharded buffer."""
         packing, transport = self._settled()
         self.buffer = self._buffer(self.dtype)
         self.buffer.allocate()
@@ -332,7 +332,7 @@ class ParamGroup(ABC):
         return batch.add(transport, mine, self.buffer.places(packing), item)
 
     def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
-        """False where the buffer is the memory of the shards."""
+        """False if the buffer is the memory of the shards."""
         return True
 
     def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
@@ -353,12 +353,12 @@ class ParamGroup(ABC):
         """Make the unsharded parameters of an all-gather that has arrived."""
 
     def _free(self) -> None:
-        """Give back the memory of the unsharded parameters."""
+        """Free the memory of the unsharded parameters."""
         if self.buffer is not None:
             self.buffer.free()
 
     def _forget_forms(self) -> None:
-        """Forget buffers and layout: the parameters have another dtype, shape or device."""
+        """Drop buffers and layout: the parameters have another dtype, shape or device."""
         self._buffers.clear()
         self.buffer = None
         self._packing = self._transport = None
@@ -384,7 +384,7 @@ class ParamGroup(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """True when backward has reached every use and completed every gradient."""
+        """True if backward has reached every use and completed every gradient."""
         return self.backward.due <= 0 and 0 < self._wanted == len(self.backward.arrived)
 
     def hold_gradients(self) -> None:
@@ -396,7 +396,7 @@ class ParamGroup(ABC):
     def reduce(self, batch: ReduceScatters) -> Reduction | None:
         """Take the gradients from the unsharded parameters; reduce them with the batch.
 
-        None where they are reduced already.
+        Returns None if they are reduced already.
 
         All ranks of the group call it in the same order. Raises ArgumentTypeError for a sparse
         gradient.
@@ -418,7 +418,7 @@ class ParamGroup(ABC):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all unsharded gradients in `reduce_dtype`."""
+        """The bytes of all unsharded gradients in `reduce_dtype`."""
         return self._settled()[0].numel * self.reduce_dtype.itemsize
 
     def forget(self) -> None:
@@ -431,15 +431,15 @@ class ParamGroup(ABC):
         self.reshard()
 
     def end_backward(self) -> None:
-        """Forget the state of a backward."""
+        """Drop the state of a backward."""
         self.backward = BackwardState()
 
     def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums over all replicas of the shard; none where they are left to later. Waits."""
+        """The sums over all replicas of the shard; empty if a later backward sums. Waits."""
         return self._replica_sums.over(sums, item, self.device, self.replicates)
 
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
-        """By slot, the gradient, flat, rows first; zeros, and not present, where there is none."""
+        """By slot, the gradient, flat, rows first; zeros, with a flag of 0, without a gradient."""
         packing, _ = self._settled()
         release = self._kept_gradients.release
         gradients = [release(*taken) for taken in enumerate(self._take_gradients())]

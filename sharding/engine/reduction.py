@@ -1,4 +1,4 @@
-"""The gradients of one parameter group on their way from the unsharded parameters to the shards."""
+"""Reduces the gradients of one parameter group, from unsharded parameters to shards."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class BackwardState:
     first: int | None = None
     """The time of its first use in the forwards that this backward reaches."""
     outstanding: int = 0
-    """Uses in all forwards since the last backward that backward has not come to yet."""
+    """The uses in all forwards since the last backward that backward has not reached yet."""
     due: int = 0
     """The outstanding uses in the forwards that this backward reaches."""
     arrived: set[int] = field(default_factory=set)
     """The parameters whose gradient is complete and not reduced yet."""
     trained_elsewhere: bool = False
-    """Whether another rank has said that it trains the group in this iteration."""
+    """Whether another rank has told that it trains the group in this iteration."""
     reduced: bool = False
     """Whether this backward has started a reduction."""
 
     def start_reduction(self) -> None:
-        """The gradients that have arrived go into a reduction."""
+        """Note that the arrived gradients go into a reduction."""
         self.reduced = True
         self.arrived.clear()
 
@@ -58,7 +58,7 @@ class Reduction:
         self._accumulate = accumulate_shard_grads
 
     def finish(self) -> None:
-        """Wait for the sums, divide them and add them to the accumulated gradients. Once only."""
+        """Wait for the sums, divide them and add them to the accumulated gradients, once."""
         summed = self._replicate(self._summing.wait())
         if not summed:
             return
@@ -68,7 +68,7 @@ class Reduction:
         self._accumulate(sums, flags.tolist())
 
     def abandon(self) -> None:
-        """Wait and drop the sums: gloo does not recover from messages without a waiter."""
+        """Wait, and drop the sums: gloo does not recover from messages without a waiter."""
         self._summing.wait()
 
 
@@ -84,9 +84,9 @@ class ReplicaSums:
     def over(
         self, sums: list[torch.Tensor], item: Item, device: torch.device, replicates: bool
     ) -> list[torch.Tensor]:
-        """The sums over replicas of these and of waiting ones; none where they are to wait.
+        """The sums over replicas of these and of waiting ones; empty if these must wait.
 
-        All replicas call it; waits for them.
+        All replicas call this; waits for them.
         """
         if self._replicas.size == 1:
             return sums
@@ -101,7 +101,7 @@ class ReplicaSums:
         return list(torch.split(flat, [part.numel() for part in sums]))
 
     def all_reduce(self, flat: torch.Tensor, item: Item, device: torch.device) -> None:
-        """Sum a flat tensor over the replicas, in place. All of them call it; waits."""
+        """Sum a flat tensor over the replicas, in place. All replicas call this; waits."""
         if self._transport is None:
             self._transport = transport_between(self._replicas, device)
         self._transport.all_reduce(flat, Composition((item,)))
@@ -116,7 +116,7 @@ class GradHooks:
         self._hooked: set[int] = set()
 
     def prepare(self, unsharded: Sequence[torch.Tensor], wants: Callable[[int], bool]) -> int:
-        """Set `requires_grad` of the parameters to `wants`, and hook them; the number of those."""
+        """Set `requires_grad` of the parameters by `wants`, and hook them; returns their number."""
         count = 0
         for index, leaf in enumerate(unsharded):
             wanted = wants(index)
@@ -130,7 +130,7 @@ class GradHooks:
         return count
 
     def clear(self) -> None:
-        """Forget the parameters: there are new ones."""
+        """Drop the parameters, because there are new ones."""
         self._hooked.clear()
 
 
@@ -152,9 +152,9 @@ class KeptGradients:
             self._kept[index] = self.release(index, gradient)
 
     def release(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of a parameter plus the kept one, which is kept no longer.
+        """Take out a parameter's kept gradient; returns its sum with `gradient`.
 
-        None where neither is there.
+        Returns None if both are missing.
         """
         before, self._kept[index] = self._kept[index], None
         if before is None or gradient is None:
@@ -190,7 +190,7 @@ def flat_rows_first(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """By slot, its gradient, flat, with the divided dimension first; zeros where there is none."""
+    """By slot, its gradient, flat, the divided dimension first; zeros without a gradient."""
     flat = []
     for slot, gradient in zip(slots, gradients, strict=True):
         if gradient is None:
@@ -204,8 +204,8 @@ def flat_rows_first(
 def divisors(size: int, dtype: torch.dtype, chosen: float | None) -> tuple[float, float]:
     """The divisors of gradients before and after they are summed over `size` ranks.
 
-    float16 would overflow, so a power of two divides its gradients before the sum. That costs range
-    and no precision. The other dtypes have the range, and a power of two would change nothing.
+    A sum of float16 could overflow, so a power of two divides float16 gradients before the sum,
+    which costs range and no precision. The range of other dtypes is large enough.
 
     >>> divisors(8, torch.float32, None), divisors(8, torch.float16, None)
     ((1.0, 8.0), (4.0, 2.0))

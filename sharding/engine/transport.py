@@ -1,14 +1,14 @@
-"""Transports move tensors between ranks: two of them behind one protocol, chosen by the back end.
+"""Transports move tensors between ranks: two of them behind one protocol, chosen by the backend.
 
-The environment variable SHARDING_TRANSPORT chooses by hand: `p2p`, the default with gloo; or
-`collectives`, gloo's own, to compare, or for a network that point-to-point messages overload. A
-unit reads it at its first all-gather. It must be the same on all ranks. Some ranks of a gloo group
-(`reshard_after_forward=2`) always use `p2p`: collectives would need a process group, and torch
-makes one reliably only where all ranks of the default group take part.
+The environment variable SHARDING_TRANSPORT overrides the choice: `p2p`, the default with gloo; or
+`collectives`, gloo's own, for comparisons, or for a network that point-to-point messages overload.
+A unit reads the variable at its first all-gather; it must be equal on all ranks. A part of the
+ranks of a gloo group (`reshard_after_forward=2`) always uses `p2p`: collectives would need a
+process group, and torch makes one reliably only if all ranks of the default group take part.
 
 All ranks of the shard group call every method, in the same order, with the same sizes and the same
-composition. Point-to-point messages of different compositions never meet. Collectives take part in
-any collective of the others, and detect a difference afterwards.
+composition. Point-to-point messages of different compositions never meet. A collective meets any
+collective of the other ranks, and detects a difference afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sharding.errors import ArgumentError
 
 
 class PendingAllGather(Protocol):
-    """An all-gather on its way."""
+    """An all-gather in flight."""
 
     def wait(self) -> None:
         """Wait until the places are filled. Called once."""
@@ -39,11 +39,11 @@ class NoGather:
     """The all-gather of a group that is not divided."""
 
     def wait(self) -> None:
-        """Return: the parameters are there."""
+        """Return at once: the parameters are in place."""
 
 
 class PendingReduceScatter(Protocol):
-    """A reduce-scatter on its way."""
+    """A reduce-scatter in flight."""
 
     def wait(self) -> list[torch.Tensor]:
         """This rank's sums, flat. Waits. Called once."""
@@ -51,7 +51,7 @@ class PendingReduceScatter(Protocol):
 
 
 class Transport(Protocol):
-    """Between the ranks of `shard_group`. Tensors are contiguous and of one dimension and dtype."""
+    """A transport between ranks. Tensors are contiguous, one-dimensional and of one dtype."""
 
     shard_group: ShardGroup
 
@@ -76,9 +76,9 @@ class Transport(Protocol):
 
 
 def transport_between(shard_group: ShardGroup, device: torch.device) -> Transport:
-    """The fastest transport between these ranks for tensors on this device, or the one asked for.
+    """The fastest transport between these ranks for tensors on this device, or the chosen one.
 
-    Raises ArgumentError where the one asked for does not exist, or cannot be had here.
+    Raises ArgumentError if the chosen one does not exist, or cannot be used here.
     """
     asked = os.environ.get("SHARDING_TRANSPORT", "")
     if asked not in ("", "p2p", "collectives"):
