@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch training: save on N ranks, go on on M, convert to what others read.
+"""Checkpoints of PyTorch training: save on N ranks, load on M, convert to other formats.
 
     import ckpt
 

@@ -274,7 +274,7 @@ def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loade
         with failed_elsewhere(run.names):
             unverified, told = ranks.run_and_compare("loading", run.read, lambda count: (count,), 1)
             if plans.exchanged:
-                ranks.run_on_all("exchanging what was read", run.exchange)
+                ranks.run_on_all("exchanging elements that were read", run.exchange)
             loaded = ranks.run_on_all("installing the loaded state", run.install)
             if unverified or not told.same[0]:  # all ranks know whether one has unverified tensors
                 ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)

@@ -46,7 +46,7 @@ def referred(reference: GroupReference) -> ProcessGroup:
     if group is None:
         raise DestroyedGroupError(
             "the process group that this was made for has been destroyed; call "
-            "destroy_process_group when nothing trains, saves or loads any more, and after "
+            "destroy_process_group only after all training, saves and loads, and after "
             "init_process_group shard the modules again"
         )
     return group

@@ -39,7 +39,7 @@ MEANINGS = {
     ExitCode.UNSUPPORTED: "the file uses, or the target cannot hold, something not supported",
     ExitCode.INTERNAL: "a bug in ckpt",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
-    ExitCode.BROKEN_PIPE: "whoever read the output stopped reading",
+    ExitCode.BROKEN_PIPE: "the reader of the output stopped reading",
 }
 """The meaning of each code."""
 

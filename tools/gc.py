@@ -35,13 +35,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "url", metavar="FOLDER", help="a checkpoint or a folder of checkpoints, as a path or URL"
     )
-    parser.add_argument("--delete", action="store_true", help="remove what is old enough")
+    parser.add_argument("--delete", action="store_true", help="remove the old ones")
     parser.add_argument(
         "--older-than",
         metavar="AGE",
         type=duration,
-        help="what counts as old, as 90m, 2h or 3d; default 25h, when no save can need it any "
-        "more; less is for when nobody saves there",
+        help="the least age of an old one: 90m, 2h or 3d; default 25h, when no save can need it "
+        "any more; use less only while no save to the folder runs",
     )
     parser.add_argument("--json", dest="as_json", action="store_true", help="the list as JSON")
     add_storage_options(parser)

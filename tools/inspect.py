@@ -55,9 +55,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "patterns",
         metavar="NAME",
         nargs="*",
-        help="only these names and what is below them; may have * and ?",
+        help="only these names and those below them; may have * and ?",
     )
-    add("--depth", type=int, metavar="N", help="fold what is deeper than N levels")
+    add("--depth", type=int, metavar="N", help="fold levels deeper than N")
     add("--values", action="store_true", help="show plain values too")
     add("--files", action="store_true", help="list the files")
     add("--json", dest="as_json", action="store_true", help="everything, as JSON")
@@ -192,7 +192,7 @@ def _rows(branch: _Branch, level: int, depth: int | None) -> Iterator[tuple[str,
 
 
 def _values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
-    """The plain values by name. A list of nothing but numbers and texts is one value."""
+    """Yields the plain values by name. A list of only numbers and texts is one value."""
     if isinstance(tree, dict) and tree:
         for key, item in tree.items():
             yield from _values(item, join(path, key))

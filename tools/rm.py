@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "best=2 with metric=loss and mode=max, younger_than=2d, joined by commas; the newest stays",
     )
     parser.add_argument(
-        "-n", "--dry-run", action="store_true", help="only say what would be deleted"
+        "-n", "--dry-run", action="store_true", help="only list the checkpoints to delete"
     )
     add_storage_options(parser)
 

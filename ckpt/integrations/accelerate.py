@@ -137,7 +137,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
         if hooks[verb]:
             raise MisuseError(
                 f"{len(hooks[verb])} hooks of {verb}_state are registered, which expect "
-                "the files of Accelerate: remove them, and register what they store with "
+                "the files of Accelerate: remove them, and register the stored objects with "
                 "register_for_checkpointing"
             )
 

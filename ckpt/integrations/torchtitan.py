@@ -7,7 +7,7 @@ keep their meaning. Rules:
 
 1. Each rank writes and reads its shards. `async` and `async_with_pinned_mem` are saves in the
    background of ckpt: the tensors are copied in the call.
-2. The newest step is the newest one that was committed, whoever wrote it. DCP and Hugging Face
+2. The newest step is the newest committed one, also of another program. DCP and Hugging Face
    folders of torchtitan are loaded, and a save in Hugging Face's format is torchtitan's own.
 3. A removed checkpoint disappears as a whole: its manifest first.
 """
@@ -62,7 +62,7 @@ class CkptCheckpointManager(CheckpointManager):  # type: ignore[misc] # it ships
     ) -> Any:
         """Store a state dict; with an `async_mode`, its future comes back. Called by all ranks.
 
-        Raises what `ckpt.dcp.save` does.
+        Raises as `ckpt.dcp.save` does.
         """
         if to_hf:
             return super().dcp_save(
@@ -85,7 +85,7 @@ class CkptCheckpointManager(CheckpointManager):  # type: ignore[misc] # it ships
     ) -> None:
         """Fill a state dict from a checkpoint of ckpt, or one of DCP. Called by all ranks.
 
-        Raises what `ckpt.dcp.load` does.
+        Raises as `ckpt.dcp.load` does.
         """
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)

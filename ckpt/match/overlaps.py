@@ -41,7 +41,7 @@ class Extent(NamedTuple):
     """Bytes of an element. Elements that lie end to end count as one."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes. Shape and strides are empty if the target has every byte of the range."""
+    """The strides in bytes. Shape and strides are empty if the target has every byte."""
 
     @property
     def is_dense(self) -> bool:

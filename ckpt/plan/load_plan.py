@@ -12,7 +12,8 @@ Rules:
 2. Ranks that want the same elements may each read a share and exchange it: a replicated tensor is
    divided evenly (`Split`), as a save divides it, and a small one is read by one rank, each rank in
    its turn (`Only`). A rank reads its share directly into its target. Staged items take no part.
-3. More ranks than saved may scatter what they read, from a server (`ckpt.plan.scatter_plan`).
+3. If more ranks load than saved, they may scatter their reads from a server
+   (`ckpt.plan.scatter_plan`).
 4. Exchanges and scatter rounds follow from names, layouts and sizes alone, so ranks that want the
    same plan the same. `LoadPlan.fingerprint` tells whether they did.
 """
@@ -87,7 +88,7 @@ class LoadPolicy:
     stage_bytes: int
     """The most bytes staged at once."""
     exchange: bool = False
-    """Whether replicas exchange what they read."""
+    """Whether replicas exchange the elements that they read."""
     scatter_bytes: int = 0
     """The most bytes read for other ranks at once, and received from them; 0: no scatter reads."""
     move_bytes: int = 0

@@ -93,7 +93,7 @@ def merge(ranks: Ranks, mine: StateSpec) -> Callable[[], StateSpec]:
     table = _table(ranks, list(own))
     told = [own[fingerprint] for fingerprint, holders in table if holders[0] == ranks.rank]
     record = zlib.compress(b"".join(map(_sized, map(summary, told))), 1)
-    answer = ranks.joined("telling what ranks have", record, lambda r: b"".join(map(_sized, r)))
+    answer = ranks.joined("exchanging the states", record, lambda r: b"".join(map(_sized, r)))
     world = ranks.mesh
     members: dict[tuple[int, ...], list[int]] = {}
     """Sections of the same ranks share one list."""

@@ -1,7 +1,7 @@
 """Agreement by collectives, for process groups without a store: those of MPI.
 
 Without a store, the rules of `sharding.agreement.channel` do not hold: the others wait for a
-missing rank until the time-out of the process group, and a rank that leaves a call tells nobody.
+missing rank until the time-out of the process group, and do not hear of a rank that leaves a call.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class Ranks:
         if self.is_single_process:
             return data
         record = zlib.compress(data, 1) if self.rank == source else b""
-        answer = self._meet(f"telling what rank {source} has", record, lambda r: r[source])
+        answer = self._meet(f"sending the data of rank {source}", record, lambda r: r[source])
         return data if self.rank == source else zlib.decompress(answer)
 
     def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
@@ -316,7 +316,7 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
     over = distributed_c10d._get_default_group() if group is None else group
     found = _channels.setdefault(over, {})
     if purpose not in found:
-        # None for MPI, whatever torch declares.
+        # None for MPI, although torch declares a Store.
         store = cast("Store | None", distributed_c10d._get_process_group_store(over))
         world_size = dist.get_world_size(over)
         if "fake" in str(dist.get_backend(over)):

@@ -180,7 +180,7 @@ class Rendezvous:
             if found.getsockname() != found.getpeername():  # a free port can connect to itself
                 return found, ""
             found.close()
-            said.append(f"{host} port {place.port}: nobody listens")
+            said.append(f"{host} port {place.port}: no process listens")
         return None, "; ".join(said)
 
     def _hosts(self, place: _Place) -> Iterator[str]:

@@ -216,7 +216,7 @@ class ParamGroup(ABC):
         if self._error is not None:
             names = ", ".join([parameter.name for parameter in self.parameters][:3])
             raise MisuseError(
-                f"an earlier all-gather of the parameters {names} and those with them failed "
+                f"the ranks could not gather the parameters {names} and those with them before "
                 f"({self._error}), and this process group cannot gather them any more: start the "
                 "job again; the shards can still be saved"
             ) from self._error
