@@ -12,7 +12,7 @@ INTERRUPTED = 130
 def main() -> int:
     """Run the command line in `tools` and return its exit code."""
     try:
-        from tools.main import main as run
+        from tools.main import main as run  # an interrupt may come during this import
     except KeyboardInterrupt:
         if sys.stderr is not None:
             with suppress(OSError):
