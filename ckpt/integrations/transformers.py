@@ -10,8 +10,8 @@ before, and each rank writes and reads a part.
 Rules:
 
 1. A checkpoint holds the model, the optimizer, the scheduler, the scaler and the random states of
-   each rank. Of a PEFT model it holds the trained parameters, and the tensors that are not
-   parameters of the base model. `save_only_model` leaves everything out but the model.
+   each rank. A checkpoint of a PEFT model holds the trained parameters, and the tensors that are
+   not parameters of the base model. `save_only_model` leaves everything out but the model.
 2. A checkpoint is removed only after a newer one was committed.
 3. `resume_from_checkpoint=True` takes the newest committed checkpoint. Trainer itself loads a
    folder that Trainer itself wrote.

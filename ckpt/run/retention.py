@@ -6,8 +6,8 @@ Rules:
 2. The newest checkpoint always stays.
 3. Newest means saved last, not the highest step: a run that goes back to step 100 continues
    from its own step 200, not from the step 300 that it gave up.
-4. Of equally good checkpoints the newest counts as the best. A checkpoint without the metric, or
-   with a metric that is NaN, is never the best.
+4. If several checkpoints are equally good, the newest counts as the best. A checkpoint without the
+   metric, or with a metric that is NaN, is never the best.
 5. A damaged checkpoint does not count for any rule, and is not removed.
 """
 

@@ -15,8 +15,8 @@ Rules:
 4. Optimizer state of a parameter is divided like the parameter (`FlatSlice.of`).
 
 The parameters of `fully_shard` are DTensors, which `sharding.describe.dtensor` describes. A flat
-parameter is a run of parameters end to end, cut evenly over the ranks that share it. Of each
-parameter, a rank has a range of row-major elements, `FlatShard` in the algebra. Ranks that hold the
+parameter is a run of parameters end to end, cut evenly over the ranks that share it. A rank has a
+range of the row-major elements of each parameter, `FlatShard` in the algebra. Ranks that hold the
 same shard are replicas. If tensor parallelism has divided the parameters first, the range is one of
 the local part of tensor parallelism.
 """
