@@ -195,14 +195,14 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: a parameter without a gradient keeps None",
-        "present[index] = 1\n",
-        "present[:] = [1] * len(present)\n",
+        "present[:] = [int(gradient is not None) for gradient in gradients]",
+        "present[:] = [1] * len(gradients)",
         GRADIENTS,
     ),
     Mutation(
         "engine: a gradient is reduced with its rows first",
-        "gradient = gradient.movedim(slot.dim, 0)",
-        "gradient = gradient.movedim(0, slot.dim)",
+        "rows = gradient.movedim(slot.dim, 0) if slot.dim else gradient",
+        "rows = gradient.movedim(0, slot.dim) if slot.dim else gradient",
         "sharding/fully_shard_training sharding/fully_shard_api sharding/fully_shard_meshes",
     ),
     Mutation(
@@ -323,8 +323,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit: a failed rank's files are removed",
-        "                store.delete(plan.file_name)\n        raise",
-        "                store.exists(plan.file_name)\n        raise",
+        "                store.delete(attempt.file_name)\n        raise",
+        "                store.exists(attempt.file_name)\n        raise",
         "ckpt/ranks ckpt/commit faults/rank_failures",
     ),
     Mutation(
