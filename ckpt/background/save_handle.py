@@ -29,7 +29,7 @@ class Saved:
 
 
 class SaveHandle:
-    """A background save. The thread that called `ckpt.save` may call all public methods."""
+    """A background save. Only the thread that called `ckpt.save` uses the public methods."""
 
     url: str
     """The URL of the checkpoint."""

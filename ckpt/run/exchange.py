@@ -161,7 +161,7 @@ class RunRanks:
         return join_url(self.url, folder_name(step))
 
     def restorable(self, step: int | None, tier: LocalTier | None) -> list[tuple[str, int]]:
-        """Returns the places to restore `step` or any step from, with steps, the best first."""
+        """Returns the places to restore from and their steps, the best first; `step` or all."""
         near = [] if tier is None else self.local_steps(tier.steps)
         found = [(one, tier.place(one.step)) for one in near if tier is not None]
         if step is not None:

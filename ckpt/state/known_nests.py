@@ -39,7 +39,7 @@ VALUES = frozenset((NoneType, bool, int, float, str, bytes, complex))
 MAX_BITS = 64
 """A nest with a longer integer is described anew."""
 _OF_A_UNIT = frozenset(("_fsdp_flattened", "_sharding_entry"))
-"""Attributes of parameters that have, or may have, parts of other parameters."""
+"""Attributes of parameters that are, or may be, parts of other parameters."""
 
 Nest: TypeAlias = Mapping[Any, Any]
 

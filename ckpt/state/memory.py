@@ -70,7 +70,7 @@ def will_change(tensor: torch.Tensor | LocalPart) -> None:
 def empty_for(record: TensorRecord, shape: Sequence[int]) -> torch.Tensor:
     """Returns a new tensor of the record's dtype and this shape; its elements are undefined.
 
-    Raises an error of the checkpoint if torch lacks the memory because the record's size is false.
+    Raises the checkpoint's error if torch lacks memory for a size that the files do not have.
     """
     dtype = torch_dtype(record.dtype.torch_name)
     try:

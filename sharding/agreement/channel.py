@@ -11,8 +11,8 @@ Rules:
    ANSWER_SECONDS longer for rank 0, so that they hear these names.
 2. One failure ends the call for all ranks. A rank that fails outside an operation sends its
    failure as it leaves the call. Rank 0 then gives the others ERROR_SECONDS to come, and of
-   several failures tells the lowest rank's. The failure of a rank whose sender failed
-   (TransferError) counts only if there is no other.
+   several failures tells the lowest rank's. The failure of a rank that missed another rank's data
+   (TransferError) counts only if there is no other failure and no missing rank.
 3. A failure reaches all ranks, present or not, with the number of its call. A rank that comes late
    finds the failure, raises it too, and counts on from there, so that the next call has the same
    number on all ranks.
