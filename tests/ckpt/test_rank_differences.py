@@ -227,7 +227,7 @@ def save_kind(folder: str, what: str) -> tuple[list[str], str]:
         except ckpt.StateError as refused:
             error = str(refused)
     told = [str(one.message) for one in caught]
-    return [text for text in told if "of its own" in text or "of their own" in text], error
+    return [text for text in told if "different names" in text], error
 
 
 def load_kind(folder: str, what: str) -> None:
