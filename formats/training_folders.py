@@ -7,11 +7,13 @@
         scheduler.pt or .bin, scaler.pt              scheduler, scaler
         rng_state.pth; rng_state_1.pth, ...          rng; rng.1, ...
         random_states_0.pkl, ...                     rng.0, ...
-        latest, global_step500/    of DeepSpeed      deepspeed
+        latest, global_step500/    of DeepSpeed      module, fp32, optimizer, zero
         trainer_state.json                           trainer_state
         training_args.bin                            training_args, an object that is only shown
 
-A checkpoint of DeepSpeed in the folder (`formats.deepspeed`) lies at the top, beside these places.
+A checkpoint of DeepSpeed in the folder (`formats.deepspeed`) lies at the top, beside these places, or
+at `deepspeed` if both have a key of one name.
+
 Rules:
 
 1. The second of several models, optimizers or schedulers is at `model_1`, `optimizer_1`, ...
@@ -30,7 +32,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from formats import dcp, deepspeed, huggingface, huggingface_bin
+from formats import dcp, huggingface, huggingface_bin
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.errors import UnsupportedError
 from formats.folders import FOLDERS
@@ -118,12 +120,13 @@ def read(reader: Reader) -> Catalog:
         for entry in entries
         if _OF_RANK.fullmatch(entry)
     ]
-    if deepspeed.LATEST[0] in entries:
-        parts[("deepspeed",)] = deepspeed.read(reader)
     if is_trainer:
         parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
     every = [Part(place, catalog) for place, catalog in parts.items()]
-    every += [Part((), catalog) for catalog in deepspeed]
+    taken = {place[0] for place in parts}
+    for catalog in deepspeed:
+        is_apart = isinstance(catalog.tree, dict) and taken.isdisjoint(catalog.tree)
+        every.append(Part(() if is_apart else ("deepspeed",), catalog))
     found = joined("trainer" if is_trainer else "accelerate", every, metadata={})
     notes = [*(note for part in every for note in part.catalog.notes), *notes]
     of_deepspeed = deepspeed[0].weights if deepspeed else ""
