@@ -11,8 +11,8 @@
         trainer_state.json                           trainer_state
         training_args.bin                            training_args, an object that is only shown
 
-A checkpoint of DeepSpeed in the folder (`formats.deepspeed`) lies at the top, beside these places, or
-at `deepspeed` if both have a key of one name.
+A checkpoint of DeepSpeed in the folder (`formats.deepspeed`) lies at the top, beside these places,
+or at `deepspeed` if both have a key of one name.
 
 Rules:
 
