@@ -56,7 +56,7 @@ _FIRST_BYTES = 256
 _ALIGN_BYTES = 64
 _HEADER = re.compile(
     r"\{\s*'descr':\s*(?:'([^']{1,40})'|\[.*\]),\s*'fortran_order':\s*(True|False),\s*"
-    r"'shape':\s*\(([0-9, L]*)\),?\s*\}\s*",
+    r"'shape':\s*\(((?:[0-9]+L?(?:, ?[0-9]+L?)*,? ?)?)\),?\s*\}\s*",
     re.DOTALL,
 )
 

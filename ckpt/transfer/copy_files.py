@@ -257,6 +257,7 @@ class _TensorSums:
         """The number of first tensors whose CRC-32 is known."""
         self._sizes = sizes
         self._parts: dict[int, SummedRanges] = {}
+        self._advance()  # past empty tensors: a file may have no others
 
     def has(self, tensors: int) -> bool:
         """Whether the first `tensors` CRC-32s are known."""
@@ -265,6 +266,10 @@ class _TensorSums:
     def add(self, run: TensorRun, value: int) -> None:
         """Adds the CRC-32 of a part of a tensor."""
         self._parts.setdefault(run.tensor, SummedRanges()).add(run.lo, run.lo + run.nbytes, value)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Counts the first tensors whose parts cover them."""
         while self.known < len(self._sizes):
             nbytes = self._sizes[self.known]
             found = self._parts[self.known].whole(nbytes) if self.known in self._parts else None

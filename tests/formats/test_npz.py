@@ -79,6 +79,13 @@ def test_one_array_alone_is_read(tmp_path: Path, array: np.ndarray) -> None:
     assert "no checksums" in ckpt.verify(tmp_path / "a.npy").checked
 
 
+def test_a_file_of_nothing_but_empty_tensors_is_written(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(0), "b": torch.zeros(2, 0)}, tmp_path / "a.pt")
+    for target in ("b.npz", "b.pt", "b.gguf"):
+        ckpt.convert(tmp_path / "a.pt", tmp_path / target)
+        assert ckpt.diff(tmp_path / "a.pt", tmp_path / target).equal
+
+
 def test_slices_are_read_lazily(tmp_path: Path) -> None:
     array = np.arange(1 << 18, dtype=np.int64).reshape(512, 512)
     np.savez(tmp_path / "a.npz", w=array)
@@ -145,6 +152,7 @@ def npy(header: bytes, data: bytes = bytes(16)) -> bytes:
         (npy(HEADER.replace(b"(2,)", b"(9" + b"9" * 18 + b",)")), HostileError, "absurdly many"),
         (npy(HEADER.replace(b"(2,)", b"(" + b"1," * 70 + b")")), HostileError, "70 dimensions"),
         (npy(HEADER.replace(b"(2,)", b"(-2,)")), FormatError, "not one of numpy"),
+        (npy(HEADER.replace(b"(2,)", b"(2 3,)")), FormatError, "not one of numpy"),
         (npy(b"__import__('os')"), FormatError, "not one of numpy"),
         (npy(HEADER).replace(b"NUMPY\x01", b"NUMPY\x09"), FormatError, "of version 1 to 3"),
     ],
