@@ -149,6 +149,6 @@ def _merge(
         if name not in tensors:
             raise FormatError(
                 f"{index or contents[0].record.name}: {alias} is tied to {name}, which is in none "
-                "of the files"
+                "of its files"
             )
     return tensors, aliases
