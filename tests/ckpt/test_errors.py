@@ -39,6 +39,7 @@ BUILT_IN = {
     ("ckpt/stores/s3_driver.py", "OSError"): "a driver's; the store explains it",
     ("ckpt/stores/uploads.py", "OSError"): "an upload's; the store explains it",
     ("formats/huggingface.py", "FileNotFoundError"): "`ckpt.reading` makes a NotACheckpointError",
+    ("formats/huggingface_bin.py", "FileNotFoundError"): "as in formats/huggingface.py",
     ("formats/strict_json.py", "ValueError"): "becomes a FormatError in the same file",
     ("formats/zip_records.py", "ValueError"): "Python's protocol of files, for `zipfile`",
     ("sharding/agreement/rendezvous.py", "TimeoutError"): "becomes a RankError on all ranks",
