@@ -83,6 +83,7 @@ class Changes:
                 raise ArgumentError(f"select={select!r} and part={part!r}: give one of the two")
         named = [mapping] if isinstance(mapping, (str, os.PathLike, TensorMapping)) else mapping
         mappings = [read_mapping(one) for one in named]
+        _check_used(parameters or {}, mappings)
         if rename:
             mappings.append(_renames(rename, "rename"))
         if prefix:
@@ -127,6 +128,19 @@ def read_mapping(mapping: MappingName) -> TensorMapping:
     name = os.fspath(mapping)
     is_path = isinstance(mapping, os.PathLike) or Path(name).suffix in (".toml", ".json")
     return read_mapping_file(name) if is_path or os.sep in name else known_mapping(name)
+
+
+def _check_used(parameters: Mapping[str, int], mappings: Sequence[TensorMapping]) -> None:
+    """Raises ArgumentError for a parameter that no mapping has."""
+    known = sorted({name for mapping in mappings for name in mapping.size_names})
+    for name, size in parameters.items():
+        if name not in known:
+            there = (
+                f"the mappings have {', '.join(known)}" if known else "no mapping has parameters"
+            )
+            raise ArgumentError(f"parameters: {name} = {size} (--set): {there}")
+        if type(size) is not int or size < 1:
+            raise ArgumentError(f"parameters: {name} is {size!r:.80}; it is a number of 1 or more")
 
 
 def _renames(rename: Mapping[str, str], where: str) -> TensorMapping:

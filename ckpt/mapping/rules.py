@@ -134,6 +134,17 @@ class TensorMapping:
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parameter -> keys of a Hugging Face `config.json` that have its value; the first counts."""
 
+    @property
+    def size_names(self) -> frozenset[str]:
+        """The names that a parameter can have: declared ones, axes, and those in sizes."""
+        found = set(self.parameters)
+        for rule in self.rules:
+            if rule.rearrange is not None:
+                found.update(axes_of(rule.rearrange.left), axes_of(rule.rearrange.right))
+            for size in (*rule.sizes.values(), *rule.parts):
+                found.update(re.findall(r"[A-Za-z_]\w*", str(size)))
+        return frozenset(found - {PARTS})
+
     def inverse(self, name: str | None = None) -> TensorMapping:
         """Returns the mapping from the targets to the sources, which adds no tied names.
 

@@ -168,6 +168,15 @@ def test_the_changes_come_in_one_order(saved: Path, tmp_path: Path) -> None:
         ({"rename": {"step": "model.w.0"}}, "model.w.0 and step both get the name model.w.0"),
         ({"dtype": {"*.bias": "float32"}}, "dtype: '*.bias' matches no name"),
         ({"dtype": {"*": "int8"}}, "cannot be cast to 'int8'"),
+        ({"parameters": {"heads": 4}}, "heads = 4 (--set): no mapping has parameters"),
+        (
+            {"mapping": "llama-hf-torchtitan", "parameters": {"head": 4}},
+            "head = 4 (--set): the mappings have half, heads, kv_heads, two",
+        ),
+        (
+            {"mapping": "llama-hf-torchtitan", "parameters": {"heads": 0}},
+            "heads is 0; it is a number of 1 or more",
+        ),
         ({"include": "/(/"}, "'/(/' is no regular expression"),
         ({"part": "modle"}, "part is 'modle'; it can be 'model' or 'optimizer'"),
         ({"part": "model", "select": "model"}, "give one of the two"),
