@@ -113,7 +113,11 @@ def read(reader: Reader) -> Catalog:
             if not row.may_be_left_out:
                 raise
             notes.append(f"{entry} was not read: {error}")
-    deepspeed = _deepspeed(reader, entries)
+    deepspeed: list[Catalog] = []
+    try:
+        deepspeed = _deepspeed(reader, entries)
+    except UnsupportedError as error:  # also if its folder was removed, and `latest` was not
+        notes.append(f"the checkpoint of DeepSpeed was not read: {error}")
     notes += [
         f"{entry} was not read: each rank saved a file of its own (LOCAL_STATE_DICT, or "
         "use_dcp=False); load it in Accelerate and save it with SHARDED_STATE_DICT"

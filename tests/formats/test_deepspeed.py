@@ -130,6 +130,19 @@ def test_a_trainers_folder_has_it_beside_its_own_parts(trainer: str, tmp_path: P
     assert ckpt.verify(tmp_path / "run").sound
 
 
+def test_a_trainers_folder_shows_that_it_was_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(DATA.parent / "trainer" / "checkpoint-2", folder)
+    (folder / "optimizer.pt").unlink()
+    shutil.copytree(DATA / "stage1", folder, dirs_exist_ok=True)
+    found = ckpt.read(folder)
+    assert "model" in found
+    assert torch.equal(found["fp32"]["inner.bias"], tensor("inner.bias"))
+    shutil.rmtree(folder / "global_step1")
+    notes = ckpt.verify(folder).notes
+    assert any("DeepSpeed was not read" in note for note in notes)
+
+
 # Folders that cannot be read.
 
 
