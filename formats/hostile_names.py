@@ -20,9 +20,9 @@ NAME_CHARS = 250
 
 _MODULES = frozenset(
     (
-        *("os", "posix", "nt", "subprocess", "_posixsubprocess", "commands", "popen2", "pty"),
-        *("sys", "imp", "runpy", "pkgutil", "zipimport", "code", "codeop", "pdb", "bdb", "profile"),
-        *("cProfile", "timeit", "trace", "doctest", "pydoc", "_ctypes", "shutil", "tempfile"),
+        *("os", "posix", "nt", "subprocess", "_posixsubprocess", "popen2", "pty"),
+        *("sys", "imp", "runpy", "pkgutil", "zipimport", "codeop", "pdb", "bdb"),
+        *("cProfile", "timeit", "doctest", "pydoc", "_ctypes", "shutil", "tempfile"),
         *("fileinput", "webbrowser", "antigravity", "socket", "_socket", "ssl", "urllib2"),
         *("httplib", "ftplib", "smtplib", "telnetlib", "signal", "pickle", "_pickle", "cPickle"),
         *("marshal", "winreg", "_winreg"),
@@ -49,6 +49,16 @@ _NAMES = {
             *("reload", "exit", "quit", "memoryview"),
         )
     ),
+    "code": frozenset(("InteractiveConsole", "InteractiveInterpreter", "interact")),
+    "commands": frozenset(  # protocol 2 calls subprocess so
+        (
+            *("Popen", "call", "check_call", "check_output", "run"),
+            *("getoutput", "getstatusoutput", "getstatus"),
+        )
+    ),
+    "profile": frozenset(("run", "runctx", "Profile")),
+    "trace": frozenset(("Trace",)),
+    "urllib": frozenset(("urlopen", "urlretrieve")),
     "io": frozenset(("open", "open_code", "FileIO")),
     "_io": frozenset(("open", "open_code", "FileIO")),
     "operator": frozenset(("methodcaller", "attrgetter")),

@@ -24,7 +24,14 @@ from formats.dtypes import BY_TORCH_NAME
 from formats.errors import FormatError, HostileError, UnsupportedError
 from formats.limits import INTEGER_BYTES
 from formats.pickle_reader import load
-from formats.pickle_records import RECORDS, Metadata, MetadataIndex, Storage, StoredTensor
+from formats.pickle_records import (
+    RECORDS,
+    Metadata,
+    MetadataIndex,
+    Opaque,
+    Storage,
+    StoredTensor,
+)
 from formats.pickle_writer import Call, dump
 from tests.selection import examples
 
@@ -175,6 +182,8 @@ def test_what_no_checkpoint_needs_is_refused_in_every_protocol(callee: Any, prot
         "builtins dict.__class__",
         "torch os.system",
         "pathlib Path.touch",
+        "commands getoutput",
+        "urllib urlopen",
         "collections namedtuple.__globals__",
         "ctypes.util find_library",
     ],
@@ -183,6 +192,14 @@ def test_names_of_attacks_are_refused(name: str) -> None:
     module, function = name.split()
     with pytest.raises(HostileError, match=f"{module}.{function}"):
         load(pickled(f"c{module}\n{function}\n)R".encode()), "model.pt")
+
+
+@pytest.mark.parametrize("name", ["code.models.Net", "commands.Train", "profile.Config", "os2.C"])
+def test_a_program_s_own_module_may_have_a_name_of_python_s(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    found = load(pickled(f"c{module}\n{kind}\n)\x81".encode("latin-1")), "model.pt")
+    assert isinstance(found, Opaque)
+    assert found.type == name
 
 
 def test_a_name_cannot_write_to_the_terminal() -> None:
