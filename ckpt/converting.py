@@ -16,9 +16,12 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.conversion_plan import ConversionPlan, conversion_plan
@@ -43,6 +46,7 @@ from ckpt.target_formats import (
 )
 from ckpt.targets import check_file, check_folder, check_native
 from ckpt.transfer.commit import commit, now
+from ckpt.transfer.copy_shares import called_together, write_plans
 from ckpt.version import __version__
 from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_save
 from formats.catalog import OpaqueValue, Tree, without_opaque
@@ -54,8 +58,12 @@ from formats.native.shard import stored_order
 from formats.native.shard_writer import write_shard
 from formats.outgoing import Outgoing, announce
 from formats.storage import Writer
+from sharding.agreement.ranks import SELF, Ranks
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
+
+if TYPE_CHECKING:
+    from sharding.agreement.ranks import Group
 
 __all__ = ["ConvertReport", "convert"]
 
@@ -110,15 +118,16 @@ def convert(
     dry_run: bool = False,
     resume: bool = False,
     verify: bool = False,
+    group: Group = "self",
     progress: Callable[[int], None] | None = None,
     storage_options: Options = None,
     dst_storage_options: Options = None,
 ) -> ConvertReport:
     """Writes the checkpoint at `src`, or a part of it, to `dst`, and returns a report.
 
-    One process calls this. All checksums of the read bytes are compared: those of a native source,
-    and the CRC-32 of each storage or chunk in torch's formats. safetensors and Hugging Face have
-    no checksums.
+    One process calls this, or all ranks of `group`. All checksums of the read bytes are compared:
+    those of a native source, and the CRC-32 of each storage or chunk in torch's formats.
+    safetensors and Hugging Face have no checksums.
 
     Args:
         to: `ckpt`, `safetensors`, `hf`, `torch`, `dcp`, `gguf` or `npz`. By default the end of
@@ -156,7 +165,10 @@ def convert(
         resume: goes on where an interrupted conversion with equal arguments stopped, and lets a
             later one go on: complete files are kept beside `dst`. For `hf` and `dcp` on a disk.
         verify: reads the result back and compares each byte and value with the source.
-        progress: called with numbers of bytes as they are read.
+        group: the ranks that convert together, each its share: a process group, or None for the
+            default one. All of them call this, and see the target's folder if it is on a disk. By
+            default one process calls this. `ckpt` is written by rank 0 alone.
+        progress: called with numbers of bytes as this rank reads them.
         storage_options: options of the fsspec drivers of both URLs.
         dst_storage_options: options of the driver of `dst` in the place of `storage_options`.
 
@@ -170,23 +182,27 @@ def convert(
         UnsupportedError: the target's format cannot hold a value or a name.
         CorruptError, FormatError: bytes of `src` are missing or changed; nothing appears at `dst`.
             With `verify`, also: the result differs from the source; it stays at `dst`.
-        StoreError: the disk or object store failed.
+        StoreError: the disk or object store failed, or the ranks read different checkpoints.
+        RankError: another rank failed; it has that rank's number and error.
     """
     source, target = os.fspath(src), os.fspath(dst)
     chosen = format_of(target, to)
     divided, ranks = checked_kind(kind, world_size)
     check_can_hold(chosen, target, divided, ranks, compress)
-    _check_resumable(chosen, target, resume)
+    _check_resumable(chosen, target, resume, group)
     casts = Casts.of(dtype)
     changes = Changes.of(select, part, include, exclude, mapping, rename, prefix, parameters)
     there = storage_options if dst_storage_options is None else dst_storage_options
-    with open_source(source, storage_options) as opened:
+    together = None if group == SELF else Ranks(group)
+    is_first = together is None or together.rank == 0
+    with called_together(together), open_source(source, storage_options) as opened:
         check = check_folder
         if chosen is Format.CKPT:
             check = check_native
         elif chosen.is_file:
             check = check_file
-        check(opened, target, there, overwrite)
+        if is_first:
+            check(opened, target, there, overwrite)
         beside: tuple[str, ...] = ()
         if select is None and part is None and chosen.is_of_weights and opened.catalog.weights:
             weights = opened.catalog.weights
@@ -197,9 +213,18 @@ def convert(
             check_values(chosen, state)
             if dry_run:
                 pass
-            elif chosen.is_file:
-                _write_file(chosen, target, there, state, overwrite)
-            elif chosen is Format.CKPT:
+            elif chosen is not Format.CKPT:
+                placed = partial(_placed, chosen, target, there, overwrite)
+                plans = _plans(chosen, split_url(target)[1], state, max_shard_bytes)
+                if resume:
+                    values = changes.parameters_of(opened)
+                    identity = identity_of(opened, (chosen, changes, values, casts), plans)
+                    with folder_writer(target, there, overwrite, kept=True) as writer:
+                        _write_missing(writer, state, plans, identity)
+                else:
+                    is_far = local_path(target) is None
+                    write_plans(together, state.copier, placed, plans, is_far)
+            elif is_first:
                 tensors = state.tensors.values()
                 if divided is not None and ranks is not None:
                     division = of_kind(tensors, divided, ranks)
@@ -207,16 +232,7 @@ def convert(
                     division = by_size(tensors, max_shard_bytes)
                 with open_store(target, there) as store:
                     write_native(store, state, division, overwrite, compress)
-            else:
-                is_hf = chosen is Format.HUGGINGFACE
-                plans = huggingface.plans(state, max_shard_bytes) if is_hf else dcp.plans(state)
-                identity = None
-                if resume:
-                    values = changes.parameters_of(opened)
-                    identity = identity_of(opened, (chosen, changes, values, casts), plans)
-                with folder_writer(target, there, overwrite, resume) as writer:
-                    _write_plans(writer, state, plans, identity)
-        if verify and not dry_run:
+        if verify and not dry_run and is_first:
             with (
                 outgoing(opened.url, opened.store, found.catalog, casts) as wanted,
                 open_source(target, there) as result,
@@ -293,31 +309,41 @@ def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
         return False
 
 
-def _write_file(
-    chosen: Format, target: str, options: Options, state: Streams, overwrite: bool
-) -> None:
-    folder, name = split_url(target)
+@contextmanager
+def _placed(chosen: Format, target: str, options: Options, overwrite: bool) -> Iterator[Writer]:
+    """Returns a writer for the files of a format other than ckpt's, which then take their place."""
+    if not chosen.is_file:
+        with folder_writer(target, options, overwrite) as writer:
+            yield writer
+        return
+    folder = split_url(target)[0]
     with open_store(folder, options) as store, file_writer(target, store, overwrite) as writer:
-        if chosen is Format.SAFETENSORS:
-            state.write(writer, [safetensors_file.plan(name, state)])
-        elif chosen is Format.NPZ:
-            state.write(writer, [npz.plan(name, state)])
-        elif chosen is Format.GGUF:
-            state.write(writer, [gguf_write.plan(name, state)])
-        else:
-            state.write(writer, [torch_save.plan(name, state)])
+        yield writer
         store.flush()
 
 
-def _write_plans(
-    writer: Writer, state: Streams, plans: Sequence[FilePlan], identity: str | None
+def _write_missing(
+    writer: Writer, state: Streams, plans: Sequence[FilePlan], identity: str
 ) -> None:
-    """Writes the files of a folder; with an identity only those that are not there yet."""
-    if identity is None:
-        state.write(writer, plans)
-        return
+    """Writes the files of a folder that an interrupted conversion has left out."""
     with Journal.opened(Path(writer.url), identity) as journal:
-        state.write(journal.writer(writer), journal.left(plans))
+        state.copier.write(journal.writer(writer), journal.left(plans))
+
+
+def _plans(chosen: Format, name: str, state: Streams, max_shard_bytes: int) -> Sequence[FilePlan]:
+    """Returns the files of a format other than ckpt's; `name` is that of a single file."""
+    if chosen is Format.HUGGINGFACE:
+        return huggingface.plans(state, max_shard_bytes)
+    if chosen is Format.DCP:
+        return dcp.plans(state)
+    match chosen:
+        case Format.SAFETENSORS:
+            return [safetensors_file.plan(name, state)]
+        case Format.NPZ:
+            return [npz.plan(name, state)]
+        case Format.GGUF:
+            return [gguf_write.plan(name, state)]
+    return [torch_save.plan(name, state)]
 
 
 def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
@@ -344,7 +370,7 @@ def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:
     )
 
 
-def _check_resumable(chosen: Format, target: str, resume: bool) -> None:
+def _check_resumable(chosen: Format, target: str, resume: bool, group: Group) -> None:
     """Raises ArgumentError unless an interrupted conversion to a target can go on."""
     is_folder = chosen in (Format.HUGGINGFACE, Format.DCP)
     if resume and not (is_folder and local_path(target) is not None):
@@ -352,4 +378,9 @@ def _check_resumable(chosen: Format, target: str, resume: bool) -> None:
             f"{without_secrets(target)} would be written as {chosen.value}; a conversion can go on "
             "only to a folder of hf or dcp on a disk, whose files are complete one by one: leave "
             "out resume=True (--resume)"
+        )
+    if resume and group != SELF:
+        raise ArgumentError(
+            "a conversion by several ranks leaves nothing to go on from: leave out resume=True "
+            "(--resume), or convert with one process"
         )

@@ -35,10 +35,9 @@ from ckpt.transfer.read import Array, RangeReader, bytes_of
 from ckpt.transfer.record_sums import RecordSums
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
 from formats.dtypes import DType
-from formats.file_plan import FilePlan
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
-from formats.storage import Reader, Writer
+from formats.storage import Reader
 from formats.threads import Pool
 from sharding.layout import HoleError, Piece, span_boxes
 from sharding.url_secrets import without_secrets
@@ -77,7 +76,7 @@ class Streams(Outgoing):
     """The row-major elements of each tensor, by name."""
     memory_bytes: int
     """The most memory of all blocks together."""
-    write: Callable[[Writer, Sequence[FilePlan]], None]
+    copier: FileCopier
     """Writes planned files, which have all the tensors, and compares all checksums."""
 
     def part(self, name: str, shape: tuple[int, ...], lo: int, hi: int) -> OutgoingTensor:
@@ -135,7 +134,7 @@ def outgoing(
             _kept_metadata(catalog),
             elements=elements,
             memory_bytes=max(MEMORY_BYTES, copier.sizes.memory_bytes),
-            write=copier.write,
+            copier=copier,
         )
 
 

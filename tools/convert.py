@@ -1,7 +1,12 @@
-"""`ckpt convert`: any checkpoint into a file or folder that others open."""
+"""`ckpt convert`: any checkpoint into a file or folder that others open.
+
+`torchrun --nproc-per-node N -m tools.convert SRC DST` does it with N processes on one host or many.
+"""
 
 from __future__ import annotations
 
+import runpy
+import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
@@ -17,6 +22,7 @@ from tools.progress import progress, tensor_bytes
 from tools.quantities import size_of
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
 from tools.text import columns, json_text
+from tools.torchrun import ranks_of_torchrun
 
 if TYPE_CHECKING:
     from ckpt.conversion_plan import ConversionPlan
@@ -140,7 +146,10 @@ def run(options: Options) -> int:
 
     began = time.monotonic()
     told = mapping(options.storage_options)
-    with progress("convert", lambda: tensor_bytes(options.src, told)) as advance:
+    with (
+        ranks_of_torchrun() as (group, is_first),
+        progress("convert", lambda: tensor_bytes(options.src, told)) as advance,
+    ):
         report = convert(
             options.src,
             options.dst,
@@ -162,11 +171,14 @@ def run(options: Options) -> int:
             dry_run=options.dry_run,
             resume=options.resume,
             verify=options.verify,
-            progress=advance,
+            group=group,
+            progress=advance if is_first else None,
             storage_options=told,
             dst_storage_options=mapping(options.dst_storage_options),
         )
     seconds = time.monotonic() - began
+    if not is_first:
+        return ExitCode.FINE
     if options.as_json:
         print(json_text(_summary(options, report, seconds)))
     else:
@@ -290,3 +302,8 @@ def _ranks(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise ArgumentTypeError(f"{text!r} is no number of ranks: 1, 2, 3 ...")
     return int(text)
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "convert")
+    runpy.run_module("ckpt", run_name="__main__")

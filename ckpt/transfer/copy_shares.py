@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 
@@ -51,18 +51,52 @@ def _nearest(bounds: Sequence[int], wanted: int) -> int:
     return after - 1 if after and bounds[after] - wanted > wanted - bounds[after - 1] else after
 
 
-def write_shares(
-    ranks: Ranks, copier: FileCopier, writer: Writer | None, plans: Sequence[FilePlan]
-) -> None:
-    """Writes files on a disk that all ranks see (rule 2). All ranks call this; communicates.
+@contextmanager
+def called_together(ranks: Ranks | None) -> Iterator[None]:
+    """A call in which the ranks convert: an error that ends it on one rank ends it on all."""
+    if ranks is None:
+        yield
+        return
+    with ranks.call("ckpt.convert"):
+        yield
+        ranks.agree("completing")
 
-    `writer` is rank 0's; the other ranks have none.
+
+def write_plans(
+    ranks: Ranks | None,
+    copier: FileCopier,
+    placed: Callable[[], AbstractContextManager[Writer]],
+    plans: Sequence[FilePlan],
+    is_far: bool,
+) -> None:
+    """Writes the files of a checkpoint, by this process or, if it is not alone, by all ranks.
+
+    `placed` gives the writer, which puts the files in their place; `is_far` says it is a bucket's.
 
     Raises:
+        CorruptError: a chunk or record is not as it was written.
         StoreError: the ranks have different plans, or a rank does not see rank 0's file.
         RankError: another rank failed; it has that rank's number and error.
     """
+    if ranks is None or ranks.is_single_process:
+        with placed() as writer:
+            copier.write(writer, plans)
+        return
     _check_same(ranks, plans)
+    if is_far:
+        with placed() as writer:
+            _write_files(ranks, copier, writer, plans)
+    elif ranks.rank == 0:
+        with placed() as writer:
+            _write_shares(ranks, copier, writer, plans)
+    else:
+        _write_shares(ranks, copier, None, plans)
+
+
+def _write_shares(
+    ranks: Ranks, copier: FileCopier, writer: Writer | None, plans: Sequence[FilePlan]
+) -> None:
+    """Writes files on a disk that all ranks see (rule 2); `writer` is rank 0's."""
     for plan in plans:
         with ExitStack() as stack:
             file = _opened(ranks, stack, writer, plan.name)
@@ -77,14 +111,10 @@ def write_shares(
                 ranks.run_on_all("completing", stack.close)
 
 
-def write_files(
+def _write_files(
     ranks: Ranks, copier: FileCopier, writer: Writer, plans: Sequence[FilePlan]
 ) -> None:
-    """Writes files into a bucket (rule 3). All ranks call this; communicates.
-
-    Raises as `write_shares` does.
-    """
-    _check_same(ranks, plans)
+    """Writes files into a bucket (rule 3)."""
     own = plans[ranks.rank : -1 : ranks.world_size]
     ranks.run_on_all("writing", partial(copier.write, writer, own))
     last = plans[-1:] if ranks.rank == 0 else ()
