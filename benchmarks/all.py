@@ -34,6 +34,7 @@ import save
 import scale
 import small
 import stages
+import weights
 
 TMPFS = "/dev/shm"
 
@@ -54,6 +55,7 @@ SCRIPTS = {
     "reshard": Script(reshard.tables),
     "stages": Script(stages.tables, on_disk=False),
     "convert": Script(convert.tables),
+    "weights": Script(weights.everything),
     "object_store": Script(object_store.tables, on_disk=False),
     "async_save": Script(async_save.tables, on_disk=False),
     "small": Script(small.tables),

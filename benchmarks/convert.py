@@ -1,4 +1,4 @@
-"""Converting workload A, saved by two ranks, to one file: ckpt beside torch DCP and a copy.
+"""Converting workload A, saved by two ranks, to other formats: ckpt beside rivals and a copy.
 
     python benchmarks/convert.py --store DIR
 
@@ -8,7 +8,9 @@ The floor copies as many bytes from file to file. Rivals' files are flushed to t
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
+from typing import Any
 
 import dcp
 import floor
@@ -17,12 +19,19 @@ import report
 import torch
 import workload
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckpt
 
 SAVED_BY = 2
 """Ranks that wrote the checkpoints."""
+SHARD_BYTES = 500_000_000
+"""The largest file of a Hugging Face folder."""
 
 
 def _save(store: str, gib: float) -> None:
@@ -34,7 +43,7 @@ def _save(store: str, gib: float) -> None:
 
 def _convert(store: str, rounds: int) -> measure.Samples:
     ours, theirs = f"{store}/ours", f"{store}/dcp"
-    safetensors, pt = f"{store}/out.safetensors", f"{store}/out.pt"
+    safetensors, pt, hf = f"{store}/out.safetensors", f"{store}/out.pt", f"{store}/out-hf"
 
     def fresh() -> None:
         for name in os.listdir(store):
@@ -53,25 +62,56 @@ def _convert(store: str, rounds: int) -> measure.Samples:
         loaded = torch.load(pt, weights_only=True, mmap=True)
         _check_weight(ours, loaded["model"]["norm.weight"])
 
+    def check_hf() -> None:
+        with ckpt.open(hf) as checkpoint:
+            _check_weight(ours, checkpoint["model.norm.weight"][:])
+
     def contestant(run: Callable[[], object], check: Callable[[], None]) -> measure.Contestant:
         return measure.Contestant(run, fresh, check)
 
+    def ours_of(source: str, to: Any, target: str, check: Callable[[], None]) -> measure.Contestant:
+        return contestant(
+            lambda: ckpt.convert(source, target, to=to, max_shard_bytes=SHARD_BYTES), check
+        )
+
     contestants = {
         report.FLOOR: contestant(copied, fresh),
-        "ckpt, to one safetensors file": contestant(
-            lambda: ckpt.convert(ours, safetensors, to="safetensors"), check_safetensors
+        "cp, flushed": contestant(lambda: _cp(store), fresh),
+        "ckpt, to one safetensors file": ours_of(
+            ours, "safetensors", safetensors, check_safetensors
         ),
-        "ckpt, to a torch.save file": contestant(
-            lambda: ckpt.convert(ours, pt, to="torch"), check_pt
+        "ckpt, to a torch.save file": ours_of(ours, "torch", pt, check_pt),
+        "ckpt, to a Hugging Face folder": ours_of(ours, "hf", hf, check_hf),
+        "ckpt, DCP's folder to one safetensors file": ours_of(
+            theirs, "safetensors", safetensors, check_safetensors
         ),
-        "torch DCP, to a torch.save file": contestant(
+        "ckpt, DCP's folder to a torch.save file": ours_of(theirs, "torch", pt, check_pt),
+        "ckpt, DCP's folder to a Hugging Face folder": ours_of(theirs, "hf", hf, check_hf),
+        "torch's dcp_to_torch_save": contestant(
             lambda: floor.flushed(lambda: dcp_to_torch_save(theirs, pt), pt), check_pt
         ),
-        "ckpt, DCP's folder to a torch.save file": contestant(
-            lambda: ckpt.convert(theirs, pt, to="torch"), check_pt
+        "torch DCP and safetensors' save_file": contestant(
+            lambda: floor.flushed(lambda: _save_file(theirs, safetensors), safetensors),
+            check_safetensors,
         ),
     }
     return measure.interleaved(contestants, rounds)
+
+
+def _cp(store: str) -> None:
+    for rank in range(SAVED_BY):
+        target = f"{store}/out-{rank}"
+        copy = ["cp", f"{store}/raw-{rank}", target]
+        floor.flushed(lambda copy=copy: subprocess.run(copy, check=True), target)  # type: ignore[misc]
+
+
+def _save_file(theirs: str, target: str) -> None:
+    """A safetensors file out of DCP's folder, by torch and safetensors: as dcp_to_torch_save."""
+    state: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=FileSystemReader(theirs), planner=planner, no_dist=True)
+    flat, _ = flatten_state_dict(state)
+    save_file({name: value for name, value in flat.items() if torch.is_tensor(value)}, target)
 
 
 def _check_weight(ours: str, found: torch.Tensor) -> None:

@@ -116,6 +116,11 @@ def write_calls(samples: Sequence[Sample]) -> str:
     return f"{statistics.median(sample.write_calls for sample in samples):,.0f}"
 
 
+def read_mib(samples: Sequence[Sample]) -> str:
+    """For the last column: MiB that system calls read, all ranks together."""
+    return f"{statistics.median(sample.read_bytes for sample in samples) / 2**20:,.0f}"
+
+
 def remove(path: str) -> None:
     """Delete a file or a folder; no error where there is none."""
     if os.path.isdir(path):
