@@ -23,6 +23,7 @@ from formats.dtypes import BY_NAME
 from formats.errors import CorruptError
 from formats.file_plan import FilePlan, Part, length_of
 from formats.outgoing import OutgoingTensor
+from formats.safetensors_header import build
 from formats.storage import Buffer
 from formats.zip_plan import Member, zip_parts
 from tests.formats.written import bytes_of
@@ -241,3 +242,31 @@ def test_a_damaged_source_is_an_error_and_no_file_appears(tmp_path: Path, in_ord
         with pytest.raises(CorruptError, match=r"m\.pt: many: bytes"):
             copier.write(writer, [plan])
     assert os.listdir(tmp_path / "out") == [] if not in_order else True
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux knows the peak")
+@pytest.mark.parametrize("name", ["c.safetensors", "c.pt"])
+def test_memory_and_writes_do_not_grow_with_a_tensor(tmp_path: Path, name: str) -> None:
+    mib = 160
+    header, _ = build([("w", "F32", (mib << 18,), mib << 20)], {})
+    with (tmp_path / "m.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + (mib << 20))  # zeros that take no place
+    ckpt.convert(tmp_path / "m.safetensors", tmp_path / "warm.pt", include="w")
+    Path("/proc/self/clear_refs").write_text("5")
+    before, calls = status("VmRSS"), write_calls()
+    ckpt.convert(tmp_path / "m.safetensors", tmp_path / name)
+    assert status("VmHWM") - before < 32 << 20
+    assert write_calls() - calls <= mib + 20
+    assert (tmp_path / name).stat().st_size > mib << 20
+
+
+def status(key: str) -> int:
+    """A figure of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def write_calls() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("syscw:"))
