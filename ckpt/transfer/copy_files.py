@@ -58,7 +58,8 @@ class CopySizes:
         workers = FAR_WORKERS if is_far else workers_for(1)
         unit = min(reader.read_bytes, budget // 8) if is_far else UNIT_BYTES
         found = ReadPolicy.within(budget, reader).limits
-        limits = replace(found, direct_bytes=unit, scratch_bytes=min(unit, found.scratch_bytes))
+        scratch = min(unit, found.scratch_bytes)
+        limits = replace(found, read_bytes=unit, direct_bytes=unit, scratch_bytes=scratch)
         return cls(workers, unit, ReadPolicy(1, limits))
 
     @property
