@@ -227,7 +227,8 @@ def save_kind(folder: str, what: str) -> tuple[list[str], str]:
         except ckpt.StateError as refused:
             error = str(refused)
     told = [str(one.message) for one in caught]
-    return [text for text in told if "different names" in text], error
+    texts = ("of its own", "of their own", "different names")
+    return [text for text in told if any(part in text for part in texts)], error
 
 
 def load_kind(folder: str, what: str) -> None:
