@@ -294,7 +294,7 @@ class Catalog:
     notes: tuple[str, ...] = ()
     """Facts that a user should know: files that were not read, an index that is missing."""
     weights: str = ""
-    """The top key of a model's weights, if a folder holds more than weights (docs/formats.md)."""
+    """The place of a model's weights, if a folder holds more than weights (docs/formats.md)."""
 
     @property
     def nbytes(self) -> int:

@@ -98,12 +98,14 @@ def below(reader: Reader, folder: str, read: Callable[[Reader], Catalog]) -> Cat
     )
 
 
-def under(catalog: Catalog, key: str) -> Catalog:
-    """Returns the part of a catalog below a top key, whose names lose the key.
+def under(catalog: Catalog, place: str) -> Catalog:
+    """Returns the part of a catalog below a place, keys joined by dots, which the names lose.
 
-    A catalog without this key, or with a single value there, is returned unchanged.
+    A catalog without this place, or with a single value there, is returned unchanged.
     """
-    tree = catalog.tree.get(key) if isinstance(catalog.tree, dict) else None
+    tree: Tree = catalog.tree
+    for key in place.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(tree, dict):
         return catalog
     first: dict[str, str] = {}

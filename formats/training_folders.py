@@ -11,9 +11,6 @@
         trainer_state.json                           trainer_state
         training_args.bin                            training_args, an object that is only shown
 
-A checkpoint of DeepSpeed in the folder (`formats.deepspeed`) lies at the top, beside these places,
-or at `deepspeed` if both have a key of one name.
-
 Rules:
 
 1. The second of several models, optimizers or schedulers is at `model_1`, `optimizer_1`, ...
@@ -32,10 +29,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from formats import dcp, huggingface, huggingface_bin
+from formats import dcp, deepspeed, huggingface, huggingface_bin
 from formats.catalog import Catalog, FileRecord, Tree
 from formats.errors import UnsupportedError
-from formats.folders import FOLDERS
 from formats.huggingface_files import BASES, choose
 from formats.joined import Part, below, joined, under
 from formats.limits import check
@@ -44,6 +40,7 @@ from formats.strict_json import decode_object
 from formats.torch_files import read_torch
 
 MODEL = "model"
+DEEPSPEED = "deepspeed"
 TRAINER_STATE = "trainer_state.json"
 
 
@@ -113,35 +110,25 @@ def read(reader: Reader) -> Catalog:
             if not row.may_be_left_out:
                 raise
             notes.append(f"{entry} was not read: {error}")
-    deepspeed: list[Catalog] = []
-    try:
-        deepspeed = _deepspeed(reader, entries)
-    except UnsupportedError as error:  # also if its folder was removed, and `latest` was not
-        notes.append(f"the checkpoint of DeepSpeed was not read: {error}")
     notes += [
         f"{entry} was not read: each rank saved a file of its own (LOCAL_STATE_DICT, or "
         "use_dcp=False); load it in Accelerate and save it with SHARDED_STATE_DICT"
         for entry in entries
         if _OF_RANK.fullmatch(entry)
     ]
+    of_deepspeed = ""
+    if deepspeed.LATEST[0] in entries:
+        try:
+            inner = parts[(DEEPSPEED,)] = deepspeed.read(reader)
+            of_deepspeed = f"{DEEPSPEED}.{inner.weights}" if inner.weights else ""
+        except UnsupportedError as error:  # also if its folder was removed, and `latest` was not
+            notes.append(f"the checkpoint of DeepSpeed was not read: {error}")
     if is_trainer:
         parts[("trainer_state",)] = _json(reader, TRAINER_STATE)
     every = [Part(place, catalog) for place, catalog in parts.items()]
-    taken = {place[0] for place in parts}
-    for catalog in deepspeed:
-        is_apart = isinstance(catalog.tree, dict) and taken.isdisjoint(catalog.tree)
-        every.append(Part(() if is_apart else ("deepspeed",), catalog))
     found = joined("trainer" if is_trainer else "accelerate", every, metadata={})
     notes = [*(note for part in every for note in part.catalog.notes), *notes]
-    of_deepspeed = deepspeed[0].weights if deepspeed else ""
     return replace(found, notes=tuple(notes), weights=MODEL if (MODEL,) in parts else of_deepspeed)
-
-
-def _deepspeed(reader: Reader, entries: Sequence[str]) -> list[Catalog]:
-    """Returns the checkpoint that DeepSpeed wrote into the folder, if it did."""
-    rows = (row for row in FOLDERS if row.name == "deepspeed")
-    found = next((row for row in rows if row.sign(frozenset(entries)) is not None), None)
-    return [] if found is None else [found.read(reader)]
 
 
 def _found(entries: Sequence[str]) -> Iterator[tuple[_Row, tuple[str, ...], str]]:

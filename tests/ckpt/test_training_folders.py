@@ -314,21 +314,20 @@ def test_weights_in_two_forms_are_read_once(tmp_path: Path) -> None:
     assert ckpt.verify(folder).notes[0] == told
 
 
-DEEPSPEED = DATA / "deepspeed" / "stage1"
-
-
-@pytest.mark.skipif(not DEEPSPEED.is_dir(), reason="no files of DeepSpeed are kept")
-def test_trainer_s_folder_of_deepspeed_has_the_state_of_both(tmp_path: Path) -> None:
-    shutil.copytree(DEEPSPEED, tmp_path / "c")
+def test_a_trainer_s_folder_without_weights_of_its_own_gives_those_of_deepspeed(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(DATA / "deepspeed" / "stage1", tmp_path / "c")
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
         shutil.copy(TRAINER / name, tmp_path / "c")
     found = ckpt.open(tmp_path / "c").catalog
-    inner = ckpt.open(DEEPSPEED).catalog
+    inner = ckpt.open(DATA / "deepspeed" / "stage1").catalog
     assert found.format == "trainer"
-    assert isinstance(found.tree, dict)
-    assert isinstance(inner.tree, dict)
-    assert {"trainer_state", "scheduler", "rng", *inner.tree} == set(found.tree)
-    assert found.weights == inner.weights != ""
+    assert found.weights == f"deepspeed.{inner.weights}" != "deepspeed."
+    for folder in ("c", "inner"):
+        source = tmp_path / "c" if folder == "c" else DATA / "deepspeed" / "stage1"
+        ckpt.convert(source, tmp_path / f"{folder}.safetensors")
+    assert ckpt.diff(tmp_path / "c.safetensors", tmp_path / "inner.safetensors").equal
     assert ckpt.verify(tmp_path / "c").sound
 
 

@@ -137,7 +137,7 @@ def test_a_trainers_folder_shows_that_it_was_removed(tmp_path: Path) -> None:
     shutil.copytree(DATA / "stage1", folder, dirs_exist_ok=True)
     found = ckpt.read(folder)
     assert "model" in found
-    assert torch.equal(found["fp32"]["inner.bias"], tensor("inner.bias"))
+    assert torch.equal(found["deepspeed"]["fp32"]["inner.bias"], tensor("inner.bias"))
     shutil.rmtree(folder / "global_step1")
     notes = ckpt.verify(folder).notes
     assert any("DeepSpeed was not read" in note for note in notes)
