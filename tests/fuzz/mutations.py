@@ -450,7 +450,7 @@ def changed(seed: Seed, random: Random) -> Files:
     if seed.kind == "dcp":
         return changed_dcp(files, random)
     name = random.choice(list(files))
-    kind = _kind_in(name) if seed.kind == "folder" else seed.kind
+    kind = _kind_in(name, files[name]) if seed.kind == "folder" else seed.kind
     by_kind: dict[str, Callable[[bytes, Random], bytes]] = {
         "safetensors": changed_safetensors,
         "torch": changed_zip,
@@ -469,10 +469,11 @@ def changed(seed: Seed, random: Random) -> Files:
     return files
 
 
-def _kind_in(name: str) -> str:
+def _kind_in(name: str, data: bytes) -> str:
     """The kind of a file in a folder with files of several kinds."""
     if name.endswith(".safetensors"):
         return "safetensors"
     if name.endswith((".metadata", "metadata.pkl")):
         return "pickle"
-    return "torch" if "." in name and not name.endswith(".distcp") else "bytes"
+    is_zip = data.startswith(b"PK") and not name.endswith(".distcp")  # of which each has many
+    return "torch" if is_zip else "bytes"
