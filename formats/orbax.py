@@ -201,8 +201,8 @@ class _Arrays:
             hi = tuple(min(a + part, n) for a, part, n in zip(lo, chunk, shape, strict=True))
             file = f"{name}/{separator.join(map(str, place)) or '0'}"
             stored = self._size(file)
-            if not compressed and stored != nbytes:
-                raise CorruptError(f"{file}: the chunk has {stored} bytes, {nbytes} were written")
+            if stored == 0 or (not compressed and stored != nbytes):
+                raise CorruptError(f"{file}: the chunk has {stored} bytes and decodes to {nbytes}")
             chunks = ZstdChunk(file, stored, nbytes) if compressed else None
             extent = Extent(file, 0, nbytes, chunks)
             yield StoredPiece(Piece(Box(lo, hi), 0, row_major(chunk)), extent)

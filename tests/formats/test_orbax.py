@@ -75,6 +75,13 @@ def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
         ckpt.read(folder)
 
 
+def test_an_empty_chunk_is_named(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "zarr", tmp_path / "c")
+    (tmp_path / "c" / "params.embed" / "0.0").write_bytes(b"")
+    with pytest.raises(CorruptError, match=r"params\.embed/0\.0: the chunk has 0 bytes"):
+        ckpt.read(tmp_path / "c")
+
+
 def test_a_chunk_of_other_bytes_is_named(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     (folder / "params.embed" / "0.0").write_bytes(b"x" * 40)
