@@ -29,7 +29,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """What a conversion reads and writes."""
+    """The tensors that a conversion reads and writes, and its bytes."""
 
     tensors: tuple[PlannedTensor, ...]
     """In the order of the target, with tied names."""

@@ -289,8 +289,8 @@ class Catalog:
     bases: tuple[str, ...] = ()
     """The folders beside this checkpoint that hold chunks of it."""
     parts: tuple[tuple[str, Catalog], ...] = ()
-    """Of a folder with several checkpoints: the sub-folder of each ("" for a file of the folder),
-    and its catalog with names relative to that sub-folder (`formats.joined`)."""
+    """The checkpoints of a folder with several: the sub-folder of each ("" for a file of the
+    folder), and its catalog with names relative to that sub-folder (`formats.joined`)."""
     notes: tuple[str, ...] = ()
     """Facts that a user should know: files that were not read, an index that is missing."""
     weights: str = ""

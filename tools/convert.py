@@ -36,7 +36,7 @@ SHOWN_LEFT_OUT = 5
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to convert, and into what."""
+    """The source, the target, and the changes on the way."""
 
     src: str
     dst: str

@@ -22,7 +22,7 @@ SUMMARY = "compare names, shapes, dtypes, elements, plain values and structure o
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to compare, and how closely."""
+    """The two checkpoints to compare, and how closely."""
 
     a: str
     b: str

@@ -107,9 +107,9 @@ class _Claims:
     """The rule of each name."""
 
     members: Mapping[str, tuple[Rule, Member]]
-    """Of rules with a rearrangement, by the old name."""
+    """The rules with a rearrangement, by the old name."""
     renames: Mapping[str, tuple[Rule, str]]
-    """Of the other rules: the rule and the new name."""
+    """The other rules, each with the new name, by the old name."""
 
     @classmethod
     def of(cls, mapping: TensorMapping, entries: Mapping[str, Tree]) -> _Claims:

@@ -60,7 +60,7 @@ def kind_problem(tensor: torch.Tensor) -> str | None:
         return "a nested tensor cannot be stored: store unbind(), a list"
     if tensor.is_quantized:
         return (
-            "a quantized tensor cannot be stored: store int_repr(), its scales and zero points, or "
+            "a quantised tensor cannot be stored: store int_repr(), its scales and zero points, or "
             "dequantize()"
         )
     if tensor.layout != torch.strided:
@@ -117,7 +117,7 @@ def memory_problem(local: torch.Tensor) -> str | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether an ordinary tensor is neither sparse, nested nor quantized."""
+    """Whether an ordinary tensor is neither sparse, nested nor quantised."""
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 

@@ -5,7 +5,7 @@
     fsdp_post_all_gather(outputs, metadata, param_dtype) -> (unsharded, tensors to free)
     fsdp_post_all_gather(outputs, metadata, param_dtype, out=unsharded) -> None
 
-A shard may be stored, gathered and used in three different forms: quantized, as two tensors, as a
+A shard may be stored, gathered and used in three different forms: quantised, as two tensors, as a
 subclass or not. The hooks are methods of a tensor subclass, or attributes of one plain tensor. The
 first all-gather of a parameter decides whether it has hooks.
 
