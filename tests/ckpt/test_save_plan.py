@@ -393,7 +393,7 @@ PAIR = Mesh.grid(("tp",), (2,))
 def test_descriptions_that_contradict_each_other_are_named_with_their_ranks(
     first: StoredTensor, second: StoredTensor, message: str
 ) -> None:
-    with pytest.raises(StateError, match=f"model.w: .*{message}.*a name of its own"):
+    with pytest.raises(StateError, match=f"model.w: .*{message}.*different names"):
         merged(
             [([0, 1], described({"model.w": first})), ([2, 3], described({"model.w": second}))],
             WORLD,

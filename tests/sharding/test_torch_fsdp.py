@@ -274,9 +274,9 @@ def uneven_tensor_parallelism() -> None:
     [
         (transposed, 2, "UnknownPlacementError", "weight: .* strides .1, 5.* make the parameter"),
         (summoned, 2, "ShardingError", "leave it before saving"),
-        (inside_original, 2, "ShardingError", "embedding has its .* module that is wrapped"),
-        (inside_flat, 2, "ShardingError", "Linear has its .* module that is wrapped"),
-        (loose, 2, "ShardingError", "a parameter of shape .* module that is wrapped"),
+        (inside_original, 2, "ShardingError", "embedding has its .* wrapped module itself"),
+        (inside_flat, 2, "ShardingError", "Linear has its .* wrapped module itself"),
+        (loose, 2, "ShardingError", "a parameter of shape .* wrapped module itself"),
         (reshaped, 2, "LocalShapeError", "embedding.weight has 2 elements, .* replaced"),
         (uneven_tensor_parallelism, 4, "UnknownPlacementError", "unevenly"),
     ],
