@@ -111,7 +111,7 @@ def run(root: Path, first: int, end: int) -> None:
         (case / "sound").mkdir()
         for name in {**files, **seed.files}:
             for place in ("step-2", "sound"):
-                (case / place / name).parent.mkdir(exist_ok=True)
+                (case / place / name).parent.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
             (case / "step-2" / name).write_bytes(data)
         for name, data in seed.files.items():

@@ -60,7 +60,7 @@ def written(folder: Path, files: Files) -> Path:
     """A folder with these files; those of a folder beside it there."""
     folder.mkdir()
     for name, data in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return folder
 
