@@ -32,8 +32,8 @@ OptionsT = TypeVar("OptionsT")
 
 DESCRIPTION = """\
 Looks into, checks, compares, converts and deletes checkpoints: ckpt's own, safetensors files,
-Hugging Face folders, files of torch.save and folders of torch.distributed.checkpoint, on disk or at
-any URL that fsspec has a driver for."""
+Hugging Face folders, files of torch.save, folders of torch.distributed.checkpoint and of trainers,
+GGUF and numpy files (docs/formats.md), on disk or at any URL that fsspec has a driver for."""
 
 
 class _Parser(argparse.ArgumentParser):
