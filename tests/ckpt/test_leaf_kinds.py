@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sparse blocks": (lambda: torch.eye(2).to_sparse_bsr((1, 1)), "torch.sparse_bsr tensor"),
     "nested": (lambda: nested(torch.strided), "nested tensor"),
     "jagged": (lambda: nested(torch.jagged), "nested tensor"),
-    "quantized": (quantized, "quantized tensor"),
+    "quantized": (quantized, "quantised tensor"),
     **{
         f"tensor of {name}": (
             lambda name=name: torch.empty(4, dtype=getattr(torch, name)),
