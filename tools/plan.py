@@ -1,0 +1,199 @@
+"""`ckpt plan`: the reads of each rank of a job that would load a checkpoint. Reads no tensor."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from ckpt.display import count, printable, size
+from formats.limits import RANKS
+from sharding.errors import ArgumentError
+from tools.exit_codes import ExitCode
+from tools.quantities import size_of
+from tools.storage_options import Option, add_storage_options, mapping
+from tools.text import columns, json_text
+
+if TYPE_CHECKING:
+    from ckpt.plan.rank_reads import RankReads
+    from ckpt.sources import Source
+    from ckpt.target_layouts import TargetLayouts
+
+SUMMARY = "show what each rank of a job would read from a checkpoint"
+SHOWN_RANKS = 64
+"""Of a larger world, the first, the middle and the last rank are planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The checkpoint, and the job that would load it."""
+
+    url: str
+    world_size: int
+    mesh: str | None
+    placements: list[str] | None
+    ranks: str | None
+    bandwidth: int | None
+    as_json: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declares the arguments."""
+    add = parser.add_argument
+    add("url", metavar="CHECKPOINT", help="a path or URL")
+    add("--world-size", type=_world_size, required=True, metavar="N", help="the job's ranks")
+    add(
+        "--mesh",
+        metavar="AXES",
+        help="the job's mesh (example: dp=2,tp=4); by default one axis over all ranks",
+    )
+    add(
+        "--placements",
+        action="append",
+        metavar="[NAME=]P,...",
+        help="the placement along each axis, replicate or shard(DIM), of all tensors or of those "
+        "whose names fit a pattern with * and ?; repeatable, the last that fits decides; by "
+        "default shard(0) along the last axis",
+    )
+    add(
+        "--ranks",
+        metavar="LIST",
+        help=f"the ranks to plan, as in 0,4-7, or all; by default all of up to {SHOWN_RANKS}, and "
+        "three of more",
+    )
+    add(
+        "--bandwidth",
+        type=size_of,
+        metavar="SIZE",
+        help="bytes that a rank reads in a second (example: 1GB), for the seconds of a load",
+    )
+    add("--json", dest="as_json", action="store_true", help="the plan as JSON")
+    add_storage_options(parser)
+
+
+def run(options: Options) -> int:
+    """Prints a line for each planned rank, and the rank that reads most."""
+    from ckpt.sources import open_source
+    from ckpt.target_layouts import PlacementRule, TargetLayouts, parsed_mesh
+
+    rules = [PlacementRule.parsed(text) for text in options.placements or ()]
+    target = TargetLayouts(parsed_mesh(options.mesh, options.world_size), rules)
+    ranks = _ranks(options.ranks, options.world_size)
+    with open_source(options.url, mapping(options.storage_options)) as source:
+        _check_rules(source, rules)
+        found = _planned(source, target, ranks)
+        if options.as_json:
+            print(json_text(_described(options, source, found)))
+        else:
+            for line in _lines(options, source, found):
+                print(line)
+    return ExitCode.FINE
+
+
+def _planned(source: Source, target: TargetLayouts, ranks: Sequence[int]) -> list[RankReads]:
+    """Returns the reads of these ranks, by the policy that a load has by default."""
+    from ckpt.budget import memory_budget
+    from ckpt.plan.load_plan import LoadPolicy
+    from ckpt.plan.rank_reads import rank_reads
+    from ckpt.plan.read_plan import BoxCopies
+    from ckpt.transfer.read import ReadPolicy
+    from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
+    from sharding.layout import Mesh
+
+    budget, world = memory_budget(), Mesh.grid(("world",), (target.mesh.size,))
+    is_far = source.store.read_bytes > LOCAL_READ_BYTES
+    exchanges = is_far and world.size > 1
+    scatter = min(REMOTE_READ_BYTES, budget // 3) if exchanges else 0
+    policy = LoadPolicy(budget // 2, exchanges, scatter)
+    limits = ReadPolicy.within(budget // 2, source.store, world.size).limits
+    layout_of, copies = target.cached(), BoxCopies()
+    return [
+        rank_reads(source.catalog, layout_of, world, rank, policy, limits, copies) for rank in ranks
+    ]
+
+
+def _lines(options: Options, source: Source, found: Sequence[RankReads]) -> list[str]:
+    tensors = source.catalog.tensors
+    whole = sum(record.nbytes for record in tensors.values())
+    rows = [["rank", "tensors", "holds", "reads", "requests", "files"]]
+    for one in found:
+        held, read = size(one.wanted_bytes), size(one.read_bytes)
+        rows.append(
+            [str(one.rank), f"{one.tensors:,}", held, read, f"{one.requests:,}", f"{one.files:,}"]
+        )
+    if options.bandwidth:
+        for row, told in zip(rows, ["seconds", *_seconds(options.bandwidth, found)], strict=True):
+            row.append(told)
+    slowest = max(found, key=lambda one: one.read_bytes)
+    last = f"rank {slowest.rank} reads most: {size(slowest.read_bytes)}"
+    if len(found) < options.world_size:
+        last += f" of the {count(len(found), 'rank')} above; --ranks all plans every rank"
+    head = f"{source.catalog.format}, {count(len(tensors), 'tensor')}, {size(whole)}"
+    return [
+        f"{printable(options.url)}: {head}, loaded by {count(options.world_size, 'rank')}",
+        "",
+        *columns(rows, right=range(len(rows[0]))),
+        "",
+        last,
+    ]
+
+
+def _seconds(bandwidth: int, found: Sequence[RankReads]) -> list[str]:
+    return [f"{one.read_bytes / bandwidth:.3g}" for one in found]
+
+
+def _described(options: Options, source: Source, found: Sequence[RankReads]) -> dict[str, object]:
+    ranks = [asdict(one) for one in found]
+    if options.bandwidth:
+        for one in ranks:
+            one["seconds"] = one["read_bytes"] / options.bandwidth
+    return {
+        "url": options.url,
+        "format": source.catalog.format,
+        "tensors": len(source.catalog.tensors),
+        "bytes": sum(record.nbytes for record in source.catalog.tensors.values()),
+        "world_size": options.world_size,
+        "ranks": ranks,
+    }
+
+
+def _check_rules(source: Source, rules: Sequence[object]) -> None:
+    from ckpt.match.selection import check_names_some
+    from ckpt.state.patterns import matches
+    from ckpt.target_layouts import PlacementRule
+
+    for rule in rules:
+        assert isinstance(rule, PlacementRule)
+        check_names_some(rule.pattern, list(source.catalog.tensors), source.url, matches)
+
+
+def _ranks(text: str | None, world_size: int) -> list[int]:
+    """Returns the ranks of a list such as `0,4-7`. Raises ArgumentError for another text.
+
+    >>> _ranks("0,4-6", 8), _ranks(None, 3), _ranks(None, 1000)
+    ([0, 4, 5, 6], [0, 1, 2], [0, 500, 999])
+    """
+    if text == "all" or (text is None and world_size <= SHOWN_RANKS):
+        return list(range(world_size))
+    if text is None:
+        return [0, world_size // 2, world_size - 1]
+    found: set[int] = set()
+    for part in text.split(","):
+        lo, dash, hi = part.strip().partition("-")
+        last = hi if dash else lo
+        if not (lo.isdecimal() and last.isdecimal() and lo.isascii() and last.isascii()):
+            raise ArgumentError(f"--ranks {text}: {part!r} is no rank and no range, as in 0,4-7")
+        if not int(lo) <= int(last) < world_size:
+            raise ArgumentError(
+                f"--ranks {text}: {part.strip()} is not within ranks 0 to {world_size - 1}"
+            )
+        found.update(range(int(lo), int(last) + 1))
+    return sorted(found)
+
+
+def _world_size(text: str) -> int:
+    if text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= RANKS:
+        return int(text)
+    raise ArgumentTypeError(f"{text!r} is no world size: a whole number of ranks, 1 to {RANKS:,}")
