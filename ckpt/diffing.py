@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeVar
 
-from ckpt.elements import Numbers, Tolerance, compare, read_elements, same_value
+from ckpt.elements import Numbers, Tolerance, compare, decade_name, read_elements, same_value
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.selection import Selection
 from ckpt.sources import Source, open_source
@@ -66,6 +66,9 @@ class TensorDifference:
     """The largest |a - b|. Infinite if only one is NaN or infinite, or the dtype is opaque."""
     max_rel: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
+    histogram: tuple[tuple[str, int], ...] = ()
+    """The number of elements with different bits by the power of ten of |a - b|: `("1e-3", 5)` are
+    five elements from 0.001 up to 0.01. "0" are equal numbers, "inf" are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +332,17 @@ def _values_difference(name: str, record: TensorRecord, found: Numbers) -> Tenso
         f"{found.first_b}; the largest difference is {found.max_abs:.6g} (relative "
         f"{found.max_rel:.6g})"
     )
+    histogram = tuple((decade_name(decade), number) for decade, number in found.decades.items())
     return TensorDifference(
-        name, "values", detail, elements, found.differing, first, found.max_abs, found.max_rel
+        name,
+        "values",
+        detail,
+        elements,
+        found.differing,
+        first,
+        found.max_abs,
+        found.max_rel,
+        histogram,
     )
 
 

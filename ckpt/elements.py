@@ -12,7 +12,8 @@ Rules:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -41,6 +42,10 @@ _NUMPY = {
     "BOOL": np.uint8,
 }
 """The dtypes that numpy has."""
+
+
+ZERO, INFINITE = -1000, 1000
+"""The decades of equal numbers with different bits, and of elements that are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class Numbers:
     """The largest |a - b|; infinite for elements that are not numbers."""
     max_rel: float = 0.0
     """The largest |a - b| / max(|a|, |b|)."""
+    decades: Mapping[int, int] = field(default_factory=dict)
+    """The number of elements with different bits by the decade of |a - b| (`decade_name`)."""
 
     def then(self, later: Numbers, offset: int) -> Numbers:
         """Returns this result and the result of the elements from `offset` on as one."""
@@ -93,7 +100,20 @@ class Numbers:
             first.first_b,
             max(self.max_abs, later.max_abs),
             max(self.max_rel, later.max_rel),
+            {
+                decade: self.decades.get(decade, 0) + later.decades.get(decade, 0)
+                for decade in sorted({*self.decades, *later.decades})
+            },
         )
+
+
+def decade_name(decade: int) -> str:
+    """Returns the lower end of a decade as text.
+
+    >>> decade_name(-3), decade_name(ZERO), decade_name(INFINITE)
+    ('1e-3', '0', 'inf')
+    """
+    return {ZERO: "0", INFINITE: "inf"}.get(decade, f"1e{decade}")
 
 
 def read_elements(engine: RangeReader, record: TensorRecord, lo: int, hi: int) -> Array:
@@ -128,7 +148,8 @@ def compare(a: Array, a_dtype: DType, b: Array, b_dtype: DType, tolerance: Toler
             relative = _relative(absolute, x, y)
             if not tolerance.is_exact:
                 differs = ~_close(absolute, y, tolerance)
-    found = Numbers(len(unequal), max_abs=float(absolute.max()), max_rel=float(relative.max()))
+    largest, relatively = float(absolute.max()), float(relative.max())
+    found = Numbers(len(unequal), max_abs=largest, max_rel=relatively, decades=_decades(absolute))
     if not differs.any():
         return found
     at = int(np.argmax(differs))
@@ -212,6 +233,15 @@ def _absolute(x: Array, y: Array) -> Array:
     difference[np.isnan(difference)] = np.inf
     difference[np.isnan(x) & np.isnan(y)] = 0.0
     return np.asarray(difference)
+
+
+def _decades(absolute: Array) -> dict[int, int]:
+    """Returns the number of differences in each power of ten."""
+    with np.errstate(divide="ignore"):
+        exponents = np.floor(np.log10(absolute))
+    clipped = np.clip(exponents, ZERO, INFINITE).astype(np.int64)
+    found, numbers = np.unique(clipped, return_counts=True)
+    return {int(decade): int(number) for decade, number in zip(found, numbers, strict=True)}
 
 
 def _close(absolute: Array, y: Array, tolerance: Tolerance) -> Array:

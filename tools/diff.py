@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class Options:
     ignore_dtype: bool
     verbose: bool
     as_json: bool
+    html: str | None
     storage_options: list[Option] | None = field(default=None, repr=False)
     b_storage_options: list[Option] | None = field(default=None, repr=False)
 
@@ -60,6 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--ignore-dtype", action="store_true", help="compare tensors of other dtypes as numbers")
     add("-v", "--verbose", action="store_true", help="name the equal tensors too")
     add("--json", dest="as_json", action="store_true", help="the differences as JSON")
+    add("--html", metavar="FILE", help="also write a page of A and the differences for a browser")
     add_storage_options(parser)
     add_storage_options_of(parser, "B")
 
@@ -87,6 +90,8 @@ def run(options: Options) -> int:
             storage_options=told,
             b_storage_options=mapping(options.b_storage_options),
         )
+    if options.html is not None:
+        _write_page(options.html, options.a, told, found)
     if options.as_json:
         described = {**asdict(found), "equal": found.equal}
         if not options.verbose:
@@ -97,6 +102,16 @@ def run(options: Options) -> int:
             print(f"= {printable(name)}")
         _print(found)
     return ExitCode.FINE if found.equal else ExitCode.DIFFERENT
+
+
+def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: Comparison) -> None:
+    from ckpt.sources import open_source
+    from tools.page.described import chain_of, described, described_differences
+    from tools.page.html_page import write_page
+
+    with open_source(url, told) as source:
+        data = described(source.url, source.catalog, chain_of(source.url, source.catalog, told))
+    write_page(path, {**data, "differences": described_differences(found)})
 
 
 def _print(found: Comparison) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from ckpt.match.selection import check_names_some
@@ -28,6 +29,9 @@ from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, shortened
 
+if TYPE_CHECKING:
+    from ckpt.sources import Source
+
 SUMMARY = "show tensors, values and files of a checkpoint"
 MAX_DEPTH = 64
 """The most dots at which a name is split."""
@@ -44,6 +48,7 @@ class Options:
     values: bool
     files: bool
     as_json: bool
+    html: str | None
     storage_options: list[Option] | None = field(default=None, repr=False)
 
 
@@ -61,6 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--values", action="store_true", help="show plain values too")
     add("--files", action="store_true", help="list the files")
     add("--json", dest="as_json", action="store_true", help="everything, as JSON")
+    add("--html", metavar="FILE", help="write a page for a browser, which needs no network")
     add_storage_options(parser)
 
 
@@ -70,7 +76,10 @@ def run(options: Options) -> int:
 
     if options.depth is not None and options.depth < 1:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")
-    with open_source(options.url, mapping(options.storage_options)) as source:
+    if options.html is not None and (options.patterns or options.as_json):
+        raise ValueError("--html shows the whole checkpoint: give neither names nor --json with it")
+    told = mapping(options.storage_options)
+    with open_source(options.url, told) as source:
         catalog = source.catalog
         values = by_name(_values(catalog.tree), source.url)
         names = by_name([*catalog.tensors.items(), *values.items()], source.url)
@@ -78,12 +87,24 @@ def run(options: Options) -> int:
             check_names_some(pattern, [*names, *catalog.aliases], options.url, selects)
         chosen = _chosen(options.patterns)
         values = {name: value for name, value in values.items() if chosen(name)}
-        if options.as_json:
+        if options.html is not None:
+            _write_page(options.html, source, told)
+        elif options.as_json:
             print(json_text(_described(options.url, catalog, values, chosen)))
         else:
             for line in _lines(options, catalog, values, chosen):
                 print(line)
     return ExitCode.FINE
+
+
+def _write_page(path: str, source: Source, told: Mapping[str, object] | None) -> None:
+    """Writes the page of a whole checkpoint, and prints its path."""
+    from tools.page.described import chain_of, described
+    from tools.page.html_page import write_page
+
+    chain = chain_of(source.url, source.catalog, told)
+    write_page(path, described(source.url, source.catalog, chain))
+    print(printable(path))
 
 
 def selects(pattern: str, name: str) -> bool:

@@ -1,0 +1,181 @@
+"""A checkpoint as the data of its page: plain lists and dicts, with each layout once.
+
+A native checkpoint of 1,024 ranks has millions of pieces and few layouts. The page gets the
+layouts, and layout.js computes the pieces. A format without layouts has a table of pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ckpt.stores.store import join_url, split_url
+from formats.catalog import (
+    Catalog,
+    OpaqueValue,
+    TensorRecord,
+    TensorRef,
+    Tree,
+    named_leaves,
+    str_of,
+)
+from formats.folders import is_shard
+from sharding.layout import FlatShard, Layout, Mesh, Only, Placement, Replicate, Shard, StridedShard
+
+if TYPE_CHECKING:
+    from ckpt.diffing import Comparison
+
+MOST_PIECES = 200_000
+"""The most pieces that a page lists for formats without layouts; the page names the others."""
+MOST_VALUES = 20_000
+SHOWN_CHARACTERS = 200
+
+Json = dict[str, Any]
+
+
+def described(
+    url: str, catalog: Catalog, chain: Sequence[str], shown_pieces: int = MOST_PIECES
+) -> Json:
+    """Returns the data of the page.
+
+    `chain` has the folders of the checkpoints whose chunks this one refers to. At most
+    `shown_pieces` pieces are listed for a format without layouts; `pieces_left_out` counts the
+    others.
+    """
+    layouts = _Layouts()
+    files = {file.name: at for at, file in enumerate(catalog.files)}
+    listed, left_out, tensors = 0, 0, []
+    for name, record in catalog.tensors.items():
+        row: list[Any] = [name, record.dtype.name, list(record.shape), record.nbytes]
+        if record.layout is not None:
+            row.append(layouts.number(record.layout))
+        else:
+            pieces = list(_pieces(record, files))
+            if listed + len(pieces) > shown_pieces:
+                left_out += len(pieces)
+                pieces = []
+            listed += len(pieces)
+            row.append(pieces)
+        tensors.append(row)
+    values = list(_values(catalog.tree))
+    return {
+        "url": url,
+        "format": catalog.format,
+        "metadata": dict(catalog.metadata),
+        "notes": list(catalog.notes),
+        "chain": list(chain),
+        "meshes": layouts.meshes,
+        "layouts": layouts.layouts,
+        "files": [[file.name, file.size, file.digest, _rank(file.name)] for file in catalog.files],
+        "tensors": tensors,
+        "aliases": dict(catalog.aliases),
+        "values": values[:MOST_VALUES],
+        "values_left_out": max(0, len(values) - MOST_VALUES),
+        "pieces_left_out": left_out,
+    }
+
+
+def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> list[str]:
+    """Returns the folders of the checkpoints that this one refers to, its own bases first."""
+    from ckpt.sources import open_source
+
+    above, _ = split_url(url)
+    found = list(catalog.bases)
+    for folder in found:  # grows meanwhile
+        with open_source(join_url(above, folder), options) as source:
+            found.extend(base for base in source.catalog.bases if base not in found)
+    return found
+
+
+def described_differences(found: Comparison) -> Json:
+    """Returns the data of a page of differences: the part that `described` lacks."""
+    told = asdict(found)
+    del told["equal_tensors"]
+    count = len(found.tensors)
+    told["summary"] = (
+        f"{found.compared_tensors:,} tensors were compared: {count:,} differ, "
+        f"{len(found.equal_tensors):,} are equal or close."
+    )
+    told["notes"] = list(found.notes)
+    return {key: plain(value) for key, value in told.items()}
+
+
+def plain(value: Any) -> Any:
+    """Returns the value with infinite numbers and NaN as texts: JSON has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class _Layouts:
+    """Meshes and layouts by number, each once."""
+
+    def __init__(self) -> None:
+        self.meshes: list[Json] = []
+        self.layouts: list[list[Any]] = []
+        self._meshes: dict[Mesh, int] = {}
+        self._layouts: dict[tuple[Mesh, tuple[Placement, ...]], int] = {}
+
+    def number(self, layout: Layout) -> int:
+        """Returns the number of a layout's mesh and placements."""
+        key = layout.mesh, layout.placements
+        if key not in self._layouts:
+            mesh = layout.mesh
+            if mesh not in self._meshes:
+                self._meshes[mesh] = len(self.meshes)
+                self.meshes.append(mesh_json(mesh))
+            self._layouts[key] = len(self.layouts)
+            placements = [placement_json(each) for each in layout.placements]
+            self.layouts.append([self._meshes[mesh], placements])
+        return self._layouts[key]
+
+
+def mesh_json(mesh: Mesh) -> Json:
+    """Returns a mesh as layout.js takes it."""
+    return {
+        "names": list(mesh.names),
+        "sizes": list(mesh.sizes),
+        "offset": mesh.offset,
+        "strides": list(mesh.strides),
+        "table": list(mesh.table),
+    }
+
+
+def placement_json(placement: Placement) -> list[Any]:
+    """Returns a placement as layout.js takes it.
+
+    >>> placement_json(StridedShard(0, 2)), placement_json(Replicate())
+    (['SS', 0, 2], ['R'])
+    """
+    if isinstance(placement, Replicate):
+        return ["R"]
+    if isinstance(placement, Shard):
+        return ["S", placement.dim]
+    if isinstance(placement, StridedShard):
+        return ["SS", placement.dim, placement.split]
+    if isinstance(placement, FlatShard):
+        return ["F", placement.offset, placement.stride]
+    return ["only", placement.index] if isinstance(placement, Only) else ["split"]
+
+
+def _pieces(record: TensorRecord, files: Mapping[str, int]) -> Iterator[list[Any]]:
+    """Yields file, first byte and box of each piece."""
+    for piece, extent in record.pieces:
+        at = extent.offset + piece.at * record.dtype.itemsize
+        yield [files.get(extent.file, -1), at, list(piece.box.lo), list(piece.box.hi)]
+
+
+def _rank(name: str) -> int | None:
+    """Returns the rank whose elements a native shard file holds; None for another file."""
+    return int(name.removesuffix(".safetensors").partition("-")[2]) if is_shard(name) else None
+
+
+def _values(tree: Tree) -> Iterator[list[str]]:
+    for name, value in named_leaves(tree):
+        if not isinstance(value, TensorRef):
+            text = repr(value) if isinstance(value, OpaqueValue) else str_of(value)
+            yield [name, text[:SHOWN_CHARACTERS]]
