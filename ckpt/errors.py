@@ -19,6 +19,7 @@ from sharding.errors import SHOWN_NAMES, CkptError, mixed_content
 from sharding.url_secrets import without_secrets
 
 __all__ = [
+    "AccessDeniedError",
     "BackgroundError",
     "BusyError",
     "ClosedError",
@@ -30,6 +31,7 @@ __all__ = [
     "MismatchError",
     "NotACheckpointError",
     "PartialLoadError",
+    "ProtocolError",
     "ReplacedError",
     "ReplacedLoadError",
     "ReplicasWarning",
@@ -38,9 +40,12 @@ __all__ = [
     "StateChangedError",
     "StateError",
     "StoreError",
+    "StoreTimeoutError",
     "TensorIndexError",
     "UnknownNameError",
+    "UnreachableError",
     "UnverifiedWarning",
+    "VersionGoneError",
     "WaitTimeoutError",
 ]
 __all__ += formats.errors.__all__
@@ -83,6 +88,43 @@ class ReplacedError(StoreError):
     kind = "replaced"
 
 
+class VersionGoneError(ReplacedError):
+    """A version of a live state was replaced by newer ones, or its lease has ended: load again."""
+
+    kind = "version_gone"
+
+    def __init__(self, where: str, version: int, newest: int | None) -> None:
+        self.version = version
+        self.newest = newest
+        """The newest version of the moment; None if the state has no version, or is gone."""
+        now = "there is no newer one" if newest is None else f"{newest} is the newest"
+        super().__init__(f"{where}: version {version} was replaced ({now}): load again")
+
+
+class UnreachableError(StoreError, ConnectionError):
+    """No server answers at this address: it has ended, or the address is stale or wrong."""
+
+    kind = "unreachable"
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A server accepted a connection and then sent nothing within the time-out."""
+
+    kind = "store_timeout"
+
+
+class AccessDeniedError(StoreError, PermissionError):
+    """The server refuses the token, or wants one."""
+
+    kind = "access_denied"
+
+
+class ProtocolError(StoreError):
+    """The other side sent a message that does not follow the protocol of live states."""
+
+    kind = "protocol"
+
+
 class BusyError(CkptError):
     """A background save is in flight on a rank, and the call does not wait for it."""
 
@@ -121,7 +163,7 @@ class TensorIndexError(CkptError, IndexError):
 
 
 class WaitTimeoutError(CkptError, TimeoutError):
-    """A background save has not ended within the timeout; it goes on."""
+    """A background save has not ended, or no newer version has come, within the timeout."""
 
     kind = "wait_timeout"
 

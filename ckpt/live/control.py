@@ -1,0 +1,224 @@
+"""The Unix socket of a host server: requests of publishers and readers of the same host.
+
+Rules:
+
+1. Only processes of the server's user may connect: the system says who they are.
+2. A connection has one request at a time. Its end is an event: an owner has gone, or a reader has
+   given back its descriptors.
+3. A connection that neither owns a name nor holds a version may be closed to make place for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+
+from ckpt.live.datagrams import close_all, receive_message, send_message
+from ckpt.live.host import Host
+from ckpt.live.memory_file import memory_file
+from ckpt.live.protocol import (
+    MOST_SECONDS,
+    STALL_SECONDS,
+    Commit,
+    Drop,
+    Get,
+    Hello,
+    Own,
+    Put,
+    RefusedError,
+    Remove,
+    Request,
+    Retire,
+    Segment,
+    Versions,
+    files_json,
+    json_bytes,
+    request_of,
+)
+from ckpt.live.tokens import is_token
+from ckpt.live.wire import Crowd, Wire
+
+Answer = tuple[dict[str, object], tuple[int, ...]]
+"""The answer and its descriptors."""
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    wire: Wire
+    socket: socket.socket
+    owns: list[str] = field(default_factory=list)
+    got: set[tuple[str, int]] = field(default_factory=set)
+    """The versions of which the reader has descriptors."""
+
+
+class ControlServer:
+    """Serves the Unix socket."""
+
+    def __init__(self, listener: socket.socket, host: Host, most: int) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._host = host
+        self._crowd = Crowd(most)
+        self._clients: set[_Client] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Stops: closes the listener and all connections."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._crowd.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:  # no descriptor is left
+            self._crowd.make_place()
+            return
+        if _user(connected) != os.geteuid():
+            connected.close()
+            return
+        wire = Wire(connected)
+        if not self._crowd.admit(wire):
+            wire.close()
+            return
+        task = self._loop.create_task(self._serve(_Client(wire, connected)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client: _Client) -> None:
+        self._clients.add(client)
+        try:
+            while await self._serve_one(client):
+                pass
+        except (OSError, TimeoutError):
+            pass  # the other side has ended
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            self._clients.discard(client)
+            self._crowd.leave(client.wire)
+            client.wire.close()
+            for name in client.owns:
+                self._host.disowned(name)
+
+    async def _serve_one(self, client: _Client) -> bool:
+        waits = client.wire.ready(MOST_SECONDS)
+        await (waits if client.owns or client.got else self._crowd.silence(client.wire, waits))
+        descriptors: list[int] = []
+        try:
+            data, descriptors = receive_message(client.socket)
+            if not data:
+                return False
+            answer, sent = await self._answer(client, request_of(data), descriptors)
+        except BlockingIOError:
+            return True
+        except RefusedError as refusal:
+            answer, sent = refusal.json(), ()
+        finally:
+            close_all(descriptors)
+        await self._send(client, json_bytes(answer), sent)
+        return True
+
+    async def _send(self, client: _Client, data: bytes, descriptors: tuple[int, ...]) -> None:
+        while True:
+            try:
+                send_message(client.socket, data, descriptors)
+                return
+            except BlockingIOError:
+                await client.wire.ready(STALL_SECONDS, to_write=True)
+
+    async def _answer(self, client: _Client, request: Request, descriptors: list[int]) -> Answer:
+        """Returns the answer. Takes those descriptors out of the list that stay open."""
+        if isinstance(request, Put):
+            self._put(request, descriptors)
+            return {"ok": {}}, ()
+        if descriptors:
+            raise RefusedError("protocol", "only put comes with descriptors")
+        if isinstance(request, Get):
+            return self._get(client, request)
+        if isinstance(request, Retire):
+            return {"ok": {"overdue": await self._retire(request)}}, ()
+        return {"ok": self._changed(client, request)}, ()
+
+    def _changed(self, client: _Client, request: Request) -> dict[str, object]:
+        table, host = self._host.table, self._host
+        if isinstance(request, Hello):
+            return {"address": list(host.address), "server": host.server, "pid": os.getpid()}
+        if isinstance(request, Versions):
+            return {"versions": self._versions(request.name)}
+        if isinstance(request, Own):
+            table.own(request.name, request.keep_seconds)
+            client.owns.append(request.name)
+        elif isinstance(request, Commit):
+            table.commit(request.name, request.version, request.files, request.info)
+        elif isinstance(request, Remove):
+            table.remove(request.name, request.wait_seconds, monotonic())
+        elif isinstance(request, Drop):
+            return {"held": self._drop(request)}
+        host.changed()
+        return {}
+
+    def _put(self, request: Put, descriptors: list[int]) -> None:
+        file = memory_file(request.segments, descriptors)
+        self._host.table.put(request.name, request.version, request.file, file.nbytes)
+        self._host.files[request.name, request.version, request.file] = file
+        descriptors.clear()
+
+    def _get(self, client: _Client, request: Get) -> Answer:
+        if not is_token(request.token, self._host.token):
+            raise RefusedError("token", "the token is wrong: the publisher's url has it")
+        key = (request.name, request.version, request.file)
+        self._host.table.find(*key)
+        parts = self._host.files[key].parts
+        client.got.add((request.name, request.version))
+        used = tuple(dict.fromkeys(one.descriptor for one in parts))
+        told = [Segment(used.index(one.descriptor), one.offset, one.nbytes) for one in parts]
+        segments = [[one.descriptor, one.offset, one.nbytes] for one in told]
+        return {"ok": {"segments": segments}}, used
+
+    async def _retire(self, request: Retire) -> bool:
+        table, (name, version) = self._host.table, (request.name, request.version)
+        table.retire(name, version, request.wait_seconds, monotonic())
+        self._host.changed()
+        while (overdue := table.retired(name, version)) is None:
+            await self._host.wait(STALL_SECONDS)
+        return overdue
+
+    def _drop(self, request: Drop) -> bool:
+        name, version = request.name, request.version
+        in_flight = self._host.is_in_flight(name, version, request.overdue)
+        self._host.forget(self._host.table.drop(name, version))
+        self._host.changed()
+        return in_flight or any((name, version) in client.got for client in self._clients)
+
+    def _versions(self, name: str) -> dict[str, object]:
+        return {
+            str(number): {
+                "files": files_json(one.files),
+                "complete": one.complete,
+                "info": one.info,
+            }
+            for number, one in self._host.table.versions(name).items()
+        }
+
+
+def _user(connected: socket.socket) -> int:
+    """Returns the user of the process at the other end."""
+    with suppress(OSError):
+        found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", found)[1])
+    return -1

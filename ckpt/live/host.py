@@ -1,0 +1,119 @@
+"""The state of a host server while it runs: the table, the open files, and those who wait.
+
+Everything happens in one thread, so that no event sees another one half done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+from ckpt.live.http_server import HttpConnection
+from ckpt.live.memory_file import MemoryFile
+from ckpt.live.protocol import Address
+from ckpt.live.table import Forgotten, Table
+
+START_SECONDS = 30.0
+"""The time in which a new server must get an owner."""
+_TICK_SECONDS = 0.02
+"""The shortest time between two ticks of the table."""
+
+
+class Host:
+    """The parts that the HTTP side and the Unix socket share."""
+
+    def __init__(
+        self,
+        token: str,
+        table: Table,
+        address: Address,
+        unix: str,
+        on_ending: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.token = token
+        self.table = table
+        self.address = address
+        self.unix = unix
+        self._on_ending = on_ending
+        """Called when the last name is ending."""
+        self.server = secrets.token_hex(8)
+        self.files: dict[tuple[str, int, str], MemoryFile] = {}
+        self.connections: Iterable[HttpConnection] = ()
+        self.is_done = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop.call_later(START_SECONDS, self._end_if_idle)
+
+    def changed(self) -> None:
+        """Lets the table look at the time, and wakes all who wait for a change."""
+        for gone in self.table.tick(monotonic()):
+            self.forget(gone)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self.table.is_ending:
+            self._on_ending()
+        self._set_timer()
+
+    async def wait(self, seconds: float) -> None:
+        """Returns at the next change, or after `seconds`."""
+        waiter = self._loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=max(seconds, 0.0))
+        finally:
+            self._waiters.discard(waiter)
+
+    def due_in(self, seconds: float) -> None:
+        """Says that the table has something to do at that time."""
+        at = self._loop.time() + max(seconds, _TICK_SECONDS)
+        if self._timer is None or at < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(at, self.changed)
+
+    def disowned(self, name: str) -> None:
+        """Takes notice that the connection of an owner has ended."""
+        self.table.disown(name, monotonic())
+        self.changed()
+        self._end_if_idle()
+
+    def forget(self, gone: Forgotten) -> None:
+        """Closes the files of a version, and the connections that are sending them."""
+        for connection in self._senders(gone.name, gone.version):
+            connection.wire.abort()
+        for key in self._keys(gone.name, gone.version):
+            self.files.pop(key).give()
+        self._end_if_idle()
+
+    def is_in_flight(self, name: str, version: int, overdue: bool) -> bool:
+        """Whether bytes of the version may be on their way to a reader that wants them."""
+        return any(overdue or not one.is_leased for one in self._senders(name, version))
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in self.files.values():
+            file.give()
+        self.files.clear()
+
+    def _senders(self, name: str, version: int) -> list[HttpConnection]:
+        files = {id(self.files[key]) for key in self._keys(name, version)}
+        return [one for one in self.connections if id(one.content) in files]
+
+    def _keys(self, name: str, version: int) -> list[tuple[str, int, str]]:
+        return [key for key in self.files if key[:2] == (name, version)]
+
+    def _end_if_idle(self) -> None:
+        if not self.table.names:
+            self.is_done.set()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self.table.next_at()
+        if at is not None:
+            self.due_in(at - monotonic())

@@ -1,0 +1,364 @@
+"""HTTP/1.1 for live states and served folders: h11 parses, `sendfile` sends, an `App` answers.
+
+Rules:
+
+1. A request has limits: of its head and body, and of the time that it takes to arrive. What breaks
+   them is answered by a refusal where an answer is possible, and the connection is closed.
+2. A connection that says nothing costs a task and a descriptor until its time is over. If there are
+   too many connections, the one that is silent for longest makes place for the next.
+3. `HttpConnection.content` is the content of the last answer, until the connection asks again: the
+   reader may not yet have taken all bytes out of the system's buffers.
+4. An unexpected exception ends one connection, by an answer with status 500, and never the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import socket
+import ssl
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol, cast
+from urllib.parse import parse_qsl
+
+import h11
+
+from ckpt.live.protocol import (
+    BODY_BYTES,
+    HEADER_BYTES,
+    IDLE_SECONDS,
+    REQUEST_SECONDS,
+    STALL_SECONDS,
+    RefusedError,
+    Segment,
+)
+from ckpt.live.wire import Crowd, Wire
+from ckpt.version import __version__
+
+SERVER = f"ckpt/{__version__}"
+_READ_BYTES = 64 << 10
+_ACCEPTS = 64
+"""Connections that are accepted before others have their turn."""
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_SECONDS = 0.1
+Headers = Sequence[tuple[str, str]]
+
+
+class Content(Protocol):
+    """A file to answer with. It stays open from `take` to the same number of calls of `give`."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size."""
+
+    def take(self) -> None:
+        """Keeps the file open."""
+
+    def give(self) -> None:
+        """Lets the file be closed."""
+
+    def segments(self, lo: int, hi: int) -> Iterator[Segment]:
+        """Yields the ranges of descriptors for bytes `lo` to `hi`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request with its body."""
+
+    method: str
+    path: str
+    """As it was sent, without the query."""
+    query: dict[str, str]
+    headers: dict[str, str]
+    """Names in small letters."""
+    body: bytes
+    connection: HttpConnection
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """An answer: bytes, or a range of a file."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: Headers = ()
+    content: Content | None = None
+    lo: int = 0
+    hi: int = 0
+
+
+class App(Protocol):
+    """Answers requests. Raises RefusedError for those that it does not serve."""
+
+    async def answer(self, request: HttpRequest) -> HttpAnswer:
+        """Returns the answer."""
+
+
+@dataclass(slots=True, eq=False)
+class HttpConnection:
+    """One connection."""
+
+    wire: Wire
+    content: Content | None = None
+    """See rule 3."""
+    is_leased: bool = False
+    """Whether the last request named a lease."""
+    parser: h11.Connection = field(
+        default_factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES)
+    )
+
+
+class HttpServer:
+    """Accepts connections from a listening socket, which it closes at the end."""
+
+    def __init__(
+        self, listener: socket.socket, app: App, most: int, context: ssl.SSLContext | None = None
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._app = app
+        self._context = context
+        self._crowd = Crowd(most)
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.connections: set[HttpConnection] = set()
+        self._listen()
+
+    async def close(self) -> None:
+        """Stops: closes the listener and all connections."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._crowd.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                connected, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                if not self._crowd.make_place():
+                    self._loop.remove_reader(self._listener.fileno())
+                    self._loop.call_later(_PAUSE_SECONDS, self._listen)
+                return
+            self._begin(connected)
+
+    def _begin(self, connected: socket.socket) -> None:
+        with suppress(OSError):  # a connection that has ended already
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._context is not None:
+            connected.setblocking(False)
+            try:
+                connected = self._context.wrap_socket(
+                    connected, server_side=True, do_handshake_on_connect=False
+                )
+            except OSError:  # as above
+                connected.close()
+                return
+        wire = Wire(connected)
+        if not self._crowd.admit(wire):
+            wire.abort()
+            return
+        task = self._loop.create_task(self._serve(HttpConnection(wire)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: HttpConnection) -> None:
+        self.connections.add(connection)
+        wire = connection.wire
+        try:
+            await self._crowd.silence(wire, wire.handshake(REQUEST_SECONDS))
+            await self._serve_all(connection)
+        except (OSError, EOFError, TimeoutError, h11.ProtocolError):
+            pass  # the other side has ended, or stalls; it gets a reset if it misses bytes
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            self.connections.discard(connection)
+            self._crowd.leave(wire)
+            wire.close()
+
+    async def _serve_all(self, connection: HttpConnection) -> None:
+        seconds = REQUEST_SECONDS
+        while await self._first_bytes(connection, seconds):
+            try:
+                request = await _request(connection)
+                connection.content = None
+                answer = await self._answer(request)
+            except RefusedError as refusal:
+                request, answer = None, refused(refusal)
+            await _send(connection, request, answer)
+            if request is None:
+                await connection.wire.finish()
+                return
+            if connection.parser.our_state is not h11.DONE:
+                return
+            connection.parser.start_next_cycle()
+            seconds = IDLE_SECONDS
+
+    async def _first_bytes(self, connection: HttpConnection, seconds: float) -> bool:
+        """Waits for the next request. False if the other side has closed, or says nothing."""
+        parser, wire = connection.parser, connection.wire
+        if parser.trailing_data[0]:
+            return True
+        try:
+            data = await self._crowd.silence(wire, wire.receive(_READ_BYTES, seconds))
+        except TimeoutError:
+            return False
+        if data:
+            parser.receive_data(data)
+        return bool(data)
+
+    async def _answer(self, request: HttpRequest) -> HttpAnswer:
+        try:
+            return await self._app.answer(request)
+        except RefusedError as refusal:
+            return refused(refusal)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            text = "the server has a bug, which its log tells"
+            return refused(RefusedError("internal", text))
+
+
+def refused(refusal: RefusedError) -> HttpAnswer:
+    """Returns the answer that tells a refusal."""
+    return json_answer(refusal.json(), refusal.status)
+
+
+def json_answer(value: object, status: int = 200) -> HttpAnswer:
+    """Returns an answer with a JSON value."""
+    body = json.dumps(value).encode()
+    return HttpAnswer(body, status, [("content-type", "application/json")])
+
+
+async def _request(connection: HttpConnection) -> HttpRequest:
+    """Returns the whole request. Raises RefusedError if it is malformed, too large or too slow."""
+    deadline = monotonic() + REQUEST_SECONDS
+    try:
+        event = await _event(connection, deadline)
+        if not isinstance(event, h11.Request):
+            raise ConnectionResetError
+        body = bytearray()
+        if connection.parser.they_are_waiting_for_100_continue:
+            go = connection.parser.send(h11.InformationalResponse(status_code=100, headers=[]))
+            await connection.wire.send(go, REQUEST_SECONDS)
+        while isinstance(part := await _event(connection, deadline), h11.Data):
+            body += part.data
+            if len(body) > BODY_BYTES:
+                raise RefusedError("large", f"the body of a request has at most {BODY_BYTES} bytes")
+    except TimeoutError:
+        raise RefusedError(
+            "timeout", f"the request took over {REQUEST_SECONDS} s to arrive"
+        ) from None
+    except h11.RemoteProtocolError as error:
+        kind = "header" if error.error_status_hint == 431 else "protocol"
+        raise RefusedError(kind, str(error)) from None
+    return _read(connection, event, bytes(body))
+
+
+async def _event(connection: HttpConnection, deadline: float) -> object:
+    parser = connection.parser
+    while (event := parser.next_event()) is h11.NEED_DATA:
+        left = max(deadline - monotonic(), 0.001)
+        parser.receive_data(await connection.wire.receive(_READ_BYTES, left))
+    if isinstance(event, h11.ConnectionClosed):
+        raise ConnectionResetError
+    return event
+
+
+def _read(connection: HttpConnection, event: h11.Request, body: bytes) -> HttpRequest:
+    headers: dict[str, str] = {}
+    for name, value in event.headers:
+        key = name.decode("ascii")
+        if key in headers and key in ("authorization", "ckpt-lease", "range"):
+            raise RefusedError("protocol", f"the request has the header {key} twice")
+        headers[key] = value.decode("latin-1")
+    path, _, query = event.target.decode("ascii").partition("?")
+    try:
+        found = parse_qsl(query, keep_blank_values=True, max_num_fields=16)
+    except ValueError as error:
+        raise RefusedError("protocol", f"the query of the request: {error}") from None
+    if len(dict(found)) != len(found):
+        raise RefusedError("protocol", "the query of the request has a key twice")
+    return HttpRequest(event.method.decode("ascii"), path, dict(found), headers, body, connection)
+
+
+async def _send(
+    connection: HttpConnection, request: HttpRequest | None, answer: HttpAnswer
+) -> None:
+    """Sends an answer; to a request that could not be read, as the last one."""
+    if connection.parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+        raise ConnectionResetError
+    if answer.content is None:
+        await _send_bytes(connection, request, answer)
+        return
+    content = connection.content = answer.content
+    content.take()
+    try:
+        await _send_content(connection, request, answer, content)
+    except (OSError, EOFError, TimeoutError):
+        connection.wire.abort()
+        raise
+    finally:
+        content.give()
+
+
+async def _send_bytes(
+    connection: HttpConnection, request: HttpRequest | None, answer: HttpAnswer
+) -> None:
+    head = _head(connection, request, answer, len(answer.body))
+    is_head = request is not None and request.method == "HEAD"
+    body = b"" if is_head else connection.parser.send(h11.Data(data=answer.body)) or b""
+    end = connection.parser.send(h11.EndOfMessage()) or b""
+    await connection.wire.send(head + body + end, STALL_SECONDS)
+
+
+async def _send_content(
+    connection: HttpConnection,
+    request: HttpRequest | None,
+    answer: HttpAnswer,
+    content: Content,
+) -> None:
+    wire, nbytes = connection.wire, answer.hi - answer.lo
+    await wire.send(_head(connection, request, answer, nbytes), STALL_SECONDS)
+    if request is None or request.method != "HEAD":
+        connection.parser.send_with_data_passthrough(h11.Data(data=cast(bytes, _Length(nbytes))))
+        wire.enlarge()
+        for segment in content.segments(answer.lo, answer.hi):
+            await wire.send_file(segment, STALL_SECONDS)
+    connection.parser.send(h11.EndOfMessage())
+
+
+def _head(
+    connection: HttpConnection, request: HttpRequest | None, answer: HttpAnswer, nbytes: int
+) -> bytes:
+    headers = [("server", SERVER), ("content-length", str(nbytes)), *answer.headers]
+    if request is None:
+        headers.append(("connection", "close"))
+    response = h11.Response(status_code=answer.status, headers=headers)
+    return connection.parser.send(response)
+
+
+class _Length:
+    """Stands in h11's bookkeeping for bytes that `sendfile` sends."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes

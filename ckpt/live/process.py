@@ -1,0 +1,300 @@
+"""The host server as its publisher and the readers of the same host see it: a Python object.
+
+`HostServer.start` starts the process, `HostServer.attach` connects to one that runs. Every object
+has a connection of its own. A connection has one request at a time; threads wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, UnreachableError
+from ckpt.live import runtime
+from ckpt.live.address import NAME
+from ckpt.live.datagrams import close_all, receive_message, send_message
+from ckpt.live.protocol import (
+    LEASE_SECONDS,
+    Address,
+    Commit,
+    Drop,
+    FileAt,
+    Get,
+    Hello,
+    Own,
+    Put,
+    RefusedError,
+    Remove,
+    Request,
+    Retire,
+    Segment,
+    VersionInfo,
+    Versions,
+    address_of,
+    error_of,
+    object_of,
+    request_message,
+    segments_of,
+    versions_of,
+)
+from sharding.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+START_SECONDS = 60.0
+ANSWER_SECONDS = 60.0
+"""The longest wait for an answer, beside the wait that the request asks for."""
+EVERY_ADDRESS = ("", "0.0.0.0", "::")
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals to a whole job, which the server ignores."""
+_START = "import sys; sys.path[:] = sys.argv[1:]; from ckpt.live.host_process import main; main()"
+_OPEN: weakref.WeakSet[HostServer] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """The options of a server."""
+
+    name: str
+    token: str
+    address: str
+    port: int
+    advertise: str
+    lease_seconds: float
+    memory_bytes: int | None
+
+    def message(self) -> bytes:
+        """Returns the options for the process."""
+        return json.dumps(asdict(self)).encode()
+
+
+class HostServer:
+    """A connection to the server of one name on this host."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._path = runtime.socket_path(name)
+        self._connection = runtime.connect(self._path, ANSWER_SECONDS)
+        _OPEN.add(self)
+        found, _ = self._ask(Hello())
+        self.address: Address = address_of("address", found["address"])
+        """Where readers of other hosts connect."""
+        self.server: str = found["server"]
+        """The identity of this server: no other has it, before or after."""
+        self.pid: int = found["pid"]
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        *,
+        token: str,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+        memory_bytes: int | None = None,
+    ) -> Self:
+        """Starts the server of a name and connects to it. The caller owns the name next.
+
+        `advertise` is the host in the addresses that readers get, `address` by default;
+        `memory_bytes` bounds the copies from other hosts.
+
+        Raises:
+            ExistsError: the name is served on this host already.
+            ArgumentError: the name or an address is not possible.
+            StoreError: the server could not start.
+        """
+        if not NAME.fullmatch(name):
+            raise ArgumentError(f"name={name!r:.80}: it must match {NAME.pattern}")
+        if not token:
+            raise ArgumentError("token='': a live state is served with a token")
+        if advertise is None and address in EVERY_ADDRESS:
+            raise ArgumentError(
+                f"address={address!r}: readers need the address of one interface; give advertise="
+            )
+        options = HostOptions(
+            name, token, address, port, advertise or address, lease_seconds, memory_bytes
+        )
+        answer = _started(name, options.message())
+        if "error" in answer:
+            raise error_of(answer["error"], answer["message"])
+        return cls(name)
+
+    @classmethod
+    def attach(cls, name: str) -> Self:
+        """Connects to the server of a name. Raises UnreachableError if none runs on this host."""
+        return cls(name)
+
+    def own(self, keep_seconds: float = 0.0) -> None:
+        """Owns the name until this connection ends, or the process with it.
+
+        After the last owner, the name stays for `keep_seconds`, and ends then with its leases.
+        """
+        self._ask(Own(self.name, keep_seconds))
+
+    def put(self, version: int, file: str, segments: Sequence[Segment]) -> None:
+        """Adds a file to a version that is not committed; the caller keeps its descriptors."""
+        used = list(dict.fromkeys(one.descriptor for one in segments))
+        told = tuple(replace(one, descriptor=used.index(one.descriptor)) for one in segments)
+        self._ask(Put(self.name, version, file, told), used)
+
+    def commit(
+        self, version: int, files: Mapping[str, FileAt], info: Mapping[str, object] | None = None
+    ) -> None:
+        """Makes a version visible. `files` has all files of the version, on whichever server."""
+        self._ask(Commit(self.name, version, dict(files), dict(info or {})))
+
+    def retire(self, version: int, wait_seconds: float) -> bool:
+        """Gives no new leases on a version; returns when its leases have ended.
+
+        They end after `wait_seconds` in any case. Returns whether the version is overdue: a lease
+        has ended without its reader's word that it has all bytes.
+        """
+        found, _ = self._ask(Retire(self.name, version, wait_seconds), seconds=wait_seconds)
+        return bool(found["overdue"])
+
+    def drop(self, version: int, overdue: bool = True) -> bool:
+        """Forgets the files of a version, and ends the connections that are sending them.
+
+        Returns whether a reader may still have the memory in its hands; the publisher then gives
+        the memory up, and does not write to it again. `overdue` is the result of `retire`.
+        """
+        found, _ = self._ask(Drop(self.name, version, overdue))
+        return bool(found["held"])
+
+    def get(self, version: int, file: str, token: str) -> tuple[Segment, ...]:
+        """Returns the segments of a file, with descriptors that the caller closes.
+
+        The version counts as held until this connection is closed. Read by `pread`: a range that
+        a publisher has given up is read short, and a mapping of it would kill the process.
+        """
+        found, descriptors = self._ask(Get(self.name, version, file, token))
+        told = segments_of("segments", found["segments"])
+        return tuple(replace(one, descriptor=descriptors[one.descriptor]) for one in told)
+
+    def versions(self) -> dict[int, VersionInfo]:
+        """Returns the versions on this server, also those without a commit."""
+        found, _ = self._ask(Versions(self.name))
+        return versions_of(found["versions"])
+
+    def remove(self, wait_seconds: float = 0.0) -> None:
+        """Ends the name now: nobody finds it, and its memory is free after its last leases.
+
+        Leases end after `wait_seconds` in any case. The caller need not wait.
+        """
+        self._ask(Remove(self.name, wait_seconds))
+
+    def close(self) -> None:
+        """Ends the connection: gives up the ownership, and the hold on versions."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(
+        self, request: Request, descriptors: Sequence[int] = (), seconds: float = 0.0
+    ) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            data, received = self._exchange(request_message(request), descriptors, seconds)
+        answer = self._read(data, received)
+        if "error" in answer:
+            close_all(received)
+            raise error_of(
+                answer["error"],
+                answer["message"],
+                where=f"{self._path.name}",
+                version=answer.get("version"),
+                newest=answer.get("newest"),
+            )
+        return answer["ok"], received
+
+    def _exchange(
+        self, message: bytes, descriptors: Sequence[int], seconds: float
+    ) -> tuple[bytes, list[int]]:
+        """Returns the answer to a message. An error closes the connection (the next is in step)."""
+        try:
+            self._connection.settimeout(seconds + ANSWER_SECONDS)
+            send_message(self._connection, message, descriptors)
+            data, received = receive_message(self._connection)
+        except TimeoutError as error:
+            self.close()
+            raise StoreTimeoutError(
+                f"{self._path}: the server gave no answer within {seconds + ANSWER_SECONDS} s"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise UnreachableError(f"{self._path}: the server has ended: {error}") from error
+        except RefusedError as error:
+            self.close()
+            raise ProtocolError(f"{self._path}: the answer: {error}") from error
+        if not data:
+            self.close()
+            raise UnreachableError(f"{self._path}: the server has ended, or closed the connection")
+        return data, received
+
+    def _read(self, data: bytes, received: Sequence[int]) -> dict[str, Any]:
+        try:
+            return object_of(data, "an answer")
+        except RefusedError as error:
+            close_all(received)
+            self.close()
+            raise ProtocolError(f"{self._path}: {error}") from error
+
+
+def _started(name: str, options: bytes) -> dict[str, Any]:
+    """Starts the process; returns its answer once it listens."""
+    log = runtime.socket_path(name).with_suffix(".log")
+    paths = [os.path.abspath(path) for path in sys.path]
+    # A signal to the job may come before the process has said that it ignores signals.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        with open(log, "ab") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _START, *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        answer, _ = process.communicate(options, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise StoreTimeoutError(f"{name}: the server did not start in {START_SECONDS} s") from None
+    with contextlib.suppress(ValueError):
+        found = json.loads(answer)
+        if isinstance(found, dict):
+            return found
+    raise StoreError(f"{name}: the server did not start; {log} says why")
+
+
+def _close_in_child() -> None:
+    """Closes the copies of connections in a forked child, which would keep a name owned."""
+    for one in list(_OPEN):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

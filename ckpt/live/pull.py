@@ -1,0 +1,119 @@
+"""Copies a file from the memory of another server into new memory of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import h11
+
+from ckpt.live.address import authority
+from ckpt.live.memory_file import MemoryFile
+from ckpt.live.protocol import STALL_SECONDS, Address, RefusedError, Segment
+from ckpt.live.wire import Wire
+
+CONNECT_SECONDS = 10.0
+_TURN_BYTES = 4 << 20
+_HEAD_BYTES = 4 << 10
+
+
+async def pull(
+    source: Address, path: str, token: str, reserve: Callable[[int], None]
+) -> MemoryFile:
+    """Returns a copy of the file at `path` of another server.
+
+    Calls `reserve` with the size before any memory is taken. Raises RefusedError if the other
+    server refuses, cannot be reached, or stops.
+    """
+    where = f"http://{authority(*source)}{path}"
+    try:
+        wire = Wire(await _connect(source))
+        try:
+            return await _copy(wire, where, source, path, token, reserve)
+        finally:
+            wire.close()
+    except (OSError, TimeoutError, EOFError, h11.ProtocolError) as error:
+        said = str(error) or type(error).__name__
+        raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
+
+
+async def _connect(source: Address) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    # The system's resolver blocks, so that the loop asks it in a thread.
+    asked = loop.getaddrinfo(*source, type=socket.SOCK_STREAM)
+    family, kind, proto, _, where = (await asyncio.wait_for(asked, CONNECT_SECONDS))[0]
+    connected = socket.socket(family, kind, proto)
+    try:
+        connected.setblocking(False)
+        await asyncio.wait_for(loop.sock_connect(connected, where), CONNECT_SECONDS)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+async def _copy(
+    wire: Wire,
+    where: str,
+    source: Address,
+    path: str,
+    token: str,
+    reserve: Callable[[int], None],
+) -> MemoryFile:
+    parser = h11.Connection(h11.CLIENT)
+    headers = [
+        ("host", authority(*source)),
+        ("authorization", f"Bearer {token}"),
+        ("connection", "close"),
+    ]
+    asks = parser.send(h11.Request(method="GET", target=path, headers=headers))
+    await wire.send(asks, STALL_SECONDS)
+    parser.send(h11.EndOfMessage())
+    response = await _head(wire, parser)
+    if response.status_code != 200:
+        raise RefusedError(
+            "pull", f"{where}: that server answered with status {response.status_code}"
+        )
+    nbytes = int(dict(response.headers)[b"content-length"])
+    reserve(nbytes)
+    with _new_memory(nbytes) as (descriptor, view):
+        at = 0
+        while isinstance(event := parser.next_event(), h11.Data):
+            view[at : at + len(event.data)] = event.data
+            at += len(event.data)
+        while at < nbytes:
+            with view[at : at + _TURN_BYTES] as part:
+                got = await wire.receive_into(part, STALL_SECONDS)
+            if not got:
+                raise EOFError(f"it ended after {at} of {nbytes} bytes")
+            at += got
+            await asyncio.sleep(0)
+        return MemoryFile([Segment(descriptor, 0, nbytes)])
+
+
+async def _head(wire: Wire, parser: h11.Connection) -> h11.Response:
+    while (event := parser.next_event()) is h11.NEED_DATA:
+        parser.receive_data(await wire.receive(_HEAD_BYTES, STALL_SECONDS))
+    if not isinstance(event, h11.Response):
+        raise EOFError("it ended without an answer")
+    return event
+
+
+@contextmanager
+def _new_memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yields the descriptor and the bytes of new memory, which an error frees."""
+    descriptor = os.memfd_create("ckpt-replica", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        if not nbytes:
+            yield descriptor, memoryview(bytearray())
+            return
+        with mmap.mmap(descriptor, nbytes) as memory, memoryview(memory) as view:
+            yield descriptor, view
+    except BaseException:
+        os.close(descriptor)
+        raise

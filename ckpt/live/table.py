@@ -1,0 +1,372 @@
+"""The names, versions, files and leases of one host server: a state machine without I/O.
+
+    open (files arrive) ── commit ──► complete ── retire ──► retiring ── drop ──► gone
+                                         │ leases: taken, renewed, released, expired
+
+Rules:
+
+1. A version is visible from its commit to its retirement. Committed versions rise.
+2. A retiring version gets no new lease. It counts as retired when its last lease has ended, and at
+   its deadline in any case: a reader cannot hold a version for ever.
+3. A lease ends `lease_seconds` after its last renewal. If a lease ends without a release, or a
+   deadline passes over it, the version is *overdue*: its readers may still have bytes in flight.
+4. A name ends when nobody owns it any more and `keep_seconds` are over: all its versions retire,
+   with a deadline of one lease. A removal ends it with the deadline that the caller gives.
+5. The caller gives the time to each method, from a clock that does not go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ckpt.live.protocol import LEASE_SECONDS, MOST_LEASES, FileAt, RefusedError, VersionInfo
+
+
+class Phase(Enum):
+    """The state of a version."""
+
+    OPEN = auto()
+    COMPLETE = auto()
+    RETIRING = auto()
+
+
+@dataclass(slots=True)
+class Lease:
+    """A reader's hold on a version."""
+
+    name: str
+    version: int
+    ends: float
+
+
+@dataclass(slots=True)
+class _Version:
+    phase: Phase = Phase.OPEN
+    files: dict[str, int | None] = field(default_factory=dict)
+    """The sizes of the files that are here; None for a file on its way."""
+    pulled_bytes: int = 0
+    """The bytes of the copies from other servers among them."""
+    places: Mapping[str, FileAt] = field(default_factory=dict)
+    """All files of the version, as they were committed."""
+    info: Mapping[str, object] = field(default_factory=dict)
+    leases: set[str] = field(default_factory=set)
+    is_overdue: bool = False
+    deadline: float = 0.0
+    """While retiring: the end of the wait for leases."""
+
+
+@dataclass(slots=True)
+class _Name:
+    owners: int = 0
+    keep_seconds: float = 0.0
+    kept_until: float | None = None
+    """The end of the time without an owner; None while there is an owner."""
+    ends: float | None = None
+    """The end of the last leases, once the name ends; None before."""
+    versions: dict[int, _Version] = field(default_factory=dict)
+    newest: int | None = None
+    """The newest version that was ever committed."""
+    last_dropped: int = -1
+
+    @property
+    def visible(self) -> list[int]:
+        return sorted(
+            number for number, one in self.versions.items() if one.phase is Phase.COMPLETE
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A version whose files are to be closed."""
+
+    name: str
+    version: int
+
+
+class Table:
+    """The state of one server. Each method checks its arguments first, and changes all or nothing.
+
+    A method raises RefusedError where the state does not allow the event.
+    """
+
+    def __init__(
+        self, lease_seconds: float = LEASE_SECONDS, memory_bytes: int | None = None
+    ) -> None:
+        self.lease_seconds = lease_seconds
+        self.memory_bytes = memory_bytes
+        """The most bytes of copies from other servers; None without a bound."""
+        self._names: dict[str, _Name] = {}
+        self.leases: dict[str, Lease] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names that are served."""
+        return list(self._names)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether every name is ending."""
+        return all(one.ends is not None for one in self._names.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(size or 0 for one in self._all() for size in one.files.values())
+
+    @property
+    def pulled_bytes(self) -> int:
+        """The bytes of copies from other servers, also of those on their way."""
+        return sum(one.pulled_bytes for one in self._all())
+
+    def own(self, name: str, keep_seconds: float) -> None:
+        """Adds an owner of a name; the name begins with its first owner."""
+        found = self._names.setdefault(name, _Name())
+        if found.ends is not None:
+            raise RefusedError(
+                "busy", f"{name} is ending; try again when its last leases have ended"
+            )
+        found.owners += 1
+        found.keep_seconds = keep_seconds
+        found.kept_until = None
+
+    def disown(self, name: str, now: float) -> None:
+        """Removes an owner of a name, whose connection has ended."""
+        found = self._names.get(name)
+        if found is None:
+            return
+        found.owners -= 1
+        if found.owners == 0 and found.ends is None:
+            found.kept_until = now + found.keep_seconds
+
+    def put(self, name: str, version: int, file: str, nbytes: int) -> None:
+        """Adds a file to a version that is not yet committed."""
+        self._writable(name, version, file).files[file] = nbytes
+
+    def begin_pull(self, name: str, version: int, file: str, nbytes: int) -> None:
+        """Reserves memory for a copy of a file. Raises RefusedError("memory") over the bound."""
+        found = self._writable(name, version, file)
+        taken = self.pulled_bytes
+        if self.memory_bytes is not None and taken + nbytes > self.memory_bytes:
+            self._forget_if_empty(name, version)
+            raise RefusedError(
+                "memory",
+                f"{name}/{version}/{file} has {nbytes:,} bytes; copies have {taken:,} of the "
+                f"{self.memory_bytes:,} bytes that they may have on this host",
+            )
+        found.files[file] = None
+        found.pulled_bytes += nbytes
+
+    def end_pull(self, name: str, version: int, file: str, nbytes: int, is_whole: bool) -> bool:
+        """Makes a copy a file, or gives back its memory; returns whether it is a file now.
+
+        The version may have been dropped meanwhile.
+        """
+        there = self._names.get(name)
+        found = None if there is None else there.versions.get(version)
+        if found is None or file not in found.files:
+            return False
+        if is_whole:
+            found.files[file] = nbytes
+        else:
+            del found.files[file]
+            found.pulled_bytes -= nbytes
+            self._forget_if_empty(name, version)
+        return is_whole
+
+    def commit(
+        self, name: str, version: int, files: Mapping[str, FileAt], info: Mapping[str, object]
+    ) -> None:
+        """Makes a version visible."""
+        found = self._name(name)
+        self._check_rises(name, found, version)
+        if not files:
+            raise RefusedError("protocol", f"{name}/{version}: a version has at least one file")
+        one = found.versions.setdefault(version, _Version())
+        one.phase, one.places, one.info = Phase.COMPLETE, dict(files), dict(info)
+        found.newest = version
+
+    def newest(self, name: str) -> tuple[int | None, list[int]]:
+        """Returns the newest visible version, and all visible ones."""
+        visible = self._name(name).visible
+        return (visible[-1] if visible else None), visible
+
+    def lease(self, name: str, version: int | None, key: str, now: float) -> VersionLease:
+        """Takes a lease on a version, or on the newest one."""
+        found = self._name(name)
+        if version is None:
+            version = self.newest(name)[0]
+            if version is None:
+                raise RefusedError("unknown", f"{name} has no version yet")
+        one = found.versions.get(version)
+        if one is None or one.phase is not Phase.COMPLETE:
+            raise self._missing(found, name, version, one)
+        if len(self.leases) >= MOST_LEASES:
+            raise RefusedError("busy", f"{name} has {MOST_LEASES:,} leases, and no more")
+        self.leases[key] = Lease(name, version, now + self.lease_seconds)
+        one.leases.add(key)
+        return VersionLease(version, self.lease_seconds, one.places)
+
+    def renew(self, name: str, key: str, now: float) -> int:
+        """Renews a lease; returns its version. Refused if the lease has ended."""
+        lease = self.leases.get(key)
+        if lease is None or lease.name != name:
+            raise RefusedError("unknown", f"{name} has no such lease: it has ended, or never began")
+        lease.ends = now + self.lease_seconds
+        return lease.version
+
+    def release(self, name: str, key: str) -> None:
+        """Ends a lease whose reader has all bytes that it wants."""
+        lease = self.leases.get(key)
+        if lease is not None and lease.name == name:
+            self._end(key)
+
+    def retire(self, name: str, version: int, wait_seconds: float, now: float) -> None:
+        """Gives no new leases on a version; existing ones may go on for `wait_seconds`."""
+        one = self._version(name, version)
+        deadline = now + wait_seconds
+        if one.phase is Phase.RETIRING:
+            deadline = min(deadline, one.deadline)
+        one.phase, one.deadline = Phase.RETIRING, deadline
+
+    def retired(self, name: str, version: int) -> bool | None:
+        """Returns whether a retired version is overdue (rule 3); None while its leases last."""
+        one = self._version(name, version)
+        return None if one.leases else one.is_overdue
+
+    def drop(self, name: str, version: int) -> Forgotten:
+        """Forgets a version."""
+        found = self._name(name)
+        one = self._version(name, version)
+        for key in list(one.leases):
+            self._end(key)
+        del found.versions[version]
+        found.last_dropped = max(found.last_dropped, version)
+        return Forgotten(name, version)
+
+    def find(self, name: str, version: int, file: str) -> int:
+        """Returns the size of a file that is here."""
+        found = self._name(name, is_ending_fine=True)
+        one = found.versions.get(version)
+        size = None if one is None else one.files.get(file)
+        is_retired = one is not None and one.phase is Phase.RETIRING and not one.leases
+        if one is None or size is None or is_retired:
+            raise self._missing(found, name, version, one, file)
+        return size
+
+    def places(self, name: str, version: int) -> Mapping[str, FileAt]:
+        """Returns the files of a visible version."""
+        found = self._name(name)
+        one = found.versions.get(version)
+        if one is None or one.phase is not Phase.COMPLETE:
+            raise self._missing(found, name, version, one)
+        return one.places
+
+    def versions(self, name: str) -> dict[int, VersionInfo]:
+        """Returns all versions but those that retire."""
+        return {
+            number: VersionInfo(
+                dict(one.places) or {key: FileAt(size or 0, ()) for key, size in one.files.items()},
+                one.phase is Phase.COMPLETE,
+                dict(one.info),
+            )
+            for number, one in sorted(self._name(name).versions.items())
+            if one.phase is not Phase.RETIRING
+        }
+
+    def remove(self, name: str, wait_seconds: float, now: float) -> None:
+        """Ends a name: it is unknown from now on, and gone when its last leases have ended."""
+        found = self._name(name)
+        found.ends = now + wait_seconds
+        for number in found.versions:
+            self.retire(name, number, wait_seconds, now)
+
+    def tick(self, now: float) -> list[Forgotten]:
+        """Lets time pass: ends leases, versions' waits and names. Returns what is forgotten."""
+        for key, lease in list(self.leases.items()):
+            version = self._names[lease.name].versions[lease.version]
+            is_late = version.phase is Phase.RETIRING and version.deadline <= now
+            if lease.ends <= now or is_late:
+                version.is_overdue = True
+                self._end(key)
+        forgotten: list[Forgotten] = []
+        for name, found in list(self._names.items()):
+            if found.kept_until is not None and found.ends is None and found.kept_until <= now:
+                self.remove(name, self.lease_seconds, now)
+            if found.ends is not None and not any(one.leases for one in found.versions.values()):
+                forgotten += [Forgotten(name, number) for number in found.versions]
+                del self._names[name]
+        return forgotten
+
+    def next_at(self) -> float | None:
+        """Returns the time of the next change that comes by itself; None if there is none."""
+        times = [lease.ends for lease in self.leases.values()]
+        times += [one.deadline for one in self._all() if one.phase is Phase.RETIRING and one.leases]
+        for found in self._names.values():
+            if found.ends is not None:
+                times.append(found.ends)
+            elif found.kept_until is not None:
+                times.append(found.kept_until)
+        return min(times, default=None)
+
+    def _all(self) -> Iterator[_Version]:
+        for found in self._names.values():
+            yield from found.versions.values()
+
+    def _end(self, key: str) -> None:
+        lease = self.leases.pop(key)
+        self._names[lease.name].versions[lease.version].leases.discard(key)
+
+    def _name(self, name: str, is_ending_fine: bool = False) -> _Name:
+        found = self._names.get(name)
+        if found is None or (found.ends is not None and not is_ending_fine):
+            raise RefusedError(
+                "unknown", f"no live state {name} is here: it has ended, or never began"
+            )
+        return found
+
+    def _version(self, name: str, version: int) -> _Version:
+        found = self._name(name, is_ending_fine=True)
+        if version not in found.versions:
+            raise self._missing(found, name, version, None)
+        return found.versions[version]
+
+    def _writable(self, name: str, version: int, file: str) -> _Version:
+        found = self._name(name)
+        one = found.versions.get(version)
+        if one is not None and file in one.files:
+            raise RefusedError("exists", f"{name}/{version}/{file} is here already")
+        self._check_rises(name, found, version)
+        return found.versions.setdefault(version, _Version())
+
+    def _check_rises(self, name: str, found: _Name, version: int) -> None:
+        last = max(-1 if found.newest is None else found.newest, found.last_dropped)
+        if version <= last:
+            raise RefusedError("exists", f"{name}/{version} is not newer than version {last}")
+
+    def _forget_if_empty(self, name: str, version: int) -> None:
+        versions = self._names[name].versions
+        if versions[version].phase is Phase.OPEN and not versions[version].files:
+            del versions[version]
+
+    def _missing(
+        self, found: _Name, name: str, version: int, one: _Version | None, file: str = ""
+    ) -> RefusedError:
+        newest = found.visible[-1] if found.visible else None
+        is_past = one.phase is Phase.RETIRING if one is not None else version <= found.last_dropped
+        if is_past:
+            now = "none is newer" if newest is None else f"{newest} is the newest"
+            text = f"version {version} of {name} was replaced ({now}): load again"
+            return RefusedError("gone", text, version=version, newest=newest)
+        where = f"{name}/{version}/{file}" if file else f"{name}/{version}"
+        return RefusedError("unknown", f"{where} is not here", newest=newest)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLease:
+    """A lease that was taken."""
+
+    version: int
+    seconds: float
+    files: Mapping[str, FileAt]

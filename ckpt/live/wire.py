@@ -1,0 +1,222 @@
+"""One connection of a server: bytes in and out of a non-blocking socket, each wait with a time-out.
+
+Rules:
+
+1. Bodies go from a file to the socket by `sendfile`, in calls of up to `TURN_BYTES`: between two
+   calls, other connections have their turn.
+2. After `abort`, nothing more is sent, not even bytes that the system has buffered.
+3. An operation tries first and waits then, because TLS may have bytes that the socket has not.
+
+The event loop's own transports hide the progress of a `sendfile`, and so a reader that stalls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from ckpt.live.protocol import Segment
+
+BUFFER_BYTES = 4 << 20
+"""The buffer of a socket that sends files: few wake-ups, and the reader need not wait for one."""
+TURN_BYTES = 16 << 20
+"""The most bytes that one connection sends before others have their turn."""
+_BLOCK_BYTES = 256 << 10
+"""The size of a write where `sendfile` is not possible."""
+_LAST_READS = 16
+_LAST_SECONDS = 1.0
+"""The patience with the rest of a refused request."""
+_RESET = struct.pack("ii", 1, 0)
+_WANTS_READ = (BlockingIOError, ssl.SSLWantReadError)
+
+ResultT = TypeVar("ResultT")
+
+
+class Wire:
+    """A connected socket."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._number = connected.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_large = False
+        self.is_closed = False
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether the connection is encrypted."""
+        return isinstance(self._socket, ssl.SSLSocket)
+
+    async def handshake(self, seconds: float) -> None:
+        """Agrees on keys with the other side, if the connection is encrypted."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            await self._try(self._socket.do_handshake, seconds)
+
+    async def receive(self, nbytes: int, seconds: float) -> bytes:
+        """Returns the next bytes; none at the end of the stream."""
+        return await self._try(lambda: self._socket.recv(nbytes), seconds)
+
+    async def receive_into(self, view: memoryview, seconds: float) -> int:
+        """Puts the next bytes into memory; returns their number, 0 at the end of the stream."""
+        return await self._try(lambda: self._socket.recv_into(view), seconds)
+
+    async def send(self, data: bytes | memoryview, seconds: float) -> None:
+        """Sends all of the data; `seconds` is the longest time without progress."""
+        rest = memoryview(data)
+        while rest:
+            operation = partial(self._socket.send, rest)
+            rest = rest[await self._try(operation, seconds, is_write=True) :]
+
+    async def send_file(self, segment: Segment, seconds: float) -> None:
+        """Sends a range of a file. Raises EOFError if the file has become shorter."""
+        at, end = segment.offset, segment.offset + segment.nbytes
+        step = self._block if self.is_tls else self._sendfile
+        while at < end:
+            sent = await step(segment.descriptor, at, end - at, seconds)
+            if not sent:
+                raise EOFError
+            at += sent
+            if at < end:
+                await asyncio.sleep(0)
+
+    def enlarge(self) -> None:
+        """Gives the socket a large buffer to send from."""
+        if self._is_large:
+            return
+        self._is_large = True
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+
+    async def finish(self) -> None:
+        """Ends the stream, and lets the other side read the answer before the connection closes.
+
+        A close with unread bytes would reset the connection and the answer with it.
+        """
+        self._socket.shutdown(socket.SHUT_WR)
+        for _ in range(_LAST_READS):
+            if not await self.receive(_BLOCK_BYTES, _LAST_SECONDS):
+                return
+
+    def abort(self) -> None:
+        """Resets the connection; the operation that waits for it raises ConnectionAbortedError."""
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        # Now, and not when the waiting task ends: the number may be another socket's by then.
+        self._loop.remove_reader(self._number)
+        self._loop.remove_writer(self._number)
+        self._socket.close()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(ConnectionAbortedError())
+
+    async def _sendfile(self, descriptor: int, at: int, nbytes: int, seconds: float) -> int:
+        count = min(nbytes, TURN_BYTES)
+        return await self._try(
+            lambda: os.sendfile(self._number, descriptor, at, count), seconds, is_write=True
+        )
+
+    async def _block(self, descriptor: int, at: int, nbytes: int, seconds: float) -> int:
+        data = os.pread(descriptor, min(nbytes, _BLOCK_BYTES), at)
+        await self.send(data, seconds)
+        return len(data)
+
+    async def _try(
+        self, operation: Callable[[], ResultT], seconds: float, is_write: bool = False
+    ) -> ResultT:
+        while True:
+            if self.is_closed:
+                raise ConnectionAbortedError
+            try:
+                return operation()
+            except ssl.SSLWantWriteError:
+                waits_to_write = True
+            except _WANTS_READ as error:
+                waits_to_write = is_write and isinstance(error, BlockingIOError)
+            await self.ready(seconds, waits_to_write)
+
+    async def ready(self, seconds: float, to_write: bool = False) -> None:
+        """Waits until the socket can be read, or written. Raises TimeoutError after `seconds`."""
+        self._waiter = waiter = self._loop.create_future()
+        timer = self._loop.call_later(seconds, _late, waiter)
+        add = self._loop.add_writer if to_write else self._loop.add_reader
+        add(self._number, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+            if not self.is_closed:
+                (self._loop.remove_writer if to_write else self._loop.remove_reader)(self._number)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _late(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
+
+
+class Crowd:
+    """The connections of a server: at most `limit`, of which silent ones make place for new ones.
+
+    A connection is silent while it waits for the first byte of a request.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._all: set[Wire] = set()
+        self._silent: dict[Wire, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def admit(self, wire: Wire) -> bool:
+        """Adds a connection, if need be in the place of the one that is silent for longest."""
+        if len(self._all) >= self._limit and not self.make_place():
+            return False
+        self._all.add(wire)
+        return True
+
+    def make_place(self) -> bool:
+        """Closes the connection that is silent for longest; False if there is none."""
+        oldest = next(iter(self._silent), None)
+        if oldest is None:
+            return False
+        self.leave(oldest)
+        oldest.close()
+        return True
+
+    def leave(self, wire: Wire) -> None:
+        """Removes a connection, which its caller closes."""
+        self._all.discard(wire)
+        self._silent.pop(wire, None)
+
+    async def silence(self, wire: Wire, wait: Awaitable[ResultT]) -> ResultT:
+        """Returns the awaited first bytes; the connection counts as silent meanwhile."""
+        self._silent[wire] = None
+        try:
+            return await wait
+        finally:
+            self._silent.pop(wire, None)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for wire in list(self._all):
+            wire.close()
