@@ -157,3 +157,15 @@ def test_errors_of_one_argument_survive_a_copy_in_another_process() -> None:
         again = pickle.loads(pickle.dumps(kind("w: nothing there")))
         assert type(again) is kind
         assert str(again) == "w: nothing there"
+
+
+def test_the_page_of_errors_has_a_section_for_each_kind_and_names_its_classes() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=\n##|\Z)", page, re.MULTILINE | re.DOTALL))
+    classes: dict[str, set[str]] = {}
+    for one in own_exceptions():
+        if issubclass(one, CkptError) and hasattr(ckpt, one.__name__):
+            classes.setdefault(one.kind, set()).add(one.__name__)
+    assert sections.keys() == classes.keys()
+    for kind, names in classes.items():
+        assert names == set(re.findall(r"`(\w+Error)`", sections[kind])), kind
