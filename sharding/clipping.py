@@ -55,7 +55,7 @@ def clip_grad_norm(
 
 
 def _groups(param_group: FlatParamGroup, parameter: Parameter) -> Groups:
-    """The process groups over which a parameter is divided, tensor parallelism included."""
+    """Returns the process groups over which a parameter is divided, tensor parallelism included."""
     groups = [] if param_group.groups.shard.group is None else [param_group.groups.shard.group]
     spec = parameter.distributed
     if spec is not None:
@@ -71,7 +71,7 @@ def _norm(
     device: torch.device,
     groups: Groups,
 ) -> torch.Tensor:
-    """The norm of gradients of which each rank of the groups has a part."""
+    """Returns the norm of gradients of which each rank of the groups has a part."""
     norms = [
         torch.linalg.vector_norm(gradient.detach().to(dtype), norm_type).to(device)
         for gradient in gradients

@@ -44,7 +44,7 @@ class _Tied:
 
 
 def entry_of(parameter: nn.Parameter) -> Parameter | None:
-    """The entry that a unit has made for a parameter; None if no unit has it."""
+    """Returns the entry that a unit has made for a parameter; None if no unit has it."""
     tied = getattr(parameter, _TIED, None)
     return tied.entry if isinstance(tied, _Tied) else None
 

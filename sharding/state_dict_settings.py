@@ -54,7 +54,7 @@ def local_state_dicts() -> Iterator[None]:
 
 
 def is_local_forced() -> bool:
-    """True inside `local_state_dicts`."""
+    """Returns True inside `local_state_dicts`."""
     return _is_local.get()
 
 

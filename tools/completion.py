@@ -26,7 +26,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     parser.add_argument(
         "shell",
         metavar="SHELL",
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the script."""
+    """Prints the script."""
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["ckpt"], shell=options.shell))
@@ -45,7 +45,7 @@ def run(options: Options) -> int:
 
 
 def answer(parser: ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end the process; otherwise return at once."""
+    """Answers a shell that asks for completions and ends the process; else returns at once."""
     if ASKED in os.environ:
         import argcomplete
 

@@ -65,7 +65,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     add = parser.add_argument
     add("src", metavar="SRC", help="a path or URL; its format is seen from what is there")
     add("dst", metavar="DST", help="a path or URL that does not exist yet")

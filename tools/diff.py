@@ -45,7 +45,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     add = parser.add_argument
     add("a", metavar="A", help="a path or URL")
     add("b", metavar="B", help="another one, of any format")
@@ -68,7 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the differences; DIFFERENT where there is one."""
+    """Prints the differences; DIFFERENT where there is one."""
     from ckpt.diffing import diff
 
     told = mapping(options.storage_options)

@@ -31,7 +31,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     parser.add_argument(
         "url", metavar="FOLDER", help="a checkpoint or a folder of checkpoints, as a path or URL"
     )
@@ -48,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the list."""
+    """Prints the list."""
     from ckpt.collecting import gc, is_folder
     from ckpt.errors import NotACheckpointError
 

@@ -53,7 +53,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     add = parser.add_argument
     add("url", metavar="CHECKPOINT", help="a path or URL")
     add(
@@ -71,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the content of the checkpoint."""
+    """Prints the content of the checkpoint."""
     from ckpt.sources import open_source
 
     if options.depth is not None and options.depth < 1:
@@ -231,7 +231,7 @@ def _text(value: Tree) -> str:
 
 
 def _plain(value: Tree) -> Tree:
-    """A value with the text of opaque ones in their place."""
+    """Returns a value with the text of opaque ones in their place."""
     plain: Tree = map_tree(value, lambda leaf: str(leaf) if isinstance(leaf, OpaqueValue) else leaf)
     return plain
 

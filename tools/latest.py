@@ -28,7 +28,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     parser.add_argument(
         "url", metavar="FOLDER", nargs="?", default=".", help="a path or URL; default: here"
     )
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the path alone on a line; skipped checkpoints and the reasons go to stderr."""
+    """Prints the path alone on a line; skipped checkpoints and the reasons go to stderr."""
     from ckpt.newest import newest_sound
 
     found, skipped = newest_sound(options.url, options.verify, mapping(options.storage_options))
@@ -52,7 +52,7 @@ def run(options: Options) -> int:
 
 
 def _print_path(path: str) -> None:
-    """Print the path on a line: to a program byte for byte, to a terminal as text."""
+    """Prints the path on a line: to a program byte for byte, to a terminal as text."""
     raw = getattr(sys.stdout, "buffer", None)
     if raw is None or sys.stdout.isatty():
         print(printable(path))

@@ -70,7 +70,7 @@ class Row:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     parser.add_argument(
         "url", metavar="FOLDER", nargs="?", default=".", help="a path or URL; default: here"
     )
@@ -85,7 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print the list. Raises NotACheckpointError if there is nothing to list."""
+    """Prints the list. Raises NotACheckpointError if there is nothing to list."""
     from ckpt.sources import open_source
 
     try:

@@ -25,7 +25,7 @@ class MappingOption:
 
 
 def add_name_changes(parser: ArgumentParser, whose: str) -> None:
-    """Declare the options; `whose` are the names that they change."""
+    """Declares the options; `whose` are the names that they change."""
     add = parser.add_argument
     for flag, is_inverse, said in (
         ("--map", False, "change names and shapes by a mapping that ships or by a file"),
@@ -59,7 +59,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
 
 
 def mappings_of(options: Sequence[MappingOption] | None) -> list[MappingName]:
-    """The mappings that were given, as the library takes them."""
+    """Returns the mappings that were given, as the library takes them."""
     from ckpt.mapping.changes import read_mapping
 
     found: list[MappingName] = []
@@ -70,7 +70,7 @@ def mappings_of(options: Sequence[MappingOption] | None) -> list[MappingName]:
 
 
 def by_first(pairs: Sequence[tuple[str, T]] | None, flag: str) -> dict[str, T]:
-    """The pairs of a repeatable option as a dict. Raises ArgumentError for two of one name."""
+    """Returns the pairs of a repeatable option as a dict. Raises ArgumentError for equal names."""
     found: dict[str, T] = {}
     for name, value in pairs or ():
         if name in found:
@@ -84,7 +84,7 @@ def _mapping_type(is_inverse: bool) -> Callable[[str], MappingOption]:
 
 
 def _parameter(text: str) -> tuple[str, int]:
-    """A size by its name, for argparse."""
+    """Returns a size by its name, for argparse."""
     name, _, value = text.partition("=")
     if not name or not (value.isascii() and value.isdecimal()):
         raise ArgumentTypeError(f"{text!r} is no NAME=N, as in heads=32")
@@ -92,7 +92,7 @@ def _parameter(text: str) -> tuple[str, int]:
 
 
 def _rename(text: str) -> Pair:
-    r"""An old and a new name, for argparse.
+    r"""Returns an old and a new name, for argparse.
 
     >>> _rename("old=new"), _rename("/a=(.)/=b")
     (('old', 'new'), ('/a=(.)/', 'b'))

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 
 
 def add_name_patterns(parser: ArgumentParser) -> None:
-    """Declare both; their values are `include` and `exclude` of the library."""
+    """Declares both; their values are `include` and `exclude` of the library."""
     for flag, said in (("--include", "only these names"), ("--exclude", "not these names")):
         parser.add_argument(
             flag,

@@ -31,7 +31,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     parser.add_argument(
         "urls",
         metavar="CHECKPOINT",
@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Delete the checkpoints in order; the first that cannot be deleted ends the command."""
+    """Deletes the checkpoints in order; the first that cannot be deleted ends the command."""
     if options.keep is not None:
         for url in options.urls:
             _thin(url, options.keep, options)
@@ -72,7 +72,7 @@ def run(options: Options) -> int:
 
 
 def _thin(url: str, keep: Keep, options: Options) -> None:
-    """Delete checkpoints of a run that no rule keeps. Raises NotACheckpointError without a run."""
+    """Deletes checkpoints of a run that no rule keeps. Raises NotACheckpointError without a run."""
     from ckpt.run.history import run_steps
     from ckpt.run.removal import removals
     from ckpt.stores.store import join_url
@@ -93,7 +93,7 @@ def _thin(url: str, keep: Keep, options: Options) -> None:
 
 
 def _tell(url: str, options: Options) -> None:
-    """Print the result that a deletion would have, or raise its error."""
+    """Prints the result that a deletion would have, or raises its error."""
     from ckpt.sources import open_source
     from ckpt.transfer.bases import check_unused
 

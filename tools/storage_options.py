@@ -13,7 +13,7 @@ _PYTHON_S = {"True": "true", "False": "false", "None": "null"}
 
 
 def add_storage_options(parser: ArgumentParser) -> None:
-    """Declare `-o`, for every command whose arguments may be URLs."""
+    """Declares `-o`, for every command whose arguments may be URLs."""
     parser.add_argument(
         "-o",
         "--storage-option",
@@ -27,7 +27,7 @@ def add_storage_options(parser: ArgumentParser) -> None:
 
 
 def add_storage_options_of(parser: ArgumentParser, argument: str) -> None:
-    """Declare options for the driver of one argument only: `--dst-storage-option` for DST."""
+    """Declares options for the driver of one argument only: `--dst-storage-option` for DST."""
     parser.add_argument(
         f"--{argument.lower()}-storage-option",
         dest=f"{argument.lower()}_storage_options",

@@ -28,7 +28,7 @@ class Options:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the arguments."""
+    """Declares the arguments."""
     parser.add_argument("urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs")
     parser.add_argument(
         "--json",
@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Options) -> int:
-    """Print each report as soon as it is known; DIFFERENT if a checkpoint is not sound.
+    """Prints each report as soon as it is known; DIFFERENT if a checkpoint is not sound.
 
     An error at one checkpoint is printed, and the others are still verified. The command then ends
     with the exit code of the first such error.

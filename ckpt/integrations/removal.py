@@ -10,7 +10,7 @@ from ckpt.errors import NotACheckpointError
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint of ckpt at a path or URL, or on a disk any other file or folder."""
+    """Removes a checkpoint of ckpt at a path or URL, or on a disk any other file or folder."""
     try:
         ckpt.delete(path)
     except NotACheckpointError:

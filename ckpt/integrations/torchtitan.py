@@ -60,7 +60,7 @@ class CkptCheckpointManager(CheckpointManager):  # type: ignore[misc] # it ships
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Store a state dict; with an `async_mode`, its future comes back. Called by all ranks.
+        """Stores a state dict; with an `async_mode`, returns its future. All ranks call this.
 
         Raises as `ckpt.dcp.save` does.
         """
@@ -83,7 +83,7 @@ class CkptCheckpointManager(CheckpointManager):  # type: ignore[misc] # it ships
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Fill a state dict from a checkpoint of ckpt, or one of DCP. Called by all ranks.
+        """Fills a state dict from a checkpoint of ckpt, or one of DCP. All ranks call this.
 
         Raises as `ckpt.dcp.load` does.
         """
@@ -95,6 +95,6 @@ class CkptCheckpointManager(CheckpointManager):  # type: ignore[misc] # it ships
             self.states[MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step with a checkpoint of any of the formats; -1 where there is none."""
+        """Returns the newest step with a checkpoint of any format; -1 if there is none."""
         own = [one.step for one in run_steps(folder or self.folder) if not one.is_damaged]
         return max([super()._find_load_step(folder), *own])  # type: ignore[no-any-return]

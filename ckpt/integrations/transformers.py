@@ -226,7 +226,7 @@ def _remove(place: str) -> None:
 
 
 def _weights(model: Any) -> Any:
-    """The model; for a PEFT model, the tensors that differ from its base model's."""
+    """Returns the model; for a PEFT model, the tensors that differ from its base model's."""
     if not hasattr(model, "peft_config"):
         return model
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -50,7 +50,7 @@ _seconds: ContextVar[float] = ContextVar("seconds", default=TIMEOUT_SECONDS)
 
 
 def waiting_seconds() -> float:
-    """The time that a rank waits for another in the call of this thread."""
+    """Returns the time that a rank waits for another in the call of this thread."""
     return _seconds.get()
 
 
@@ -84,7 +84,7 @@ class Continuation:
         self._taken = Lock()
 
     def take(self) -> bool:
-        """Take the continuation, to begin or to end it; False if it is taken already."""
+        """Takes the continuation, to begin or to end it; returns False if it is taken already."""
         return self._taken.acquire(blocking=False)
 
 
@@ -105,7 +105,7 @@ class Channel(ABC):
     def call(
         self, name: str, seconds: float, number: int | None = None, then: Continuation | None = None
     ) -> Iterator[Call]:
-        """Enter a call, the same on all ranks; inside a call, yields that call.
+        """Enters a call, the same on all ranks; inside a call, yields that call.
 
         A continuation has the number of the call that it continues, which gave it as `then`.
         """
@@ -154,7 +154,7 @@ class Channel(ABC):
         return call.failure
 
     def _prepare(self, then: Continuation | None, call: Call) -> None:
-        """Let the others connect for a continuation before they hear that this rank has come."""
+        """Lets the others connect for a continuation before they hear that this rank has come."""
         if then is not None:
             then.call = call
             if self.rank == 0 and call.failure is None:
@@ -168,7 +168,7 @@ class Channel(ABC):
         return self._open(call)  # without the lock, which an earlier continuation may hold
 
     def _leave_continuation(self, call: Call, failure: Failure) -> None:
-        """Tell the ranks that may have begun the continuation."""
+        """Tells the ranks that may have begun the continuation."""
         with self._lock:
             self._number = max(self._number, call.number)
             if self._open(replace(call, seconds=0.0)) is None:
@@ -176,14 +176,14 @@ class Channel(ABC):
 
     @abstractmethod
     def _open(self, call: Call) -> Failure | None:
-        """Get ready for a call; returns the failure, if any."""
+        """Gets ready for a call; returns the failure, if any."""
 
     @abstractmethod
     def _meet(self, call: Call, mine: Message, join: Join) -> bytes | Failure: ...
 
     @abstractmethod
     def _leave(self, call: Call, failure: Failure) -> None:
-        """Tell the other ranks."""
+        """Tells the other ranks."""
 
 
 class FakeChannel(Channel):

@@ -40,24 +40,24 @@ class ConnectedChannel(Channel):
 
     @abstractmethod
     def _connected(self, call: Call) -> Failure | None:
-        """Connect, or get ready for connections; returns the failure, if any."""
+        """Connects, or gets ready for connections; returns the failure, if any."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
 
     def forget(self) -> None:
-        """Close the connections in a forked child: they belong to the parent."""
+        """Closes the connections in a forked child: they belong to the parent."""
         self.close()
 
 
 def ended(stage: str, rank: int) -> Failure:
-    """The failure of a rank whose process has ended."""
+    """Returns the failure of a rank whose process has ended."""
     return Failure(stage, rank, ENDED, "its process has ended, or has left the process group")
 
 
 def late(stage: str, missing: Sequence[int], seconds: float) -> Failure:
-    """The failure of ranks that have not come in time, told as that of the first of them."""
+    """Returns the failure of ranks that have not come in time, told as that of the first one."""
     others = f", nor have ranks {list(missing[1:9])}" if missing[1:] else ""
     said = f"it has not come within {seconds:g} s{others}"
     return Failure(stage, missing[0], LATE, said)

@@ -41,14 +41,14 @@ class Coordinator(ConnectedChannel):
         """Selects from links, strangers and the listener. Its data are ranks, 0 if unknown."""
 
     def close(self) -> None:
-        """Close the connections, and remove the address from the store."""
+        """Closes the connections, and removes the address from the store."""
         is_found = self._listener is not None and not self._is_complete and not self._is_closed
         if is_found and not sys.is_finalizing():
             self._rendezvous.withdraw()
         self.forget()
 
     def forget(self) -> None:
-        """Close the connections in a forked child: they belong to the parent."""
+        """Closes the connections in a forked child: they belong to the parent."""
         for link in (*self._links.values(), *self._strangers):
             link.close()
         for each in (self._listener, self._spare):
@@ -135,7 +135,7 @@ class Coordinator(ConnectedChannel):
         self._tell(call, failure)
 
     def _tell(self, call: Call, failure: Failure) -> Failure:
-        """End the call for all, and the calls that others have left while this rank was away."""
+        """Ends the call for all, and the calls that others have left while this rank was away."""
         for link in self._links.values():
             left = [message.call for message in link.messages if message.kind is Kind.LEFT]
             self._number = max([self._number, *left])
@@ -153,7 +153,7 @@ class Coordinator(ConnectedChannel):
         return failure
 
     def _turn_away(self, message: Message) -> None:
-        """Tell the ranks that cannot be let in, one after the other."""
+        """Tells the ranks that cannot be let in, one after the other."""
         assert self._listener is not None
         packed, self._is_full = message.packed(), False
         with suppress(OSError):  # no rank is left, or another thread has taken the free file
@@ -166,7 +166,7 @@ class Coordinator(ConnectedChannel):
 
     @contextmanager
     def _one_more_file(self) -> Iterator[None]:
-        """Allow one more open file inside the block."""
+        """Allows one more open file inside the block."""
         if self._spare is not None:
             self._spare.close()
         try:

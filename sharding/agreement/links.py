@@ -122,7 +122,7 @@ class Link:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         self.is_lost = True
         self._socket.close()
 
@@ -132,16 +132,16 @@ class Link:
         return not self.is_lost and sum(self._sent) < len(self._outgoing)
 
     def send(self, message: bytes) -> None:
-        """Send a message as far as there is room; `flush` sends the rest."""
+        """Sends a message as far as there is room; `flush` sends the rest."""
         self.add(message)
         self.flush()
 
     def add(self, message: bytes) -> None:
-        """Add a message to the bytes that the next `flush` sends."""
+        """Adds a message to the bytes that the next `flush` sends."""
         self._outgoing, self._sent = self._outgoing[sum(self._sent) :] + message, []
 
     def flush(self) -> None:
-        """Send as many bytes as there is room for."""
+        """Sends as many bytes as there is room for."""
         while self.is_sending:
             rest = memoryview(self._outgoing)[sum(self._sent) :]
             try:
@@ -153,7 +153,7 @@ class Link:
                 self._outgoing, self._sent = b"", []
 
     def receive(self) -> None:
-        """Take in the messages that have come."""
+        """Takes in the messages that have come."""
         while not self.is_lost:
             try:
                 self._received.extend(map(self._socket.recv, (READ_BYTES,)))  # rule 3
@@ -182,7 +182,7 @@ class Link:
         self.messages, self._received = deque((*self.messages, *found)), [data[at:]]
 
     def wait(self, seconds: float) -> None:
-        """Return when bytes have arrived or have been sent, or after so many seconds."""
+        """Returns when bytes have arrived or have been sent, or after so many seconds."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN | (select.POLLOUT if self.is_sending else 0))
         for _, events in poll.poll(milliseconds(seconds)):
@@ -193,7 +193,7 @@ class Link:
 
 
 def flush(links: Sequence[Link], seconds: float) -> None:
-    """Send the links' remaining bytes, as far as the other ends take them in so many seconds."""
+    """Sends the links' remaining bytes, as far as the other ends take them in so many seconds."""
     until = monotonic() + seconds
     while sending := [link for link in links if link.is_sending]:
         left = until - monotonic()

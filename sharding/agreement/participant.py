@@ -20,7 +20,7 @@ class Participant(ConnectedChannel):
         self._link: Link | None = None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         if self._link is not None:
             self._link.close()
         self._is_closed = True
@@ -81,7 +81,7 @@ class Participant(ConnectedChannel):
                 waiting.say([0])
 
     def _catch_up(self, link: Link, found: Message) -> None:
-        """Continue the count from the last call that is over."""
+        """Continues the count from the last call that is over."""
         link.receive()
         left = [one.call for one in link.messages if one.kind is Kind.LEFT]
         self._number = max([self._number, found.call, *left])

@@ -128,7 +128,7 @@ class Ranks:
 
     @contextmanager
     def call(self, name: str, then: Ranks | None = None) -> Iterator[None]:
-        """Enter a call that all ranks enter: an error that ends it on one rank ends it on all.
+        """Enters a call that all ranks enter: an error that ends it on one rank ends it on all.
 
         `then` are the same ranks, with connections for the continuation of the call in another
         thread. A rank that leaves the call before its continuation has begun leaves both.
@@ -139,13 +139,13 @@ class Ranks:
             yield
 
     def doing(self, stage: str) -> None:
-        """Name the stage of this rank, which the others hear if this rank leaves the call."""
+        """Names the stage of this rank, which the others hear if this rank leaves the call."""
         with self._call(stage) as call:
             if call is not None:
                 call.stage = stage
 
     def connect(self) -> None:
-        """Connect the ranks of the continuation: from now on they notice the end of another rank.
+        """Connects the ranks of the continuation: from now on they notice the end of another rank.
 
         All ranks call this inside the call, once they have agreed on a continuation.
         """
@@ -291,7 +291,7 @@ class Ranks:
 
 @lru_cache(16)
 def _world(size: int) -> Mesh:
-    """The mesh of the default group: one object for equal sizes."""
+    """Returns the mesh of the default group: one object for equal sizes."""
     return Mesh.grid(("world",), (size,))
 
 
@@ -300,7 +300,7 @@ def _minimum(records: Sequence[bytes]) -> bytes:
 
 
 def result_or_error(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
-    """The action's result as a list of one and None, or an empty list and the exception."""
+    """Returns the action's result as a list of one and None, or an empty list and the exception."""
     try:
         return [action()], None
     except Exception as error:
@@ -308,7 +308,7 @@ def result_or_error(action: Callable[[], T]) -> tuple[list[T], Exception | None]
 
 
 def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
-    """The channel from this rank to the others of a group: one for each group and purpose."""
+    """Returns this rank's channel to the others of a group: one for each group and purpose."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed import distributed_c10d
@@ -333,7 +333,7 @@ def _channel(group: ProcessGroup | None, rank: int, purpose: str) -> Channel:
 
 
 def _connected_channel(store: Store, rank: int, world_size: int, purpose: str) -> Channel:
-    """This rank's end of the connections.
+    """Returns this rank's end of the connections.
 
     The store object is not the group's own, which is freed when the group is destroyed
     (`sharding.group_references`).
@@ -347,7 +347,7 @@ def _connected_channel(store: Store, rank: int, world_size: int, purpose: str) -
 
 
 def message_device(group: ProcessGroup | None) -> torch.device:
-    """The device of a group's messages: the CPU if the backend can, else the current GPU."""
+    """Returns the device of a group's messages: the CPU if possible, else the current GPU."""
     import torch
     import torch.distributed as dist
 

@@ -122,7 +122,7 @@ class Rendezvous:
             time.sleep(0.05)
 
     def leave_word(self, call: int, failure: Failure) -> None:
-        """On rank 0: tell each rank that connects from now on that this call is over."""
+        """On rank 0: tells each rank that connects from now on that this call is over."""
         with suppress(RuntimeError):  # the store is lost: the other ranks notice it themselves
             self._store.set(self._left, json.dumps([call, asdict(failure)]))
 
@@ -134,7 +134,7 @@ class Rendezvous:
         return call, Failure(**failure)
 
     def withdraw(self) -> None:
-        """On rank 0: remove the place from the store (rule 3)."""
+        """On rank 0: removes the place from the store (rule 3)."""
         with suppress(RuntimeError):  # the store is lost, or cannot delete keys
             if hasattr(self._given, "clone"):  # the connection is our own
                 self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -146,7 +146,7 @@ class Rendezvous:
         return f"{LEFT}/{self.word}"
 
     def forget(self) -> None:
-        """Close the connection to the store, which no connected rank needs."""
+        """Closes the connection to the store, which no connected rank needs."""
         self.__dict__.pop("_store", None)
 
     def _place(self, until: float, waiting: WaitWarning) -> _Place | None:
@@ -184,7 +184,7 @@ class Rendezvous:
         return None, "; ".join(said)
 
     def _hosts(self, place: _Place) -> Iterator[str]:
-        """The addresses to try, in order."""
+        """Yields the addresses to try, in order."""
         if place.machine == _machine():
             yield LOOPBACK
         yield from place.hosts  # also if the machine looks like this one: a copied virtual one does
@@ -204,7 +204,7 @@ def _server(backlog: int) -> socket.socket:
 
 
 def _addresses(host: str | None) -> list[tuple[Any, ...]]:
-    """The addresses of a host, in the order in which the system would try them."""
+    """Returns the addresses of a host, in the order in which the system would try them."""
     with suppress(OSError):
         if host is not None:
             return list(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM))
@@ -212,7 +212,7 @@ def _addresses(host: str | None) -> list[tuple[Any, ...]]:
 
 
 def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
-    """The addresses of this machine for others, and whether the store is on this machine."""
+    """Returns this machine's addresses for others, and whether the store is on this machine."""
     given = os.environ.get("CKPT_HOST")
     if given:
         return [given], False
@@ -226,7 +226,7 @@ def _own_hosts(store_host: str | None) -> tuple[list[str], bool]:
 
 
 def _host_of(store: Store) -> str | None:
-    """The host of a TCPStore inside any wrappers; None for another store."""
+    """Returns the host of a TCPStore inside any wrappers; None for another store."""
     found: object = store
     while (inner := getattr(found, "underlying_store", None)) is not None:
         found = inner
@@ -235,7 +235,7 @@ def _host_of(store: Store) -> str | None:
 
 
 def _began() -> float:
-    """The start of this process, in seconds by the machine's clock; 0 if it is unknown."""
+    """Returns the start of this process, in seconds by the machine's clock; 0 if it is unknown."""
     with suppress(OSError, AttributeError):  # the system has no /proc, or no such clock
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -246,7 +246,7 @@ def _began() -> float:
 
 @lru_cache(1)
 def _machine() -> str:
-    """The identity that processes share if they reach each other by the loopback address."""
+    """Returns the identity of processes that reach each other by the loopback address."""
     with suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -49,11 +49,11 @@ class WaitWarning:
         return monotonic() >= self._at
 
     def hush(self) -> None:
-        """Give no warning for this wait."""
+        """Gives no warning for this wait."""
         self._at = float("inf")
 
     def say(self, missing: Sequence[int]) -> None:
-        """Warn once, with the ranks that have not called."""
+        """Warns once, with the ranks that have not called."""
         self.hush()
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         who = f"rank {missing[0]}, which has" if len(missing) == 1 else ""

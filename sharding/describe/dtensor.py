@@ -147,7 +147,7 @@ def _of_spec(tensor: DTensor, name: str) -> _Known:
 
 
 def zeros_placed_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of `dtype` with the shape, device, strides and (of a DTensor) placements of `param`.
+    """Returns zeros of `dtype` like `param`: shape, device, strides, placements of a DTensor.
 
     They require no gradient. Does not communicate. Optimizer state is loaded into them.
 
@@ -223,7 +223,7 @@ def _placement(placement: TorchPlacement, shape: tuple[int, ...], name: str) -> 
 def _cut_last(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]
 ) -> dict[int, Shard]:
-    """The strided axes whose `split` means the shards to their right, if the order matters.
+    """Returns the strided axes whose `split` means the shards to their right, if the order matters.
 
     Each has its placement as the last cut. See [Note: FSDP over tensor parallelism].
     """

@@ -102,7 +102,7 @@ Places = Sequence[tuple[nn.Module, str]]
 
 
 def names_in(module: nn.Module, parameters: Sequence[Places]) -> list[tuple[str, ...]]:
-    """By parameter its names in a module, in the order of the modules; none for one outside."""
+    """Returns each parameter's names in a module, in the order of the modules; perhaps none."""
     if not parameters:
         return []
     places: dict[nn.Module, list[tuple[str, int]]] = {}

@@ -100,7 +100,7 @@ def _is_as_it_was(param_group: FlatParamGroup) -> bool:
 
 
 def _seen(param_group: FlatParamGroup, unit: Unit | None) -> list[nn.Parameter]:
-    """The parameters that the optimizer sees now, also those that a user has put there."""
+    """Returns the parameters that the optimizer sees now, also those that a user has put there."""
     if unit is not None and unit.summoned:  # modules have unsharded parameters
         return param_group.seen()
     param_group.reshard()

@@ -89,7 +89,7 @@ def _layout(tensor: ShardedTensor, ranks: list[int], name: str) -> Layout:
 
 
 def _runs(shape: tuple[int, ...], stride: int) -> Cut:
-    """The first dimension in runs of one length, of which the last may be shorter."""
+    """Returns the first dimension in runs of one length, of which the last may be shorter."""
     rest, zeros = list(shape[1:]), [0] * (len(shape) - 1)
     return [
         ([lo, *zeros], [min(stride, shape[0] - lo), *rest])
@@ -98,5 +98,5 @@ def _runs(shape: tuple[int, ...], stride: int) -> Cut:
 
 
 def _nothing(tensor: ShardedTensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The local tensor of a rank without a shard."""
+    """Returns the local tensor of a rank without a shard."""
     return torch.empty((0, *shape[1:]), dtype=tensor.dtype, device="cpu")

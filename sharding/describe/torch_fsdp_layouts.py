@@ -48,7 +48,7 @@ def slices_of(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> Iterat
 
 
 def _axes(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> dict[str, list[int]]:
-    """The ranks that hold the same shard as this one, and those that share the shards."""
+    """Returns the ranks that hold the same shard as this one, and those that share the shards."""
     sharing = dist.get_process_group_ranks(handle.process_group)
     across = getattr(unit, "_inter_node_pg", None)
     if across is not None:

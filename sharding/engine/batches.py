@@ -43,7 +43,7 @@ class AllGather:
     def add(
         self, transport: Transport, mine: Tensors, places: Sequence[Tensors], item: Item
     ) -> PendingAllGather:
-        """Add one all-gather; the result is the one of `transport.all_gather`."""
+        """Adds one all-gather; the result is the one of `transport.all_gather`."""
         key = transport.shard_group, mine[0].dtype, mine[0].device
         joint = self._joint.setdefault(key, JointAllGather(transport))
         joint.add(mine, places, item)
@@ -70,14 +70,14 @@ class JointAllGather:
         self._error: Exception | None = None
 
     def add(self, mine: Tensors, places: Sequence[Tensors], item: Item) -> None:
-        """Add the tensors of another parameter group."""
+        """Adds the tensors of another parameter group."""
         self._items.append(item)
         self._mine += mine
         for of_rank, more in zip(self._places, places, strict=True):
             of_rank += more
 
     def start(self) -> None:
-        """Start the exchange. All ranks of the shard group call this."""
+        """Starts the exchange. All ranks of the shard group call this."""
         try:
             composition = Composition(tuple(self._items))
             self._all_gather = self._transport.all_gather(self._mine, self._places, composition)
@@ -87,7 +87,7 @@ class JointAllGather:
         self._mine, self._places = [], []
 
     def wait(self) -> None:
-        """Wait until the places are filled. Every parameter group of the all-gather calls it."""
+        """Waits until the places are filled. Every parameter group of the all-gather calls it."""
         if self._arrived:
             return
         if self._error is not None:
@@ -115,7 +115,7 @@ class ReduceScatters:
         self._in_flight: deque[list[Reduction]] = deque()
 
     def reduce(self, nbytes: int, reduction: Callable[[ReduceScatters], Reduction | None]) -> None:
-        """Start the reduction of a group now or with a later batch; may wait for an earlier one."""
+        """Starts to reduce a group now or with a later batch; may wait for an earlier one."""
         if self._nbytes + nbytes > BATCH_BYTES:
             self.start()
             self._finish_all_but(IN_FLIGHT - 1)
@@ -130,13 +130,13 @@ class ReduceScatters:
     def add(
         self, transport: Transport, parts: Sequence[Tensors], item: Item
     ) -> PendingReduceScatter:
-        """Add one reduce-scatter; the result is the one of `transport.reduce_scatter`."""
+        """Adds one reduce-scatter; the result is the one of `transport.reduce_scatter`."""
         own = parts[transport.shard_group.rank]
         key = transport.shard_group, own[0].dtype, own[0].device
         return self._joint.setdefault(key, JointReduceScatter(transport)).add(parts, item)
 
     def start(self) -> None:
-        """Start the batch that waits. All ranks call it; may wait for an earlier batch."""
+        """Starts the batch that waits. All ranks call it; may wait for an earlier batch."""
         if not self._waiting:
             return
         self._finish_all_but(IN_FLIGHT - 1)
@@ -146,7 +146,7 @@ class ReduceScatters:
         self._joint, self._waiting, self._nbytes = {}, [], 0
 
     def finish(self) -> None:
-        """Wait until the shards have all their gradients."""
+        """Waits until the shards have all their gradients."""
         self.start()
         self._finish_all_but(0)
 
@@ -176,7 +176,7 @@ class JointReduceScatter:
         self._error: Exception | None = None
 
     def add(self, parts: Sequence[Tensors], item: Item) -> PendingReduceScatter:
-        """Add the tensors of another parameter group."""
+        """Adds the tensors of another parameter group."""
         self._items.append(item)
         own = self._parts[self._transport.shard_group.rank]
         first = len(own)
@@ -185,12 +185,12 @@ class JointReduceScatter:
         return _GroupSums(self, first, len(own))
 
     def start(self) -> None:
-        """Start the exchange. All ranks of the shard group call this."""
+        """Starts the exchange. All ranks of the shard group call this."""
         self._summing = self._transport.reduce_scatter(self._parts, Composition(tuple(self._items)))
         self._parts = []
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums for all groups. Waits. Every parameter group of the exchange calls it."""
+        """Returns the sums for all groups. Waits. Every group of the exchange calls this."""
         if self._error is not None:  # a reduce-scatter cannot be awaited twice
             raise self._error
         if self._summing is not None:
@@ -212,7 +212,7 @@ class _GroupSums:
         self._end = end
 
     def wait(self) -> list[torch.Tensor]:
-        """This rank's sums, flat. Waits."""
+        """Returns this rank's sums, flat. Waits."""
         return self._joint.wait()[self._first : self._end]
 
 

@@ -85,24 +85,24 @@ class ForwardPass:
         """Calls that backward has reached and not yet left."""
 
     def ended(self, call: UnitCall) -> None:
-        """Add a call that has ended and that backward may reach."""
+        """Adds a call that has ended and that backward may reach."""
         call.index = len(self.calls)
         self.calls.append(call)
         self.cursor = len(self.calls)
 
     def skipped(self, index: int) -> list[UnitCall]:
-        """The visible calls that backward has skipped between the last one and this one."""
+        """Returns the visible calls that backward has skipped between the last one and this one."""
         between = self.calls[index + 1 : self.cursor]
         return [call for call in reversed(between) if call.visible and not call.begun]
 
     def before(self, call: UnitCall) -> Iterator[UnitCall]:
-        """The calls that backward reaches next, in order."""
+        """Yields the calls that backward reaches next, in order."""
         for index in range(call.index - 1, -1, -1):
             if self.calls[index].visible:
                 yield self.calls[index]
 
     def rewind(self) -> None:
-        """Prepare for another backward, of a retained graph or of another loss."""
+        """Prepares for another backward, of a retained graph or of another loss."""
         self.cursor = len(self.calls)
         self.open.clear()
         for call in self.calls:

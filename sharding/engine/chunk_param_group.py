@@ -38,7 +38,7 @@ class MeshGroups:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshGroups:
-        """The groups of a mesh: its last dimension shards, the first of two replicates."""
+        """Returns the groups of a mesh: its last dimension shards, the first of two replicates."""
         release_with_groups(mesh)
         if mesh.ndim == 1:
             return cls(mesh, HybridGroups(ShardGroup.of(mesh.get_group()), ShardGroup.alone()))
@@ -51,7 +51,7 @@ class MeshGroups:
         )
 
     def parameter(self, given: nn.Parameter, dim: int, offload: bool) -> nn.Parameter:
-        """The sharded parameter: this rank's part in new memory."""
+        """Returns the sharded parameter: this rank's part in new memory."""
         unsharded = given.detach()
         spec = self._spec(unsharded, dim)
         if isinstance(unsharded, DTensor):
@@ -85,7 +85,7 @@ class MeshGroups:
 
 
 def stored(parameter: Parameter) -> torch.Tensor:
-    """This rank's shard: the very tensor in the sharded parameter."""
+    """Returns this rank's shard: the very tensor in the sharded parameter."""
     tensor: torch.Tensor = parameter.sharded._local_tensor  # type: ignore[attr-defined]
     return tensor
 
@@ -129,7 +129,7 @@ class ChunkParamGroup(ParamGroup):
         return device
 
     def versions(self) -> list[int]:
-        """The sums of the counters of a DTensor and its local tensor: an operation counts at one.
+        """Returns the counters of DTensors plus those of local tensors: each operation counts.
 
         Foreach and fused optimizers change neither counter.
         """
@@ -137,7 +137,7 @@ class ChunkParamGroup(ParamGroup):
         return [s._version + s._local_tensor._version for s in shards]  # type: ignore[attr-defined]
 
     def take_over_replaced(self) -> None:
-        """Take over parameters that, for example, `to_empty()` has replaced."""
+        """Takes over parameters that, for example, `to_empty()` has replaced."""
         before = self.stored_dtype if self.is_used else None
         for parameter in self.parameters:
             module, attribute = parameter.owners[0]
@@ -165,7 +165,7 @@ class ChunkParamGroup(ParamGroup):
         ]
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Add the reduced gradients to the accumulated gradients of the shards."""
+        """Adds the reduced gradients to the accumulated gradients of the shards."""
         sums, flags = self._through_hook(sums, flags)
         for parameter, flag, flat in zip(self.parameters, flags, sums, strict=True):
             if flag > 0:
@@ -174,7 +174,7 @@ class ChunkParamGroup(ParamGroup):
     def _through_hook(
         self, sums: list[torch.Tensor], flags: list[float]
     ) -> tuple[list[torch.Tensor], list[float]]:
-        """The sums and flags after the user's hook, if there is one."""
+        """Returns the sums and flags after the user's hook, if there is one."""
         if self.reduced_hook is None:
             return sums, flags
         marks = torch.tensor(flags, dtype=sums[0].dtype, device=sums[0].device)
@@ -208,7 +208,7 @@ class ChunkParamGroup(ParamGroup):
         return nn.Parameter(view, requires_grad=False)
 
     def _as_shard(self, parameter: Parameter, flat: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient, flat with rows first, in the shape of the shard."""
+        """Returns a reduced gradient, flat with rows first, in the shape of the shard."""
         shape = stored(parameter).shape
         if not parameter.dim:
             return flat.view(shape)

@@ -52,7 +52,7 @@ class CollectiveAllGather:
         self._size = size
 
     def wait(self) -> None:
-        """Wait until the places are filled."""
+        """Waits until the places are filled."""
         if self._work is not None:
             self._work.wait()
         for row, places in zip(self._packed.chunk(self._size), self._places, strict=True):
@@ -79,7 +79,7 @@ class CollectiveReduceScatter:
         self._marks = marks
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums of this rank's parts. Raises TransferError if ranks have reduced other units."""
+        """Returns sums of this rank's parts. Raises TransferError if ranks reduce other units."""
         if self._work is not None:
             self._work.wait()
             summed = self._result[-MARKS:].tolist()
@@ -98,7 +98,7 @@ class CollectiveTransport:
     def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
     ) -> CollectiveAllGather:
-        """Start to fill `places[r]` with the `mine` of rank r, on all ranks. Flat tensors."""
+        """Starts to fill `places[r]` with the `mine` of rank r, on all ranks. Flat tensors."""
         size = self.shard_group.size
         numel = max(sum(_sizes(of_rank)) for of_rank in places)
         like = mine[0]
@@ -115,7 +115,7 @@ class CollectiveTransport:
     def reduce_scatter(
         self, parts: Sequence[Tensors], composition: Composition
     ) -> CollectiveReduceScatter:
-        """Start to sum, for each rank r, the `parts[r]` of all ranks. Flat tensors."""
+        """Starts to sum, for each rank r, the `parts[r]` of all ranks. Flat tensors."""
         size, mine = self.shard_group.size, parts[self.shard_group.rank]
         numel = max(sum(_sizes(of_rank)) for of_rank in parts) + MARKS
         packed = torch.zeros(size * numel, dtype=mine[0].dtype, device=mine[0].device)
@@ -131,13 +131,13 @@ class CollectiveTransport:
         return CollectiveReduceScatter(work, result, _sizes(mine), unlike, marks)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
-        """Sum `flat` over all ranks, in place, with the same result on all. Waits."""
+        """Sums `flat` over all ranks, in place, with the same result on all. Waits."""
         if self.shard_group.size > 1:
             self._note(composition)
             dist.all_reduce(flat, group=_group_of(self.shard_group))
 
     def _note(self, composition: Composition) -> list[int]:
-        """Add a collective to this rank's hash; the marks of all its collectives."""
+        """Adds a collective to this rank's hash; returns the marks of all its collectives."""
         group = _group_of(self.shard_group)
         assert group is not None
         told = _histories.get(group, b"") + composition.digest
@@ -149,7 +149,7 @@ class CollectiveTransport:
 
 
 def _group_of(shard_group: ShardGroup) -> ProcessGroup | None:
-    """The process group of exactly these ranks, which make it on the first call."""
+    """Returns the process group of exactly these ranks, which make it on the first call."""
     group = shard_group.group
     if group is None or shard_group.size == dist.get_world_size(group):
         return group

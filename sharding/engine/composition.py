@@ -107,19 +107,19 @@ class GroupTags:
         self._sequence = [0] * len(Purpose)
 
     def next_item(self, name: str, purpose: Purpose) -> Item:
-        """The group's part of its next exchange for a purpose."""
+        """Returns the group's part of its next exchange for a purpose."""
         self._sequence[purpose] += 1
         return Item(name, self.key, purpose, self._sequence[purpose])
 
 
 def key_of(number: int, names: Iterable[str], shapes: Iterable[Sequence[int]]) -> int:
-    """64 bits that identify a parameter group by its number, its parameters' names and shapes."""
+    """Returns 64 bits that identify a parameter group by number, parameters' names and shapes."""
     told = repr((number, tuple(names), [tuple(shape) for shape in shapes]))
     return int.from_bytes(blake2b(told.encode(), digest_size=8).digest(), "little")
 
 
 def tag_of(digest: bytes, tensors: Sequence[torch.Tensor]) -> int:
-    """The tag of messages that carry these flat tensors of one dtype, in this order (rule 1)."""
+    """Returns the tag of messages with these flat tensors of one dtype, in this order (rule 1)."""
     numbers = array("Q", [_code(tensors[0].dtype)])
     numbers.extend(tensor.numel() for tensor in tensors)
     hashed = blake2b(digest, digest_size=4)
@@ -129,7 +129,7 @@ def tag_of(digest: bytes, tensors: Sequence[torch.Tensor]) -> int:
 
 @cache
 def _code(dtype: torch.dtype) -> int:
-    """A number for a dtype, the same in every process."""
+    """Returns a number for a dtype, the same in every process."""
     return int.from_bytes(blake2b(str(dtype).encode(), digest_size=8).digest(), "little")
 
 

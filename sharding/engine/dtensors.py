@@ -9,12 +9,12 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of this spec with this local tensor, which it shares."""
+    """Returns the DTensor of this spec with this local tensor, which it shares."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """This rank's part of a tensor; a DTensor is first placed by the spec."""
+    """Returns this rank's part of a tensor; a DTensor is first placed by the spec."""
     if spec is None or not isinstance(tensor, DTensor):
         return tensor
     if tensor.placements != spec.placements:
@@ -25,7 +25,7 @@ def local_of(tensor: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
 
 
 def shard_in_front(dim: int, behind: DTensorSpec | None) -> Placement:
-    """The placement on a mesh dimension in front of those of tensor parallelism.
+    """Returns the placement on a mesh dimension in front of those of tensor parallelism.
 
     [Note: which dimension comes first]
     If tensor parallelism and sharding cut the same dimension, tensor parallelism cuts first,

@@ -65,7 +65,7 @@ def is_hooked(sharded: nn.Parameter, name: str) -> bool:
 
 
 def settled(param_group: ParamGroup) -> list[ParamGroup]:
-    """The groups for the parameters of a group: each parameter with hooks gets its own group.
+    """Returns the groups for a group's parameters: each one with hooks gets its own group.
 
     Called before a parameter group is first gathered; all units that use it get the same result.
     """
@@ -151,7 +151,7 @@ class ExtensionParamGroup(ChunkParamGroup):
             extension.free()
 
     def keep_part(self, size: int) -> None:
-        """Keep nothing: hooks take the whole outputs, not parts of them."""
+        """Keeps nothing: hooks take the whole outputs, not parts of them."""
 
     # Gradients: a slot for each tensor that a gradient wraps.
 
@@ -178,7 +178,7 @@ class ExtensionParamGroup(ChunkParamGroup):
         return flat
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Put reduced gradients together and add them to the gradients of the shards."""
+        """Puts reduced gradients together and adds them to the gradients of the shards."""
         sums, flags = self._through_hook(sums, flags)
         left = iter(sums)
         for extension, flag in zip(self._extensions, flags, strict=True):
@@ -214,7 +214,7 @@ class _Extension:
         return len(self._names) or 1
 
     def start(self) -> list[tuple[torch.Tensor, Output]]:
-        """This rank's inputs as bytes, each with its output."""
+        """Returns this rank's inputs as bytes, each with its output."""
         inputs, self._metadata = self._inputs()
         forms = [self._form(tensor) for tensor in inputs]
         if self._outputs and forms != [output.form for output in self._outputs]:
@@ -236,7 +236,7 @@ class _Extension:
         return list(zip(pieces, self._outputs, strict=True))
 
     def finish(self) -> nn.Parameter:
-        """The unsharded parameter, made from the outputs, which have arrived."""
+        """Returns the unsharded parameter, made from the outputs, which have arrived."""
         hook = getattr(stored(self.entry), "fsdp_post_all_gather")  # noqa: B009
         outputs = tuple(output.joined() for output in self._outputs)
         dtype = self.entry.sharded.dtype
@@ -256,14 +256,14 @@ class _Extension:
         return self._unsharded
 
     def free(self) -> None:
-        """Free the memory of outputs and inner tensors."""
+        """Frees the memory of outputs and inner tensors."""
         for output in self._outputs:
             output.free()
         for storage, _ in self._freed:
             storage.resize_(0)
 
     def taken_apart(self, gradient: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-        """A gradient's mark, and the tensors to reduce for it."""
+        """Returns a gradient's mark, and the tensors to reduce for it."""
         if self._names and type(gradient) is type(stored(self.entry)):
             return PARTED, [getattr(gradient, name) for name in self._names]
         if type(gradient) is not torch.Tensor:
@@ -272,7 +272,7 @@ class _Extension:
         return PLAIN, [gradient] * self.parts_of_gradient
 
     def put_together(self, mark: int, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """The shard's gradient, from this rank's parts of the reduced tensors."""
+        """Returns the shard's gradient, from this rank's parts of the reduced tensors."""
         if mark == PLAIN:
             return tensors[0]
         local = stored(self.entry).detach()
@@ -288,7 +288,7 @@ class _Extension:
         return gradient
 
     def _inputs(self) -> tuple[list[torch.Tensor], object]:
-        """The result of the first hook, called in either of its forms."""
+        """Returns the result of the first hook, called in either of its forms."""
         entry = self.entry
         if not is_hooked(entry.sharded, entry.name):
             raise MisuseError(
@@ -317,7 +317,7 @@ class _Extension:
         return [t if t.ndim else t.reshape(1) for t in inputs], metadata
 
     def _form(self, tensor: torch.Tensor) -> Form:
-        """The layout of the ranks' inputs in an output (rule 1)."""
+        """Returns the layout of the ranks' inputs in an output (rule 1)."""
         entry, shard_group = self.entry, self._shard_group
         rows = entry.shape[entry.dim] if entry.shape else 1
         along = entry.dim if entry.dim < tensor.ndim else 0
@@ -337,7 +337,7 @@ class _Extension:
         return Form(counts, tuple(rest), along, tensor.dtype)
 
     def _made(self, unsharded: torch.Tensor, inner: Sequence[torch.Tensor]) -> nn.Parameter:
-        """Record the unsharded parameter and its storages, for later all-gathers."""
+        """Records the unsharded parameter and its storages, for later all-gathers."""
         entry = self.entry
         size = torch.Size(entry.shape)
         if unsharded.shape != size:
@@ -361,7 +361,7 @@ class _Extension:
 
 
 def _at_its_beginning(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor at offset 0 of its storage: subclasses may need one offset for inner tensors."""
+    """Returns the tensor at offset 0 of its storage: subclasses may need one inner offset."""
     return tensor.clone() if tensor.storage_offset() else tensor
 
 
@@ -375,7 +375,7 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimension of a mesh that shards."""
+    """Returns the dimension of a mesh that shards."""
     if mesh.ndim == 1:
         return mesh
     names = mesh.mesh_dim_names

@@ -125,26 +125,26 @@ class FlatParamGroup(ParamGroup):
         return self.groups.shard.size > 1
 
     def versions(self) -> list[int]:
-        """The version counters of the parameters that the optimizer sees."""
+        """Returns the version counters of the parameters that the optimizer sees."""
         if self.form.use_orig_params:
             return [parameter.sharded._version for parameter in self.parameters]
         return [self.flat._version]
 
     def seen(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer sees."""
+        """Returns the parameters that the optimizer sees."""
         if self.form.use_orig_params:
             return [parameter.sharded for parameter in self.parameters]
         return [self.flat]
 
     def gradient_part(self, index: int) -> torch.Tensor | None:
-        """This rank's part of a parameter's gradient, in the memory of the gradient."""
+        """Returns this rank's part of a parameter's gradient, in the memory of the gradient."""
         gradient = self.parameters[index].sharded.grad
         if gradient is None or self.form.use_orig_params:
             return gradient
         return self.shard_view(index, gradient)
 
     def registered(self) -> list[nn.Parameter]:
-        """The parameters in the modules: those of `seen`, or those that a user put there."""
+        """Returns the parameters in the modules: those of `seen`, or a user's."""
         if not self.form.use_orig_params:
             return [_first(self.form.home._parameters.get(self.form.name), self.flat)]
         found = []
@@ -154,19 +154,19 @@ class FlatParamGroup(ParamGroup):
         return found
 
     def piece(self, index: int) -> tuple[int, int, int]:
-        """The first element of a parameter's part in the shard, and its elements `[lo, hi)`."""
+        """Returns where a parameter's part begins in the shard, and its elements `[lo, hi)`."""
         lo, hi = self.packing.piece(index, self.groups.shard.rank)
         begin = self.packing.slots[index].at + lo - self.groups.shard.rank * self._shard_numel
         return (begin if hi > lo else 0), lo, hi
 
     def shard_view(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """A parameter's part of a tensor that is laid out as the shard is."""
+        """Returns a parameter's part of a tensor that is laid out as the shard is."""
         begin, lo, hi = self.piece(index)
         part = flat[begin : begin + hi - lo]
         return part if self.is_divided else part.view(self.parameters[index].shape)
 
     def take_over_replaced(self) -> None:
-        """Rule 1."""
+        """Takes over replaced parameters (rule 1)."""
         if not self.form.use_orig_params:
             current = self.form.home._parameters.get(self.form.name)
             if current is not None and current is not self.flat:
@@ -196,7 +196,7 @@ class FlatParamGroup(ParamGroup):
             self._take_over_originals()
 
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Add the reduced gradients to the accumulated gradients of the shards."""
+        """Adds the reduced gradients to the accumulated gradients of the shards."""
         [summed] = sums
         if not any(flag > 0 for flag in flags):
             return
@@ -212,7 +212,7 @@ class FlatParamGroup(ParamGroup):
                 _step_in_backward(parameter.sharded)
 
     def reduce(self, batch: ReduceScatters) -> Reduction | None:
-        """Start the reduction; with a communication hook, the hook does all of it."""
+        """Starts the reduction; with a communication hook, the hook does all of it."""
         if self.hook is None:
             return super().reduce(batch)
         self.backward.start_reduction()
@@ -241,12 +241,12 @@ class FlatParamGroup(ParamGroup):
         return self.hook is not None and hasattr(self.hook.state, "parameter_type")
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Every place in the modules that has a parameter of the group, or the flat parameter."""
+        """Yields all places in the modules with a parameter of the group, or the flat parameter."""
         yield from super().places()
         yield self.form.home, self.form.name
 
     def placed_more(self, parameter: Parameter) -> None:
-        """Note that a parameter has got more places."""
+        """Notes that a parameter has got more places."""
         self._let_go_of_original(parameter)
         self._place_one(self.parameters.index(parameter), parameter, self._is_shown)
 
@@ -282,7 +282,7 @@ class FlatParamGroup(ParamGroup):
         return view
 
     def as_it_was(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        """The unsharded parameter: a DTensor if tensor parallelism divides the parameter."""
+        """Returns the unsharded parameter: a DTensor if tensor parallelism divides it."""
         spec = self.parameters[index].distributed
         return view if spec is None else as_dtensor(view, spec)
 
@@ -301,7 +301,7 @@ class FlatParamGroup(ParamGroup):
         return torch.cat(gradients)
 
     def _flattened(self) -> FlatParameter:
-        """This rank's shard, filled from the unsharded parameters."""
+        """Returns this rank's shard, filled from the unsharded parameters."""
         first = self.parameters[0].sharded
         local = torch.zeros(self._shard_numel, dtype=first.dtype, device=first.device)
         for index, parameter in enumerate(self.parameters):
@@ -311,7 +311,7 @@ class FlatParamGroup(ParamGroup):
         return self._named(FlatParameter(local, requires_grad=first.requires_grad))
 
     def _named(self, flat: FlatParameter) -> FlatParameter:
-        """The flat parameter, with the names and shapes of the parameters in it."""
+        """Returns the flat parameter, with the names and shapes of the parameters in it."""
         flat._fqns = tuple(parameter.name for parameter in self.parameters)
         flat._shapes = tuple(torch.Size(parameter.shape) for parameter in self.parameters)
         flat._numels = tuple(slot.numel for slot in self.packing.slots)
@@ -355,18 +355,18 @@ class FlatParamGroup(ParamGroup):
         self._forget_forms()
 
     def _let_go_of_original(self, parameter: Parameter) -> None:
-        """Take the original parameter, which the flat one replaces, out of its modules."""
+        """Takes the original parameter, which the flat one replaces, out of its modules."""
         if not self.form.use_orig_params:
             for module, attribute in parameter.owners:
                 module._parameters.pop(attribute, None)
 
     def place_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
+        """Puts the unsharded parameters into the modules."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, True)
 
     def place_sharded(self) -> None:
-        """Put the sharded parameters into the modules."""
+        """Puts the sharded parameters into the modules."""
         for index, parameter in enumerate(self.parameters):
             self._place_one(index, parameter, False)
 
@@ -393,7 +393,7 @@ def _first(one: nn.Parameter | None, other: nn.Parameter) -> nn.Parameter:
 
 
 def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient, whose dtype may differ from the parameter's."""
+    """Adds to a parameter's gradient, whose dtype may differ from the parameter's."""
     if parameter.grad is not None:
         parameter.grad += gradient
     elif gradient.dtype == parameter.dtype:
@@ -404,12 +404,12 @@ def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def _step_in_backward(parameter: nn.Parameter) -> None:
-    """Run the optimizers that a user gave the parameter, to step as soon as it has a gradient."""
+    """Runs the optimizers that a user gave the parameter, to step as soon as it has a gradient."""
     for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
 def flat_param_groups(param_groups: Sequence[ParamGroup]) -> list[FlatParamGroup]:
-    """The flat groups among parameter groups."""
+    """Returns the flat groups among parameter groups."""
     return [param_group for param_group in param_groups if isinstance(param_group, FlatParamGroup)]

@@ -33,20 +33,20 @@ class ForwardHooks:
         """Whether the last forward ended without an error."""
 
     def hook(self, module: nn.Module) -> None:
-        """Register `before` and `after` around a module's forward."""
+        """Registers `before` and `after` around a module's forward."""
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after)
         self.hook_errors(module)
 
     def hook_errors(self, module: nn.Module) -> None:
-        """Register `ended`, which notices a forward that ends with an error."""
+        """Registers `ended`, which notices a forward that ends with an error."""
         module.register_forward_hook(self.ended, always_call=True)
 
     @_disable_dynamo
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the parameters; returns the inputs in the policy's dtype. May wait."""
+        """Unshards the parameters; returns the inputs in the policy's dtype. May wait."""
         unit = self._unit
         runtime, policy = runtime_of(unit), unit.policy
         self._returned = False
@@ -70,7 +70,7 @@ class ForwardHooks:
 
     @_disable_dynamo
     def after(self, module: nn.Module, args: object, output: Any) -> Any:
-        """Reshard the parameters, unless they stay until backward; returns the output."""
+        """Reshards the parameters, unless they stay until backward; returns the output."""
         unit = self._unit
         runtime = unit.runtime
         if not isinstance(runtime, Runtime) or unit not in runtime.running:
@@ -89,7 +89,7 @@ class ForwardHooks:
         return output
 
     def ended(self, module: nn.Module, args: object, output: object) -> None:
-        """End the call of a forward that ended with an error."""
+        """Ends the call of a forward that ended with an error."""
         runtime = self._unit.runtime
         if self._returned:
             self._returned = False
@@ -99,7 +99,7 @@ class ForwardHooks:
 
 
 def _begin(call: UnitCall, runtime: Runtime) -> None:
-    """Unshard the parameters of a call and start the all-gathers of the next units."""
+    """Unshards the parameters of a call and starts the all-gathers of the next units."""
     unit = call.unit
     if runtime.in_backward:
         call.recomputed = True
@@ -116,7 +116,7 @@ def _begin(call: UnitCall, runtime: Runtime) -> None:
 
 
 def _end(call: UnitCall, runtime: Runtime) -> None:
-    """Record a call that has ended, for backward; keep or reshard its parameters."""
+    """Records a call that has ended, for backward; keeps or reshards its parameters."""
     call.end = runtime.tick()
     unit = call.unit
     if runtime.in_backward:
@@ -140,7 +140,7 @@ def _end(call: UnitCall, runtime: Runtime) -> None:
 
 
 def _let_go(call: UnitCall) -> None:
-    """Reshard after forward, fully or to fewer ranks, or leave the parameters unsharded."""
+    """Reshards after forward, fully or to fewer ranks, or leaves the parameters unsharded."""
     unit = call.unit
     reshard = unit.policy.reshard_after_forward
     if reshard is None:
@@ -157,7 +157,7 @@ def _let_go(call: UnitCall) -> None:
 
 
 def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
-    """Gather all units that any rank runs now, in one order."""
+    """Gathers all units that any rank runs now, in one order."""
     place = runtime.units.index(call.unit)
     others = check.called(call.unit, runtime.units)
     for unit, trained in others:
@@ -174,7 +174,7 @@ def _agree(call: UnitCall, runtime: Runtime, check: OrderCheck) -> None:
 
 
 def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
-    """End a call that only another rank has run; this rank takes part in its backward."""
+    """Ends a call that only another rank has run; this rank takes part in its backward."""
     for param_group in call.unit.param_groups:
         param_group.backward.trained_elsewhere |= trained
     call.visible = torch.is_grad_enabled()
@@ -186,7 +186,7 @@ def _end_served(call: UnitCall, trained: bool, runtime: Runtime) -> None:
 
 
 def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -> None:
-    """Reshard the parameters when backward leaves this call by one of its inputs.
+    """Reshards the parameters when backward leaves this call by one of its inputs.
 
     Only inputs of its first module count: other modules may get outputs of the first.
     """
@@ -198,7 +198,7 @@ def _note_given(call: UnitCall, given: object, runtime: Runtime, begins: bool) -
 
 
 def _await_backward(call: UnitCall, output: object, runtime: Runtime) -> None:
-    """Tell the runtime when backward reaches an output that this call made."""
+    """Tells the runtime when backward reaches an output that this call made."""
     differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     for tensor in differentiable:
         if _is_given(call, tensor):
@@ -233,14 +233,14 @@ def _is_given(call: UnitCall, tensor: torch.Tensor) -> bool:
 
 
 def _came(runtime: Runtime, call: UnitCall, gradients: object) -> None:
-    """Begin a call's backward; called before the node that made an output runs."""
+    """Begins a call's backward; called before the node that made an output runs."""
     if not call.begun:
         call.unit.check_unchanged(call.versions)
     runtime.begin(call)
 
 
 def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
-    """Tell the runtime, once, when backward reaches a tensor that a unit passed on."""
+    """Tells the runtime, once, when backward reaches a tensor that a unit passed on."""
 
     def came(gradient: object) -> None:
         handle.remove()
@@ -250,5 +250,5 @@ def _note_handed_on(tensor: torch.Tensor, runtime: Runtime) -> None:
 
 
 def _left(runtime: Runtime, call: UnitCall, gradients: object) -> None:
-    """Leave a call's backward; called before the node that made an input runs."""
+    """Leaves a call's backward; called before the node that made an input runs."""
     runtime.left(call)

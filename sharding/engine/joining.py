@@ -44,7 +44,7 @@ class Form:
         return (*self.rest[: self.along], sum(self.counts), *self.rest[self.along :])
 
     def rows_first(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """This rank's input without padding, as it travels: bytes, rows first."""
+        """Returns this rank's input without padding, as it travels: bytes, rows first."""
         tensor = tensor.detach().narrow(self.along, 0, self.counts[rank])
         return tensor.movedim(self.along, 0).contiguous().view(-1).view(torch.uint8)
 
@@ -64,18 +64,18 @@ class Output:
         self._landing = self._bytes
 
     def allocate(self) -> None:
-        """Allocate the memory of the output."""
+        """Allocates the memory of the output."""
         self._storage.resize_(self.form.nbytes)
         if self.form.along:
             self._landing = torch.empty_like(self._bytes)
 
     def place(self, rank: int) -> torch.Tensor:
-        """The place of the bytes of a rank's input."""
+        """Returns the place of the bytes of a rank's input."""
         lo = sum(self.form.counts[:rank]) * self.form.row_bytes
         return self._landing[lo : lo + self.form.counts[rank] * self.form.row_bytes]
 
     def joined(self) -> torch.Tensor:
-        """The ranks' inputs, joined, once all have arrived."""
+        """Returns the ranks' inputs, joined, once all have arrived."""
         if self._landing is not self._bytes:
             rows = self._landing.view(self.form.dtype).view(-1, *self.form.rest)
             self._alias.copy_(rows.movedim(0, self.form.along))
@@ -83,6 +83,6 @@ class Output:
         return self._tensor
 
     def free(self) -> None:
-        """Free the memory."""
+        """Frees the memory."""
         self._landing = self._bytes
         self._storage.resize_(0)

@@ -22,19 +22,19 @@ class Names:
                 self._paths.setdefault(part, path)
 
     def parameters(self, param_group: ParamGroup) -> list[str]:
-        """The names of a parameter group's parameters, in order."""
+        """Returns the names of a parameter group's parameters, in order."""
         owners = [parameter.owners[0] for parameter in param_group.parameters]
         return [_shown(f"{self._paths.get(owner, '')}.{key}") for owner, key in owners]
 
     def unit(self, unit: Unit) -> str:
-        """The path of a unit's module, or modules; the class of the root itself."""
+        """Returns the path of a unit's module, or modules; the class of the root itself."""
         paths = [self._paths.get(module, "") for module in unit.modules]
         if not all(paths):
             return f"the root {type(unit.modules[0]).__name__}"
         return "+".join(map(_shown, paths))
 
     def give(self, unit: Unit) -> None:
-        """Name a unit's groups like the unit; several groups also by a parameter of each."""
+        """Names a unit's groups like the unit; several groups also by a parameter of each."""
         name = self.unit(unit)
         for param_group in unit.param_groups:
             parameters = self.parameters(param_group)

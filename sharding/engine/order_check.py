@@ -34,11 +34,11 @@ class OrderCheck:
 
     @classmethod
     def if_wanted(cls) -> OrderCheck | None:
-        """A check, if the debug level asks for one now."""
+        """Returns a check, if the debug level asks for one now."""
         return cls() if get_debug_level() == DebugLevel.DETAIL else None
 
     def called(self, unit: Unit, units: list[Unit]) -> list[tuple[Unit, bool]]:
-        """The units that other ranks run while this one runs `unit`, and whether they train them.
+        """Returns the units that other ranks run during `unit` of this one, and whether they train.
 
         The result has the order of the units. All ranks call it, for every unit with parameters.
         Raises RuntimeError in the first iteration if ranks differ.
@@ -101,6 +101,6 @@ class OrderCheck:
 
 
 def _names(unit: Unit, units: list[Unit]) -> list[str]:
-    """The names of a unit's parameters in the root."""
+    """Returns the names of a unit's parameters in the root."""
     names = Names(units[0])
     return [name for param_group in unit.param_groups for name in names.parameters(param_group)]

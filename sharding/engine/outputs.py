@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of dicts, lists, (named) tuples and dataclasses."""
+    """Yields every tensor in a nest of dicts, lists, (named) tuples and dataclasses."""
     if isinstance(nest, torch.Tensor):
         yield nest
     elif isinstance(nest, Mapping):
@@ -28,7 +28,7 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def mapped(nest: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """The nest with every tensor changed; containers without changes stay the same objects."""
+    """Returns the nest with every tensor changed; unchanged containers stay the same objects."""
     changed: object = nest
     if isinstance(nest, torch.Tensor):
         changed = change(nest)
@@ -58,5 +58,5 @@ def _differ(items: Iterable[object], others: Iterable[object]) -> bool:
 
 
 def in_dtype(nest: T, dtype: torch.dtype) -> T:
-    """The nest with its floating-point tensors in another dtype."""
+    """Returns the nest with its floating-point tensors in another dtype."""
     return mapped(nest, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -58,7 +58,7 @@ class P2PExchange:
         """Copies to make when all messages have arrived: sources, targets."""
 
     def wait(self) -> None:
-        """Wait until all messages are in their places."""
+        """Waits until all messages are in their places."""
         try:
             self._pending.wait()
         except RuntimeError as error:
@@ -67,7 +67,7 @@ class P2PExchange:
             torch._foreach_copy_(self._copies[1], self._copies[0])
 
     def send(self, tensors: Tensors, other: int) -> None:
-        """Send flat tensors of one dtype to one other rank."""
+        """Sends flat tensors of one dtype to one other rank."""
         small = _small(tensors)
         if small is None:
             self._post(dist.isend, tensors, other)
@@ -76,7 +76,7 @@ class P2PExchange:
         self._post(dist.isend, [*together, *_large(tensors)], other)
 
     def receive(self, tensors: Tensors, other: int) -> None:
-        """Fill flat tensors with those of the same sizes that one other rank sends."""
+        """Fills flat tensors with those of the same sizes that one other rank sends."""
         small = _small(tensors)
         if small is None:
             self._post(dist.irecv, tensors, other)
@@ -91,7 +91,7 @@ class P2PExchange:
         self._post(dist.irecv, [*together, *_large(tensors)], other)
 
     def _post(self, way: Way, tensors: Tensors, other: int) -> None:
-        """Start a message for each tensor."""
+        """Starts a message for each tensor."""
         if not tensors:
             return
         group, member = self._shard_group.group, self._shard_group.members[other]
@@ -138,7 +138,7 @@ class P2PTransport:
     def all_gather(
         self, mine: Tensors, places: Sequence[Tensors], composition: Composition
     ) -> P2PExchange:
-        """Start to fill `places[r]` with the `mine` of rank r, on all ranks. Flat tensors."""
+        """Starts to fill `places[r]` with the `mine` of rank r, on all ranks. Flat tensors."""
         exchange, shard_group = P2PExchange(self.shard_group, composition), self.shard_group
         for other in shard_group.others:
             exchange.receive(places[other], other)
@@ -150,7 +150,7 @@ class P2PTransport:
     def reduce_scatter(
         self, parts: Sequence[Tensors], composition: Composition
     ) -> P2PReduceScatter:
-        """Start to sum, for each rank r, the `parts[r]` of all ranks. Flat tensors."""
+        """Starts to sum, for each rank r, the `parts[r]` of all ranks. Flat tensors."""
         exchange, shard_group = P2PExchange(self.shard_group, composition), self.shard_group
         mine = parts[shard_group.rank]
         received = [
@@ -163,7 +163,7 @@ class P2PTransport:
         return P2PReduceScatter(exchange, received, shard_group.rank)
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
-        """Sum `flat` over all ranks in rank order, in place, the same on all. Waits."""
+        """Sums `flat` over all ranks in rank order, in place, the same on all. Waits."""
         shard_group = self.shard_group
         if shard_group.size == 1:
             return
@@ -187,7 +187,7 @@ class P2PReduceScatter:
         self._rank = rank
 
     def wait(self) -> list[torch.Tensor]:
-        """The sums, in memory of their own."""
+        """Returns the sums, in memory of their own."""
         self._exchange.wait()
         if len(self._parts) == 1:
             return [part.clone() for part in self._parts[0]]
@@ -204,19 +204,19 @@ class P2PReduceScatter:
 
 
 def _small(tensors: Tensors) -> list[torch.Tensor] | None:
-    """The tensors that share a message; None for a single tensor, which travels as it is."""
+    """Returns the tensors that share a message; None for a single one, which travels as it is."""
     if len(tensors) == 1 and tensors[0].numel():
         return None
     return [t for t in tensors if 0 < t.nbytes < SMALL_BYTES]
 
 
 def _large(tensors: Tensors) -> list[torch.Tensor]:
-    """The tensors that get a message each."""
+    """Returns the tensors that get a message each."""
     return [tensor for tensor in tensors if tensor.nbytes >= SMALL_BYTES]
 
 
 def _empty_like(tensors: Tensors) -> list[torch.Tensor]:
-    """Memory for tensors of the same sizes, allocated and freed in one piece."""
+    """Returns memory for tensors of the same sizes, allocated and freed in one piece."""
     sizes = [tensor.numel() for tensor in tensors]
     buffer = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
     return list(torch.split(buffer, sizes))

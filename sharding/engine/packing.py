@@ -52,7 +52,7 @@ class Slot:
         return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     def chunk(self, size: int, rank: int) -> Span:
-        """The chunk of `rank` of `size` by torch.chunk's rule, as a range of the unsharded buffer.
+        """Returns the chunk of `rank` of `size` by torch.chunk's rule, in the unsharded buffer.
 
         >>> Slot((5, 2), 0, 100).chunk(2, 1)
         (106, 110)
@@ -84,11 +84,11 @@ class ChunkPacking:
         return _end(self.slots)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The spans of a rank: one for each slot."""
+        """Returns the spans of a rank: one for each slot."""
         return self._spans[rank]
 
     def cuts(self, rank: int) -> tuple[Span, ...]:
-        """By slot, the span of a rank, counted from the slot's first element."""
+        """Returns each slot's span of a rank, counted from the slot's first element."""
         return self._cuts[rank]
 
     @cached_property
@@ -127,18 +127,18 @@ class FlatPacking:
         return self.shard_numel * self.size
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The span of a rank."""
+        """Returns the span of a rank."""
         return ((rank * self.shard_numel, (rank + 1) * self.shard_numel),)
 
     def piece(self, index: int, rank: int) -> Span:
-        """The elements `[lo, hi)` of parameter `index`, in row-major order, of a rank."""
+        """Returns the elements `[lo, hi)` of parameter `index`, in row-major order, of a rank."""
         slot, lo = self.slots[index], rank * self.shard_numel
         first = min(max(lo - slot.at, 0), slot.numel)
         return first, min(max(lo + self.shard_numel - slot.at, first), slot.numel)
 
 
 def slabs(slots: Sequence[Slot], numel: int, limit: int) -> tuple[Span, ...]:
-    """Ranges of whole slots that tile a buffer; longer than `limit` only for a longer slot.
+    """Returns ranges of whole slots that tile a buffer; longer than `limit` only for a longer slot.
 
     >>> slabs(pack([(3,), (2,), (9,), (1,)], [0, 0, 0, 0]), 16, 5)
     ((0, 5), (5, 14), (14, 16))
@@ -151,7 +151,7 @@ def slabs(slots: Sequence[Slot], numel: int, limit: int) -> tuple[Span, ...]:
 
 
 def chunk(rows: int, size: int, rank: int) -> Span:
-    """The rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; the last chunks may be empty."""
+    """Returns rows `[lo, hi)` of chunk `rank` by torch.chunk's rule; last chunks may be empty."""
     step = -(-rows // size)
     return min(rows, rank * step), min(rows, (rank + 1) * step)
 
@@ -159,7 +159,7 @@ def chunk(rows: int, size: int, rank: int) -> Span:
 def pack(
     shapes: Sequence[tuple[int, ...]], dims: Sequence[int], align: int = 1
 ) -> tuple[Slot, ...]:
-    """Slots for parameters of these shapes, in order, each at a multiple of `align`.
+    """Returns slots for parameters of these shapes, in order, each at a multiple of `align`.
 
     >>> [slot.at for slot in pack([(3, 3), (4,)], [0, 0], align=8)]
     [0, 16]

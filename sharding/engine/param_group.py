@@ -111,44 +111,44 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def versions(self) -> list[int]:
-        """The version counters of the shards: most changes of the shards change them."""
+        """Returns the version counters of the shards: most changes of the shards change them."""
 
     @abstractmethod
     def take_over_replaced(self) -> None:
-        """Make a tensor that a user put in the place of a sharded parameter the sharded parameter.
+        """Makes a tensor that a user put in the place of a sharded parameter the sharded parameter.
 
         Raises ArgumentTypeError or RuntimeError for a tensor that cannot take its place.
         """
 
     @abstractmethod
     def _pack(self) -> ChunkPacking | FlatPacking:
-        """The place of each parameter in the unsharded buffer."""
+        """Returns the place of each parameter in the unsharded buffer."""
 
     @abstractmethod
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The all-gather input: this rank's spans, flat, in `dtype`."""
+        """Returns the all-gather input: this rank's spans, flat, in `dtype`."""
 
     @abstractmethod
     def _parts(
         self, gradients: list[torch.Tensor], packing: ChunkPacking | FlatPacking
     ) -> list[list[torch.Tensor]]:
-        """The reduce-scatter input: by rank, flat, its part of every slot's gradient."""
+        """Returns the reduce-scatter input: by rank, flat, its part of every slot's gradient."""
 
     @abstractmethod
     def accumulate_shard_grads(self, sums: list[torch.Tensor], flags: list[float]) -> None:
-        """Add reduced gradients to the accumulated gradients of the shards. Local.
+        """Adds reduced gradients to the accumulated gradients of the shards. Local.
 
         `sums` are this rank's parts of the summed gradients, flat. `flags` are the sums over ranks
         of the flags that `_flat_gradients` made: 0 if no rank has a gradient.
         """
 
     def place_unsharded(self) -> None:
-        """Put the unsharded parameters into the modules."""
+        """Puts the unsharded parameters into the modules."""
         for parameter, leaf in zip(self.parameters, self.unsharded, strict=True):
             parameter.place(leaf)
 
     def place_sharded(self) -> None:
-        """Put the sharded parameters into the modules."""
+        """Puts the sharded parameters into the modules."""
         for parameter in self.parameters:
             parameter.place(parameter.sharded)
 
@@ -157,12 +157,12 @@ class ParamGroup(ABC):
         return self.parameters[index].sharded.requires_grad
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Every place in the modules that has a parameter of the group."""
+        """Yields every place in the modules that has a parameter of the group."""
         for parameter in self.parameters:
             yield from parameter.owners
 
     def placed_more(self, parameter: Parameter) -> None:
-        """Fill the new places of a parameter like its other places."""
+        """Fills the new places of a parameter like its other places."""
         parameter.place(parameter.sharded)
 
     # Dtypes.
@@ -208,7 +208,7 @@ class ParamGroup(ABC):
         return PREFETCH_BYTES if self.buffer is None else self.buffer.unsharded_bytes
 
     def unshard(self, batch: AllGather) -> None:
-        """Start the all-gather with the batch, unless it is done or in flight.
+        """Starts the all-gather with the batch, unless it is done or in flight.
 
         All ranks of the group call it in the same order. Raises MisuseError after an all-gather
         that failed.
@@ -236,7 +236,7 @@ class ParamGroup(ABC):
         return self.is_gathered and self._gathered_versions != self.versions()
 
     def wait(self) -> None:
-        """Wait for the all-gather; put the unsharded parameters into the modules."""
+        """Waits for the all-gather; puts the unsharded parameters into the modules."""
         if self._all_gather is not None:
             self._await(self._all_gather)
             self._assemble()
@@ -249,7 +249,7 @@ class ParamGroup(ABC):
             self.place_unsharded()
 
     def _await(self, gathering: PendingAllGather) -> None:
-        """Wait for an all-gather. After an error it never ends; after an interrupt it may."""
+        """Waits for an all-gather. After an error it never ends; after an interrupt it may."""
         try:
             gathering.wait()
         except Exception as error:
@@ -258,13 +258,13 @@ class ParamGroup(ABC):
         self._all_gather = None
 
     def show_sharded(self) -> None:
-        """Put the sharded parameters into the modules; unsharded ones may stay in memory."""
+        """Puts the sharded parameters into the modules; unsharded ones may stay in memory."""
         if self._is_shown:
             self._is_shown = False
             self.place_sharded()
 
     def reshard(self) -> None:
-        """Put the sharded parameters into the modules and free the unsharded buffer."""
+        """Puts the sharded parameters into the modules and frees the unsharded buffer."""
         self.holders.clear()
         if self._all_gather is not None:
             # No caller needs the parameters now, and a later `unshard` raises the error.
@@ -277,7 +277,7 @@ class ParamGroup(ABC):
             self._free()
 
     def release(self, holder: object) -> None:
-        """Reshard if no other holder needs the parameters unsharded."""
+        """Reshards if no other holder needs the parameters unsharded."""
         self.holders.discard(holder)
         if not self.holders:
             self.reshard()
@@ -288,24 +288,24 @@ class ParamGroup(ABC):
             self._kept = KeptPart.of(self.buffer, self.groups.shard.part(size))
 
     def drop_kept(self) -> None:
-        """Drop a kept part: the next all-gather reads the shards."""
+        """Drops a kept part: the next all-gather reads the shards."""
         self._kept = None
 
     def fetch(self) -> UnshardedBuffer:
-        """A new buffer, in `stored_dtype`, with the unsharded parameters. Collective; waits."""
+        """Returns a new `stored_dtype` buffer with the unsharded parameters. Collective; waits."""
         packing, _ = self._settled()
         buffer = UnshardedBuffer.of(packing.slots, packing.numel, self.stored_dtype, self.device)
         self.all_gather_now(self._outgoing(self.stored_dtype), buffer)
         return buffer
 
     def all_gather_now(self, mine: list[torch.Tensor], buffer: UnshardedBuffer) -> None:
-        """Fill a buffer of the group's layout from all ranks' spans. Collective; waits."""
+        """Fills a buffer of the group's layout from all ranks' spans. Collective; waits."""
         packing, transport = self._settled()
         composition = Composition((self._next_item(Purpose.ALL_GATHER),))
         transport.all_gather(mine, buffer.places(packing), composition).wait()
 
     def all_reduce_now(self, flat: torch.Tensor) -> None:
-        """All-reduce a flat tensor over the shard group, in place. Collective; waits."""
+        """All-reduces a flat tensor over the shard group, in place. Collective; waits."""
         _, transport = self._settled()
         transport.all_reduce(flat, Composition((self._next_item(Purpose.REDUCE_SCATTER),)))
 
@@ -316,7 +316,7 @@ class ParamGroup(ABC):
         return self._packing, self._transport
 
     def _gather(self, batch: AllGather) -> PendingAllGather:
-        """Start to fill the unsharded buffer."""
+        """Starts to fill the unsharded buffer."""
         packing, transport = self._settled()
         self.buffer = self._buffer(self.dtype)
         self.buffer.allocate()
@@ -332,11 +332,11 @@ class ParamGroup(ABC):
         return batch.add(transport, mine, self.buffer.places(packing), item)
 
     def _needs_gathering(self, buffer: UnshardedBuffer) -> bool:
-        """False if the buffer is the memory of the shards."""
+        """Returns False if the buffer is the memory of the shards."""
         return True
 
     def _buffer(self, dtype: torch.dtype) -> UnshardedBuffer:
-        """The unsharded buffer of a dtype; a new one has memory."""
+        """Returns the unsharded buffer of a dtype; a new one has memory."""
         if dtype not in self._buffers:
             packing, _ = self._settled()
             self._buffers[dtype] = UnshardedBuffer(
@@ -346,31 +346,31 @@ class ParamGroup(ABC):
         return self._buffers[dtype]
 
     def _leaf(self, index: int, view: torch.Tensor) -> torch.Tensor:
-        """The unsharded parameter over a view of the unsharded buffer."""
+        """Returns the unsharded parameter over a view of the unsharded buffer."""
         return nn.Parameter(view, requires_grad=False)
 
     def _assemble(self) -> None:  # noqa: B027 - most kinds have nothing to do
-        """Make the unsharded parameters of an all-gather that has arrived."""
+        """Makes the unsharded parameters of an all-gather that has arrived."""
 
     def _free(self) -> None:
-        """Free the memory of the unsharded parameters."""
+        """Frees the memory of the unsharded parameters."""
         if self.buffer is not None:
             self.buffer.free()
 
     def _forget_forms(self) -> None:
-        """Drop buffers and layout: the parameters have another dtype, shape or device."""
+        """Drops buffers and layout: the parameters have another dtype, shape or device."""
         self._buffers.clear()
         self.buffer = None
         self._packing = self._transport = None
         self._grad_hooks.clear()
 
     def named(self, name: str, parameters: list[str]) -> None:
-        """Set the name for errors; `parameters` are the names in the root module, for tags."""
+        """Sets the name for errors; `parameters` are the names in the root module, for tags."""
         self.name = name
         self._tags.key = key_of(self.number, parameters, (p.shape for p in self.parameters))
 
     def _next_item(self, purpose: Purpose) -> Item:
-        """This group's part of the next exchange for a purpose."""
+        """Returns this group's part of the next exchange for a purpose."""
         if not self._tags.key:
             self.named(self.name, [parameter.name for parameter in self.parameters])
         return self._tags.next_item(self.name, purpose)
@@ -378,7 +378,7 @@ class ParamGroup(ABC):
     # From gradients of unsharded parameters to accumulated gradients.
 
     def gradient_arrived(self, index: int) -> None:
-        """Note that backward has completed the gradient of an unsharded parameter."""
+        """Notes that backward has completed the gradient of an unsharded parameter."""
         self.backward.arrived.add(index)
         self.on_gradient(self)
 
@@ -388,13 +388,13 @@ class ParamGroup(ABC):
         return self.backward.due <= 0 and 0 < self._wanted == len(self.backward.arrived)
 
     def hold_gradients(self) -> None:
-        """Keep gradients, in `reduce_dtype`, for a later backward that reduces. Local."""
+        """Keeps gradients, in `reduce_dtype`, for a later backward that reduces. Local."""
         self.backward.arrived.clear()
         if self.reduce_dtype != self.dtype:
             self._kept_gradients.keep(self._take_gradients())
 
     def reduce(self, batch: ReduceScatters) -> Reduction | None:
-        """Take the gradients from the unsharded parameters; reduce them with the batch.
+        """Takes the gradients from the unsharded parameters; reduces them with the batch.
 
         Returns None if they are reduced already.
 
@@ -422,7 +422,7 @@ class ParamGroup(ABC):
         return self._settled()[0].numel * self.reduce_dtype.itemsize
 
     def forget(self) -> None:
-        """Drop the gradients of a backward that ended with an error."""
+        """Drops the gradients of a backward that ended with an error."""
         for buffer in self._buffers.values():
             for leaf in buffer.leaves:
                 leaf.grad = None
@@ -431,15 +431,15 @@ class ParamGroup(ABC):
         self.reshard()
 
     def end_backward(self) -> None:
-        """Drop the state of a backward."""
+        """Drops the state of a backward."""
         self.backward = BackwardState()
 
     def _replicate(self, item: Item, sums: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums over all replicas of the shard; empty if a later backward sums. Waits."""
+        """Returns the sums over the shard's replicas; empty if a later backward sums. Waits."""
         return self._replica_sums.over(sums, item, self.device, self.replicates)
 
     def _flat_gradients(self, present: list[int]) -> list[torch.Tensor]:
-        """By slot, the gradient, flat, rows first; zeros, with a flag of 0, without a gradient."""
+        """Returns each slot's gradient, flat, rows first; without one, zeros and a flag of 0."""
         packing, _ = self._settled()
         release = self._kept_gradients.release
         gradients = [release(*taken) for taken in enumerate(self._take_gradients())]

@@ -29,7 +29,7 @@ class Parameter:
     """The spec of the unsharded parameter if tensor parallelism divides it; else None."""
 
     def place(self, tensor: torch.Tensor) -> None:
-        """Put the sharded or the unsharded parameter into its modules."""
+        """Puts the sharded or the unsharded parameter into its modules."""
         for module, attribute in self.owners:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = tensor  # type: ignore[assignment]

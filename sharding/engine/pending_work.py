@@ -48,7 +48,7 @@ class PendingWork:
         return len(self._arrived)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all have arrived or are sent: `seconds` each, by default the group's time-out.
+        """Waits until all have arrived or are sent: `seconds` each, or the group's time-out.
 
         Raises the RuntimeError of the first message that has not: the one at index `arrived`.
         """

@@ -37,7 +37,7 @@ class BackwardState:
     """Whether this backward has started a reduction."""
 
     def start_reduction(self) -> None:
-        """Note that the arrived gradients go into a reduction."""
+        """Notes that the arrived gradients go into a reduction."""
         self.reduced = True
         self.arrived.clear()
 
@@ -58,7 +58,7 @@ class Reduction:
         self._accumulate = accumulate_shard_grads
 
     def finish(self) -> None:
-        """Wait for the sums, divide them and add them to the accumulated gradients, once."""
+        """Waits for the sums, divides them and adds them to the accumulated gradients, once."""
         summed = self._replicate(self._summing.wait())
         if not summed:
             return
@@ -68,7 +68,7 @@ class Reduction:
         self._accumulate(sums, flags.tolist())
 
     def abandon(self) -> None:
-        """Wait, and drop the sums: gloo does not recover from messages without a waiter."""
+        """Waits, and drops the sums: gloo does not recover from messages without a waiter."""
         self._summing.wait()
 
 
@@ -84,7 +84,7 @@ class ReplicaSums:
     def over(
         self, sums: list[torch.Tensor], item: Item, device: torch.device, replicates: bool
     ) -> list[torch.Tensor]:
-        """The sums over replicas of these and of waiting ones; empty if these must wait.
+        """Returns the sums over replicas of these and of waiting ones; empty if these must wait.
 
         All replicas call this; waits for them.
         """
@@ -101,7 +101,7 @@ class ReplicaSums:
         return list(torch.split(flat, [part.numel() for part in sums]))
 
     def all_reduce(self, flat: torch.Tensor, item: Item, device: torch.device) -> None:
-        """Sum a flat tensor over the replicas, in place. All replicas call this; waits."""
+        """Sums a flat tensor over the replicas, in place. All replicas call this; waits."""
         if self._transport is None:
             self._transport = transport_between(self._replicas, device)
         self._transport.all_reduce(flat, Composition((item,)))
@@ -116,7 +116,7 @@ class GradHooks:
         self._hooked: set[int] = set()
 
     def prepare(self, unsharded: Sequence[torch.Tensor], wants: Callable[[int], bool]) -> int:
-        """Set `requires_grad` of the parameters by `wants`, and hook them; returns their number."""
+        """Sets `requires_grad` of the parameters by `wants`, hooks them; returns their number."""
         count = 0
         for index, leaf in enumerate(unsharded):
             wanted = wants(index)
@@ -130,7 +130,7 @@ class GradHooks:
         return count
 
     def clear(self) -> None:
-        """Drop the parameters, because there are new ones."""
+        """Drops the parameters, because there are new ones."""
         self._hooked.clear()
 
 
@@ -147,12 +147,12 @@ class KeptGradients:
         self._kept: list[torch.Tensor | None] = [None] * count
 
     def keep(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients, by parameter, to the kept ones."""
+        """Adds the gradients, by parameter, to the kept ones."""
         for index, gradient in enumerate(gradients):
             self._kept[index] = self.release(index, gradient)
 
     def release(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Take out a parameter's kept gradient; returns its sum with `gradient`.
+        """Takes out a parameter's kept gradient; returns its sum with `gradient`.
 
         Returns None if both are missing.
         """
@@ -165,7 +165,7 @@ class KeptGradients:
 def take_gradients(
     parameters: Sequence[Parameter], unsharded: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor | None]:
-    """By parameter, this rank's gradient in `dtype`; the unsharded parameters lose theirs.
+    """Returns this rank's gradients in `dtype`; the unsharded parameters lose theirs.
 
     `unsharded` may be empty, before the first all-gather. Raises ArgumentTypeError for a sparse
     gradient.
@@ -190,7 +190,7 @@ def flat_rows_first(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """By slot, its gradient, flat, the divided dimension first; zeros without a gradient."""
+    """Returns each slot's gradient, flat, the divided dimension first; or zeros."""
     flat = []
     for slot, gradient in zip(slots, gradients, strict=True):
         if gradient is None:
@@ -202,7 +202,7 @@ def flat_rows_first(
 
 
 def divisors(size: int, dtype: torch.dtype, chosen: float | None) -> tuple[float, float]:
-    """The divisors of gradients before and after they are summed over `size` ranks.
+    """Returns the divisors of gradients before and after they are summed over `size` ranks.
 
     A sum of float16 could overflow, so a power of two divides float16 gradients before the sum,
     which costs range and no precision. The range of other dtypes is large enough.

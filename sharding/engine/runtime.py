@@ -63,7 +63,7 @@ class Runtime:
 
     @classmethod
     def rooted_at(cls, root: Unit) -> Runtime:
-        """The runtime of a unit and all units below it, which leave their former runtimes."""
+        """Returns the runtime of a unit and all below it, which leave their former runtimes."""
         runtime = cls(root, list(units_of(root.modules)))
         for unit in runtime.units:
             unit.runtime = runtime
@@ -73,7 +73,7 @@ class Runtime:
         return runtime
 
     def number_param_groups(self) -> None:
-        """Give every parameter group its index and name, which are equal on all ranks."""
+        """Gives every parameter group its index and name, which are equal on all ranks."""
         for index, param_group in enumerate(self._param_groups()):
             param_group.index = index
         for unit in self.units:
@@ -86,7 +86,7 @@ class Runtime:
     # Forward.
 
     def tick(self) -> int:
-        """The next value of the clock that orders beginnings and ends of calls."""
+        """Returns the next value of the clock that orders beginnings and ends of calls."""
         self._clock += 1
         return self._clock
 
@@ -96,11 +96,11 @@ class Runtime:
         return bool(self.running)
 
     def started(self, call: UnitCall) -> None:
-        """Note that a call's forward has begun."""
+        """Notes that a call's forward has begun."""
         self.running.setdefault(call.unit, []).append(call)
 
     def stopped(self, unit: Unit) -> UnitCall:
-        """Note the end of the innermost call of a unit; returns the call."""
+        """Notes the end of the innermost call of a unit; returns the call."""
         calls = self.running[unit]
         call = calls.pop()
         if not calls:
@@ -108,7 +108,7 @@ class Runtime:
         return call
 
     def begin_forward(self) -> None:
-        """Begin a forward of the outermost unit: reshard parameters that may be out of date."""
+        """Begins a forward of the outermost unit: reshards parameters that may be out of date."""
         self.recover()
         if self.in_backward:
             return
@@ -119,7 +119,7 @@ class Runtime:
             unit.refresh()
 
     def end_forward(self) -> None:
-        """End a forward of the outermost unit: reshard units that were prefetched and not used."""
+        """Ends a forward of the outermost unit: reshards units that were prefetched in vain."""
         if not self.in_backward:
             for unit in self.units:
                 for param_group in unit.param_groups:
@@ -129,7 +129,7 @@ class Runtime:
                         param_group.show_sharded()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Start all-gathers of the units that followed this one the last time."""
+        """Starts all-gathers of the units that followed this one the last time."""
         position = len(self.run.started)
         self.run.started.append(unit)
         if unit.policy.units_to_forward_prefetch is not None:
@@ -140,7 +140,7 @@ class Runtime:
             self._prefetch(unit, islice(last, position + 1, None))
 
     def _prefetch(self, unit: Unit, following: Iterable[Unit]) -> None:
-        """Unshard the next unit, or as many small ones as `PREFETCH_BYTES` hold.
+        """Unshards the next unit, or as many small ones as `PREFETCH_BYTES` hold.
 
         Prefetches again once half of these units have run, so that messages have time to arrive.
         """
@@ -168,7 +168,7 @@ class Runtime:
         return self._ending is not None and self._ending() is not None
 
     def enter_backward(self) -> None:
-        """Register `_end_backward` for the end of the backward that runs now."""
+        """Registers `_end_backward` for the end of the backward that runs now."""
         if not self.in_backward:
             self.recover()
             ending = partial(self._end_backward)
@@ -177,7 +177,7 @@ class Runtime:
             Variable._execution_engine.queue_callback(ending)
 
     def recover(self) -> None:
-        """Forget a backward that ended with an error."""
+        """Forgets a backward that ended with an error."""
         if self._ending is not None and not self.in_backward:
             self._ending = None
             for param_group in self._param_groups():
@@ -185,7 +185,7 @@ class Runtime:
             self._forget_backward()
 
     def begin(self, call: UnitCall) -> None:
-        """Unshard the parameters of a call that backward has reached. May wait."""
+        """Unshards the parameters of a call that backward has reached. May wait."""
         self.enter_backward()
         if call.begun:
             return
@@ -199,13 +199,13 @@ class Runtime:
         self._come_to(call)
 
     def gradient_arrived(self, param_group: ParamGroup) -> None:
-        """Note that a parameter of a group has its gradient; reduce the group if it is complete."""
+        """Notes that a parameter of a group has its gradient; reduces a complete group."""
         self.enter_backward()
         if param_group.is_complete and self._schedule and self._schedule[0] is param_group:
             self._advance()
 
     def left(self, call: UnitCall) -> None:
-        """Reshard the parameters of a call that backward has left."""
+        """Reshards the parameters of a call that backward has left."""
         if call in call.run.open:
             call.run.open.remove(call)
             call.unit.leave(call)
@@ -213,7 +213,7 @@ class Runtime:
                 self._prefetch_backward(call)
 
     def _reach(self, run: ForwardPass) -> None:
-        """Schedule the reductions of the groups that a forward used, when backward reaches it."""
+        """Schedules the reductions of the groups that a forward used, when backward reaches it."""
         if run in self._reached:
             return
         self._reached.append(run)
@@ -250,13 +250,13 @@ class Runtime:
             self._prefetch_backward(call)
 
     def _prefetch_backward(self, call: UnitCall) -> None:
-        """Start all-gathers of units that backward reaches after a call."""
+        """Starts all-gathers of units that backward reaches after a call."""
         if call.index >= 0:
             due = (before.unit for before in call.run.before(call) if not before.begun)
             self._prefetch(call.unit, (unit for unit in due if unit.policy.unshard_in_backward))
 
     def _advance(self, to_the_end: bool = False) -> None:
-        """Reduce the scheduled groups that are complete or passed, in order."""
+        """Reduces the scheduled groups that are complete or passed, in order."""
         while self._schedule:
             param_group = self._schedule[0]
             state = param_group.backward
@@ -267,14 +267,14 @@ class Runtime:
             self._complete(param_group)
 
     def _complete(self, param_group: ParamGroup) -> None:
-        """Reduce a group that gets no more gradients, or keep its gradients for later."""
+        """Reduces a group that gets no more gradients, or keeps its gradients for later."""
         if param_group.reduces:
             self._reductions.reduce(param_group.gradient_bytes, param_group.reduce)
         else:
             param_group.hold_gradients()
 
     def _end_backward(self) -> None:
-        """End a backward: all shards get their gradients, all units are resharded. Waits."""
+        """Ends a backward: all shards get their gradients, all units are resharded. Waits."""
         for run in list(self._reached):
             for skipped in run.skipped(-1):
                 self._come_to(skipped)
@@ -295,7 +295,7 @@ class Runtime:
             unit.end_backward()
 
     def _stop_recomputed(self) -> None:
-        """Drop the calls that a checkpoint ran in backward: a part of them never ends."""
+        """Drops the calls that a checkpoint ran in backward: a part of them never ends."""
         for unit, calls in list(self.running.items()):
             calls[:] = [call for call in calls if not call.recomputed]
             if not calls:
@@ -310,19 +310,19 @@ class Runtime:
 
 
 def runtime_of(unit: Unit) -> Runtime:
-    """The runtime of a unit; a unit without one becomes a root."""
+    """Returns the runtime of a unit; a unit without one becomes a root."""
     runtime = unit.runtime
     return runtime if isinstance(runtime, Runtime) else Runtime.rooted_at(unit)
 
 
 def is_running(unit: Unit) -> bool:
-    """True inside a unit's forward, and in a backward of its root."""
+    """Returns True inside a unit's forward, and in a backward of its root."""
     runtime = unit.runtime
     return isinstance(runtime, Runtime) and (runtime.in_backward or unit in runtime.running)
 
 
 def reset(units: Iterable[Unit]) -> None:
-    """Reshard units and forget the state that an error in forward or backward left."""
+    """Reshards units and forgets the state that an error in forward or backward left."""
     for unit in units:
         if isinstance(unit.runtime, Runtime):
             unit.runtime.recover()
@@ -332,7 +332,7 @@ def reset(units: Iterable[Unit]) -> None:
 
 
 def attach(unit: Unit) -> None:
-    """Connect the gradients of a new unit's groups to its runtime."""
+    """Connects the gradients of a new unit's groups to its runtime."""
     for param_group in unit.param_groups:
         param_group.on_gradient = partial(_gradient_arrived, unit)
 

@@ -34,12 +34,12 @@ class ShardGroup:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> ShardGroup:
-        """All ranks of a group."""
+        """Returns all ranks of a group."""
         return cls(ref(group), tuple(range(dist.get_world_size(group))), dist.get_rank(group))
 
     @classmethod
     def alone(cls) -> ShardGroup:
-        """This process alone: no tensor is divided."""
+        """Returns this process alone: no tensor is divided."""
         return cls(None, (0,), 0)
 
     @property
@@ -66,7 +66,7 @@ class ShardGroup:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def part(self, size: int) -> ShardGroup:
-        """The run of `size` consecutive ranks that contains this process."""
+        """Returns the run of `size` consecutive ranks that contains this process."""
         first = self.rank // size * size
         return ShardGroup(self.reference, self.members[first : first + size], self.rank - first)
 
@@ -93,5 +93,5 @@ class HybridGroups:
         return group
 
     def next_number(self) -> int:
-        """The number of a new parameter group, the same on all ranks of the group."""
+        """Returns the number of a new parameter group, the same on all ranks of the group."""
         return next(_numbers.setdefault(self.group, count()))

@@ -31,7 +31,7 @@ class PendingAllGather(Protocol):
     """An all-gather in flight."""
 
     def wait(self) -> None:
-        """Wait until the places are filled. Called once."""
+        """Waits until the places are filled. Called once."""
         ...
 
 
@@ -39,14 +39,14 @@ class NoGather:
     """The all-gather of a group that is not divided."""
 
     def wait(self) -> None:
-        """Return at once: the parameters are in place."""
+        """Returns at once: the parameters are in place."""
 
 
 class PendingReduceScatter(Protocol):
     """A reduce-scatter in flight."""
 
     def wait(self) -> list[torch.Tensor]:
-        """This rank's sums, flat. Waits. Called once."""
+        """Returns this rank's sums, flat. Waits. Called once."""
         ...
 
 
@@ -61,22 +61,22 @@ class Transport(Protocol):
         places: Sequence[Sequence[torch.Tensor]],
         composition: Composition,
     ) -> PendingAllGather:
-        """Start to fill `places[r]` with the `mine` of rank r, on all ranks."""
+        """Starts to fill `places[r]` with the `mine` of rank r, on all ranks."""
         ...
 
     def reduce_scatter(
         self, parts: Sequence[Sequence[torch.Tensor]], composition: Composition
     ) -> PendingReduceScatter:
-        """Start to sum, for each rank r, the `parts[r]` of all ranks."""
+        """Starts to sum, for each rank r, the `parts[r]` of all ranks."""
         ...
 
     def all_reduce(self, flat: torch.Tensor, composition: Composition) -> None:
-        """Sum `flat` over all ranks, in place. Waits."""
+        """Sums `flat` over all ranks, in place. Waits."""
         ...
 
 
 def transport_between(shard_group: ShardGroup, device: torch.device) -> Transport:
-    """The fastest transport between these ranks for tensors on this device, or the chosen one.
+    """Returns the fastest transport of these ranks for this device, or the chosen one.
 
     Raises ArgumentError if the chosen one does not exist, or cannot be used here.
     """

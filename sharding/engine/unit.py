@@ -80,7 +80,7 @@ class StepRuntime(Protocol):
     root: Unit
 
     def number_param_groups(self) -> None:
-        """Give every parameter group its index and name, because the unit has new groups."""
+        """Gives every parameter group its index and name, because the unit has new groups."""
         ...
 
 
@@ -108,14 +108,14 @@ class Unit:
         """True inside `summon_full_params`."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise ArgumentTypeError: shards and process groups cannot be pickled or copied."""
+        """Raises ArgumentTypeError: shards and process groups cannot be pickled or copied."""
         raise ArgumentTypeError(
             f"{type(self.modules[0]).__name__} cannot be pickled or copied: its parameters are "
             "spread over ranks; copy the module before it is sharded, or save its state_dict()"
         )
 
     def hook_state_dict(self, module: nn.Module) -> None:
-        """Reshard the unit before a module's state dict is made or loaded."""
+        """Reshards the unit before a module's state dict is made or loaded."""
         for register in (
             module.register_state_dict_pre_hook,
             module.register_load_state_dict_pre_hook,
@@ -140,11 +140,11 @@ class Unit:
         return (*self.param_groups, *self.borrowed)
 
     def unshard(self) -> None:
-        """Start the all-gathers of this unit. All ranks call it; does not wait."""
+        """Starts the all-gathers of this unit. All ranks call it; does not wait."""
         unshard_together([self])
 
     def join(self, batch: AllGather) -> None:
-        """Add the all-gathers of this unit to a batch."""
+        """Adds the all-gathers of this unit to a batch."""
         self._settle()
         for param_group in self.used:
             param_group.unshard(batch)
@@ -160,12 +160,12 @@ class Unit:
         return sum(param_group.unsharded_bytes for param_group in self.used)
 
     def wait(self) -> None:
-        """Wait until all parameters of the unit are unsharded."""
+        """Waits until all parameters of the unit are unsharded."""
         for param_group in self.used:
             param_group.wait()
 
     def acquire(self, holder: object) -> None:
-        """Unshard the unit until this holder releases it. All ranks call it; waits."""
+        """Unshards the unit until this holder releases it. All ranks call it; waits."""
         self.unshard()
         self.wait()
         for param_group in self.used:
@@ -174,17 +174,17 @@ class Unit:
             param_group.holders.add(holder)
 
     def release(self, holder: object) -> None:
-        """Reshard the groups that no other holder needs unsharded."""
+        """Reshards the groups that no other holder needs unsharded."""
         for param_group in self.used:
             param_group.release(holder)
 
     def reshard(self) -> None:
-        """Reshard the unit's own groups, even if they have holders."""
+        """Reshards the unit's own groups, even if they have holders."""
         for param_group in self.param_groups:
             param_group.reshard()
 
     def unshard_for_user(self) -> None:
-        """Start the all-gather; the unit stays unsharded until its next forward or `reshard`."""
+        """Starts the all-gather; the unit stays unsharded until its next forward or `reshard`."""
         for param_group in self.used:
             if param_group.is_stale:
                 param_group.reshard()
@@ -200,7 +200,7 @@ class Unit:
                 param_group.reshard()
 
     def _settle(self) -> None:
-        """Give parameters with all-gather hooks parameter groups of their own."""
+        """Gives parameters with all-gather hooks parameter groups of their own."""
         if all(param_group.is_used for param_group in self.used):
             return
         before = self.used
@@ -217,7 +217,7 @@ class Unit:
     # Backward.
 
     def check_unchanged(self, versions: list[list[int]]) -> None:
-        """Raise MisuseError if parameters no longer have these versions (rule 2)."""
+        """Raises MisuseError if parameters no longer have these versions (rule 2)."""
         if versions != self.versions():
             raise MisuseError(
                 f"the parameters of {type(self.modules[0]).__name__} were changed between a "
@@ -225,12 +225,12 @@ class Unit:
             )
 
     def leave(self, holder: object) -> None:
-        """Release a call that backward has left, if the policy reshards after backward."""
+        """Releases a call that backward has left, if the policy reshards after backward."""
         if not self._keeps_after_backward:
             self.release(holder)
 
     def end_backward(self) -> None:
-        """Reshard all groups, except those that the policy keeps unsharded."""
+        """Reshards all groups, except those that the policy keeps unsharded."""
         for param_group in self.param_groups:
             if self._keeps_after_backward and param_group.is_unsharded:
                 param_group.holders.clear()
@@ -246,19 +246,19 @@ class Unit:
         return not (reshards and self.policy.reshard_after_unreduced_backward)
 
     def versions(self) -> list[list[int]]:
-        """The version counters of the shards of all groups of the unit."""
+        """Returns the version counters of the shards of all groups of the unit."""
         return [param_group.versions() for param_group in self.used]
 
 
 def unshard_together(units: Iterable[Unit]) -> None:
-    """Start the all-gathers of units, in few messages. All ranks call it; does not wait."""
+    """Starts the all-gathers of units, in few messages. All ranks call it; does not wait."""
     with AllGather() as batch:
         for unit in units:
             unit.join(batch)
 
 
 def units_of(modules: tuple[nn.Module, ...]) -> Iterator[Unit]:
-    """The units of modules and of all modules in them, outer ones first, each once."""
+    """Yields the units of modules and of all modules in them, outer ones first, each once."""
     seen: set[int] = set()
     for module in modules:
         for part in module.modules():

@@ -63,7 +63,7 @@ class UnshardedBuffer:
     def of(
         cls, slots: tuple[Slot, ...], numel: int, dtype: torch.dtype, device: torch.device
     ) -> UnshardedBuffer:
-        """A buffer in one piece, with plain tensors as leaves."""
+        """Returns a buffer in one piece, with plain tensors as leaves."""
         return cls(slots, numel, dtype, device, plain, slab_bytes=numel * dtype.itemsize)
 
     @property
@@ -83,13 +83,13 @@ class UnshardedBuffer:
         return self.numel * self.dtype.itemsize
 
     def allocate(self) -> None:
-        """Allocate the memory. New memory is not initialized."""
+        """Allocates the memory. New memory is not initialized."""
         if self._owns:
             for slab in self._slabs:
                 slab.allocate()
 
     def free(self) -> None:
-        """Free the memory."""
+        """Frees the memory."""
         if self._owns:
             for slab in self._slabs:
                 slab.free()
@@ -99,7 +99,7 @@ class UnshardedBuffer:
         return self._slabs[0].raw.data_ptr() == tensor.data_ptr()
 
     def to(self, device: torch.device) -> UnshardedBuffer:
-        """A buffer in one piece on another device, with leaves that are plain tensors."""
+        """Returns a buffer in one piece on another device, with leaves that are plain tensors."""
         if self.device == device:
             return self
         moved = UnshardedBuffer.of(self.slots, self.numel, self.dtype, device)
@@ -107,18 +107,18 @@ class UnshardedBuffer:
         return moved
 
     def places(self, packing: ChunkPacking | FlatPacking) -> list[list[torch.Tensor]]:
-        """By rank, its ranges of the buffer, to fill; always the same tensors."""
+        """Returns each rank's ranges of the buffer, to fill; always the same tensors."""
         if not self._places:
             self._places = [self.parts(packing.spans(rank)) for rank in range(packing.size)]
         return self._places
 
     def parts(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Ranges of the buffer, to fill: one for each span, or more if slabs divide the span."""
+        """Returns ranges of the buffer to fill: one for each span, or more if slabs divide it."""
         with torch.inference_mode(False), torch.no_grad():
             return [self._slab_of(lo).part(lo, hi) for span in spans for lo, hi in self._cut(span)]
 
     def cut(self, spans: Sequence[Span], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors for spans of the buffer, divided as `parts` divides the spans."""
+        """Returns tensors for spans of the buffer, divided as `parts` divides the spans."""
         return [
             tensor[lo - span[0] : hi - span[0]]
             for span, tensor in zip(spans, tensors, strict=True)
@@ -144,12 +144,12 @@ class KeptPart:
 
     @classmethod
     def of(cls, buffer: UnshardedBuffer, shard_group: ShardGroup) -> KeptPart:
-        """A copy of this rank's part of a buffer that is divided evenly."""
+        """Returns a copy of this rank's part of a buffer that is divided evenly."""
         span = chunk(buffer.numel, shard_group.size, shard_group.rank)
         return cls([part.clone() for part in buffer.parts([span])], shard_group)
 
     def places(self, buffer: UnshardedBuffer) -> list[list[torch.Tensor]]:
-        """By rank of the shard group, the ranges of a buffer that the rank's part fills."""
+        """Returns, by rank of the shard group, the ranges of a buffer that its part fills."""
         spans = [
             chunk(buffer.numel, self.shard_group.size, r) for r in range(self.shard_group.size)
         ]
@@ -190,12 +190,12 @@ class _Slab:
         return self.raw[lo - self.lo : hi - self.lo]
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """A slot's parameter: a separate tensor over the slab's memory."""
+        """Returns a slot's parameter: a separate tensor over the slab's memory."""
         begin = slot.at - self.lo
         view = self._full[begin : begin + slot.numel].view(slot.stored_shape)
         return (view.movedim(0, slot.dim) if slot.shape else view.view(())).data
 
 
 def plain(index: int, view: torch.Tensor) -> torch.Tensor:
-    """The view itself."""
+    """Returns the view itself."""
     return view

@@ -68,7 +68,7 @@ class Missed:
 
 
 def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> TransferError:
-    """The error for a rank whose exchange failed; it names both ranks and both waits.
+    """Returns the error for a rank whose exchange failed; it names both ranks and both waits.
 
     Not a collective: the rank that failed calls it. It takes `ANSWER_SECONDS` if another rank is
     silent.
@@ -88,7 +88,7 @@ def report(shard_group: ShardGroup, missed: Missed, error: BaseException) -> Tra
 
 
 def report_unlike(shard_group: ShardGroup, composition: Composition) -> TransferError:
-    """The error for a rank that found that other ranks took part in another collective.
+    """Returns the error for a rank that found that other ranks took part in another collective.
 
     Not a collective: every rank that finds the difference calls it.
     """
@@ -102,7 +102,7 @@ def report_unlike(shard_group: ShardGroup, composition: Composition) -> Transfer
 def _told_by_others(
     shard_group: ShardGroup, composition: Composition, waited: str, other: int | None
 ) -> str:
-    """Sentences on the waits of other ranks: the missed one, and a few more."""
+    """Returns sentences on the waits of other ranks: the missed one, and a few more."""
     assert shard_group.group is not None
     note = Note(shard_group.group.group_name, waited, composition.digest.hex())
     asked = [] if other is None else [other]
@@ -132,7 +132,7 @@ def _told(rank: int, note: Note | None, mine: Note) -> str:
 
 
 def _exchanged(here: int, asked: list[int], note: Note) -> dict[int, Note]:
-    """The notes of other ranks, by rank; stores this rank's note first."""
+    """Returns the notes of other ranks, by rank; stores this rank's note first."""
     found: dict[int, Note] = {}
     with suppress(RuntimeError, ValueError):  # the store is lost: the report names no others
         store = _store()
@@ -159,7 +159,7 @@ def _read(store: Store, rank: int) -> Note | None:
 
 
 def _store() -> Store | None:
-    """The store of the default process group; None without one, as with MPI."""
+    """Returns the store of the default process group; None without one, as with MPI."""
     group = distributed_c10d._get_default_group()
     return cast("Store | None", distributed_c10d._get_process_group_store(group))
 

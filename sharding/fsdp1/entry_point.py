@@ -72,13 +72,13 @@ class EntryPoint:
         """The dtypes of buffers before they were cast."""
 
     def check_is_root(self) -> bool:
-        """True for the outermost instance."""
+        """Returns True for the outermost instance."""
         return not self.has_outer
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the unit, as a hook of `owner`; returns the inputs, on its device, cast."""
+        """Unshards the unit, as a hook of `owner`; returns the inputs, on its device, cast."""
         unit = self.unit
         runtime = runtime_of(unit)
         if unit.is_root:
@@ -94,7 +94,7 @@ class EntryPoint:
         return ready
 
     def choose_precision(self) -> None:
-        """Set full precision in evaluation, if the environment asks for it."""
+        """Sets full precision in evaluation, if the environment asks for it."""
         full = self.full_precision_in_eval and not self.owner.training
         for param_group in self.unit.param_groups:
             param_group.full_precision = full
@@ -102,7 +102,7 @@ class EntryPoint:
             self._cast_buffers(None if full else self.settings.mixed_precision.buffer_dtype)
 
     def _cast_buffers(self, dtype: torch.dtype | None) -> None:
-        """Cast the buffers to a dtype; None: back to their original dtypes."""
+        """Casts the buffers to a dtype; None: back to their original dtypes."""
         for part, name in self.buffers:
             buffer = part._buffers[name]
             if buffer is None or not buffer.is_floating_point():
@@ -113,7 +113,7 @@ class EntryPoint:
                 part._buffers[name] = buffer.to(wanted)
 
     def _prepare(self) -> None:
-        """Raise ValueError or RuntimeError before the first forward, for devices and settings."""
+        """Raises ValueError or RuntimeError before the first forward, for devices and settings."""
         if self.unit.is_root:
             _check_homogeneous(list(entry_points(self.owner)))
         for param_group in flat_param_groups(self.unit.param_groups):
@@ -129,13 +129,13 @@ class EntryPoint:
 
 
 def entry_point_of(module: nn.Module) -> EntryPoint | None:
-    """The instance that a module owns, or None."""
+    """Returns the instance that a module owns, or None."""
     entry_point: EntryPoint | None = module.__dict__.get(ENTRY_POINT)
     return entry_point
 
 
 def entry_points(module: nn.Module) -> Iterator[EntryPoint]:
-    """All instances in a module, outer ones first."""
+    """Yields all instances in a module, outer ones first."""
     for part in module.modules():
         entry_point = entry_point_of(part)
         if entry_point is not None:
@@ -149,7 +149,7 @@ def wrap_inside(
     root_kwargs: dict[str, Any],
     ignored: Ignored,
 ) -> None:
-    """Wrap the modules that a policy chooses inside a module. Raises as `planned` does."""
+    """Wraps the modules that a policy chooses inside a module. Raises as `planned` does."""
     plan = planned(
         module,
         policy,
@@ -162,7 +162,7 @@ def wrap_inside(
 
 
 def check_not_sharded(module: nn.Module) -> None:
-    """Raise ArgumentError if a module is a unit already."""
+    """Raises ArgumentError if a module is a unit already."""
     if entry_point_of(module) is not None or getattr(module, UNIT, None) is not None:
         raise ArgumentError(
             f"{type(module).__name__} is sharded already; wrap a module once, and inner modules "
@@ -175,7 +175,7 @@ def ignored_of(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Ignored:
-    """The modules and parameters that a user or an inner instance ignores, with all inner ones."""
+    """Returns modules and parameters that a user or an inner instance ignores, with inner ones."""
     if modules is not None and states is not None:
         raise ArgumentError("Cannot pass both ignored_modules and ignored_states at the same time.")
     parameters: set[nn.Parameter] = set()

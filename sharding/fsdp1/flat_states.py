@@ -61,7 +61,7 @@ def by_rows(
     *,
     to_cpu: bool = False,
 ) -> list[torch.Tensor]:
-    """Each part's tensor as a DTensor in new memory, of which this rank has a chunk of rows.
+    """Returns each part's tensor as a new DTensor, of which this rank has a chunk of rows.
 
     The DTensors are over `mesh`, the argument of the parameter group's wrapper, or over a mesh of
     the ranks that share the parameter group.
@@ -90,7 +90,7 @@ class Held:
 
 
 def fill_parts(param_group: FlatParamGroup, pairs: Iterable[tuple[FlatPart, Held]]) -> None:
-    """Fill each part with its elements of a tensor that the ranks of the group hold."""
+    """Fills each part with its elements of a tensor that the ranks of the group hold."""
     redistribute(
         (
             Move(
@@ -109,7 +109,7 @@ def held_in_shard_group(
     name: str,
     mesh: DeviceMesh | None,
 ) -> Held | None:
-    """A tensor as the ranks of the group hold it; None if other ranks hold a part of it.
+    """Returns a tensor as the ranks of the group hold it; None if other ranks hold a part of it.
 
     `name` is for messages. Raises as `sharding.describe.describing.describe` does.
     """
@@ -135,13 +135,13 @@ def is_by_rows(
 
 
 def unsharded_shape(param_group: FlatParamGroup, index: int) -> tuple[int, ...]:
-    """A parameter's whole shape, also before tensor parallelism."""
+    """Returns a parameter's whole shape, also before tensor parallelism."""
     spec = param_group.parameters[index].distributed
     return param_group.packing.slots[index].shape if spec is None else tuple(spec.shape)
 
 
 def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
-    """A parameter's two layouts over the ranks that share: cut flat, and by rows."""
+    """Returns a parameter's two layouts over the ranks that share: cut flat, and by rows."""
     slot, shard_group = param_group.packing.slots[index], param_group.groups.shard
     if shard_group.group is None:
         alone = Mesh.grid((), (), dist.get_rank())
@@ -158,7 +158,7 @@ def _layouts(param_group: FlatParamGroup, index: int) -> tuple[Layout, Layout]:
 def _wrapped(
     param_group: FlatParamGroup, index: int, local: torch.Tensor, mesh: DeviceMesh | None
 ) -> torch.Tensor:
-    """The value in a state dict for local rows (rule 3)."""
+    """Returns the value in a state dict for local rows (rule 3)."""
     before = param_group.parameters[index].distributed
     if param_group.is_divided and param_group.packing.slots[index].shape:
         return as_dtensor(local, _spec(param_group, index, local.dtype, mesh))
@@ -171,7 +171,7 @@ def _wrapped(
 def _spec(
     param_group: FlatParamGroup, index: int, dtype: torch.dtype, given: DeviceMesh | None
 ) -> DTensorSpec:
-    """The placements of a parameter's rows; see [Note: which dimension comes first]."""
+    """Returns the placements of a parameter's rows; see [Note: which dimension comes first]."""
     before = param_group.parameters[index].distributed
     mesh = given or _mesh(param_group, before)
     rows = shard_in_front(0, before)
@@ -185,7 +185,7 @@ def _spec(
 
 
 def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh:
-    """A mesh over the ranks of a group; the last of two dimensions if the group is replicated.
+    """Returns a mesh over a group's ranks; the last of two dimensions for a replicated group.
 
     If those ranks are a dimension of tensor parallelism's mesh, the result is this dimension.
     """
@@ -206,7 +206,7 @@ def _mesh(param_group: FlatParamGroup, before: DTensorSpec | None) -> DeviceMesh
 
 
 def _joined(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
-    """A mesh with the dimensions of both."""
+    """Returns a mesh with the dimensions of both."""
     found = side_by_side(mesh, behind) if root_mesh(mesh) == root_mesh(behind) else None
     if found is not None:
         return found
@@ -218,7 +218,7 @@ def _joined(mesh: DeviceMesh, behind: DeviceMesh) -> DeviceMesh:
 def _from_groups(
     groups: list[ProcessGroup], device_type: str, names: tuple[str, ...]
 ) -> DeviceMesh:
-    """The mesh whose dimensions are these groups and their counterparts on other ranks."""
+    """Returns the mesh whose dimensions are these groups and their counterparts on other ranks."""
     me = dist.get_rank()
     ranks = torch.tensor(me, device="cpu")
     for group in groups:

@@ -33,7 +33,7 @@ class SavedGroups:
 
     @classmethod
     def of(cls, saved: OptimState, first: Mapping[str, str]) -> SavedGroups | None:
-        """The groups of a state dict, with parameters by their first names; None without groups."""
+        """Returns a state dict's groups, with parameters by first names; None without groups."""
         if "param_groups" not in saved:
             return None
         groups = saved["param_groups"]
@@ -42,11 +42,11 @@ class SavedGroups:
         return cls(names, [options_of(group) for group in groups], group_of)
 
     def beside(self, name: str) -> Sequence[str]:
-        """The names in the same group."""
+        """Returns the names in the same group."""
         return self.names[self.group_of[name]] if name in self.group_of else ()
 
     def check_names(self, known: Keyed, first: Mapping[str, str]) -> None:
-        """Raise if the groups have other parameters than the optimizer (rule 2)."""
+        """Raises if the groups have other parameters than the optimizer (rule 2)."""
         mine = known.key_of()
         strange = [name for name in self.group_of if name not in first]
         elsewhere = [name for name in self.group_of if name in first and name not in mine]
@@ -69,7 +69,7 @@ class SavedGroups:
             )
 
     def matched(self, known: Keyed, optim: Optimizer | None) -> list[dict[str, Any]]:
-        """The groups with keys for parameters. Raises if one group was several (rule 1)."""
+        """Returns the groups with keys for parameters. Raises if one group was several (rule 1)."""
         if known.groups is None:
             return self._as_saved(known)
         matched = []
@@ -93,7 +93,7 @@ class SavedGroups:
         return groups
 
     def _one_of(self, keys: Sequence[Key], known: Keyed) -> int | None:
-        """The one saved group of these parameters; None without parameters."""
+        """Returns the one saved group of these parameters; None without parameters."""
         names = [name for key in keys for name in known.parameters[key].names]
         found = {self.group_of[name]: name for name in names if name in self.group_of}
         if len(found) > 1:

@@ -47,7 +47,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelNames:
-        """The names of a module's parameters; reshards the module."""
+        """Returns the names of a module's parameters; reshards the module."""
         by_identity: dict[int, NamedParameter] = {}
         first: dict[str, str] = {}
         for member in flat_members(module):
@@ -63,7 +63,7 @@ class ModelNames:
         return cls(by_identity, first, current)
 
     def of_parameter(self, parameter: torch.Tensor, position: int) -> NamedParameter:
-        """The names of an optimizer's parameter. Raises OptimizerMismatchError if it has none."""
+        """Returns the names of an optimizer's parameter, or raises OptimizerMismatchError."""
         found = self.by_identity.get(id(parameter))
         if found is None:
             raise OptimizerMismatchError(
@@ -84,14 +84,14 @@ class Keyed:
     """The keys of each group; None if the groups are not known."""
 
     def key_of(self) -> dict[str, Key]:
-        """The key of each name."""
+        """Returns the key of each name."""
         return {name: key for key, found in self.parameters.items() for name in found.names}
 
 
 def keyed(
     names: ModelNames, optim: Optimizer | None, optim_input: OptimInput | None, by_name: bool
 ) -> Keyed:
-    """The parameters of an optimizer, or of the call that made it.
+    """Returns the parameters of an optimizer, or of the call that made it.
 
     Without either, those of the module. A list of parameters does not show groups.
     """
@@ -149,7 +149,7 @@ def rekeyed(
     optim_input: OptimInput | None,
     optim: Optimizer | None,
 ) -> OptimState:
-    """An optimizer's state dict with names as its keys, or with positions.
+    """Returns an optimizer's state dict with names as its keys, or with positions.
 
     Groups list their keys sorted. The result is the state dict itself if its keys are of that kind.
     Raises ValueError for keys of mixed kinds, and OptimizerMismatchError for keys that are not
@@ -183,11 +183,11 @@ def rekeyed(
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, without its parameters and their names."""
+    """Returns a group's options, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def some_of(names: Sequence[object]) -> str:
-    """A few names for a message."""
+    """Returns a few names for a message."""
     shown = ", ".join(map(str, names[:SHOWN]))
     return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} more"

@@ -57,7 +57,7 @@ def state_to_load(
     group: ProcessGroup | None = None,
     optim_input: OptimInput | None = None,
 ) -> OptimState:
-    """A state dict for `optim.load_state_dict` (see the rules above). All ranks call this.
+    """Returns a state dict for `optim.load_state_dict` (see the rules above). All ranks call this.
 
     Args:
         saved: the result of `optim_state_of`; with `rank0_only`, on the first rank of the group.
@@ -103,7 +103,7 @@ def _keys(saved: object) -> str:
 
 
 def _from_first(saved: OptimState | None, ranks: Ranks, group: ProcessGroup | None) -> OptimState:
-    """The first rank's state; other ranks get tensors without memory (rule 3)."""
+    """Returns the first rank's state; other ranks get tensors without memory (rule 3)."""
 
     def outline() -> list[Any]:
         if ranks.rank:
@@ -148,7 +148,7 @@ class _Loading:
     result: OptimState = field(default_factory=dict)
 
     def plan(self, optim_input: OptimInput | None, by_name: bool) -> None:
-        """Make the result, except for the elements. Raises OptimizerMismatchError."""
+        """Makes the result, except for the elements. Raises OptimizerMismatchError."""
         known = keyed(self.names, self.optim, optim_input, by_name)
         first = self.names.first
         entries = {first.get(name, name): value for name, value in self.saved["state"].items()}
@@ -173,7 +173,7 @@ class _Loading:
             self.result["param_groups"] = groups.matched(known, self.optim)
 
     def fingerprint(self) -> int:
-        """A hash that is equal on ranks that agree."""
+        """Returns a hash that is equal on ranks that agree."""
         seen = [(m.name, m.target.dtype, str(m.have), str(m.want)) for m in self.moves]
         return crc32(repr(seen).encode())
 
@@ -184,7 +184,7 @@ class _Loading:
         every: Mapping[str, Entries],
         groups: SavedGroups,
     ) -> None:
-        """Raise if an entry is missing that the optimizer and others in the group have."""
+        """Raises if an entry is missing that the optimizer and others in the group have."""
         if self.optim is None:
             return
         mine = self.optim.state.get(named.parameter, {})
@@ -283,7 +283,7 @@ class _Loading:
         return full
 
     def _copied(self, value: torch.Tensor | LocalPart) -> torch.Tensor | None:
-        """A full tensor of this rank, in new memory; None if it has none."""
+        """Returns a full tensor of this rank, in new memory; None if it has none."""
         if isinstance(value, LocalPart | DTensor) or is_sharded(value):
             return None
         if self.from_first and value.numel() != 1:
@@ -303,7 +303,7 @@ class _Loading:
 
 
 def _check_equal(values: Mapping[str, object], entry: object) -> None:
-    """Raise if the parameters in one flat parameter have several values."""
+    """Raises if the parameters in one flat parameter have several values."""
     (first, wanted), *others = values.items()
     for name, value in others:
         if value != wanted:

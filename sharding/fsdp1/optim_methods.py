@@ -32,7 +32,7 @@ class OptimStateDicts:
         optim_state_dict: OptimState | None = None,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """The optimizer's state by the names of parameters, of the kind set for the model.
+        """Returns the optimizer's state by the names of parameters, of the kind set for the model.
 
         Full: full tensors; with `rank0_only` on the first rank, and an empty dict on the others.
         Sharded: DTensors by rows. Local: `LocalPart`s on the optimizer's memory, not collective.
@@ -61,7 +61,7 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """A result of `optim_state_dict`, of any kind, as a state dict that `optim` can load.
+        """Returns a result of `optim_state_dict` of any kind as a state dict that `optim` loads.
 
         Wrapping, ranks and kind may differ from those of the save. With `rank0_only` in the model's
         settings, the first rank's state is used. All ranks of `group` call this. `load_directly`
@@ -91,7 +91,7 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """The optimizer's state with full tensors on the CPU, whatever the model's settings."""
+        """Returns the optimizer's state with full tensors on the CPU, under any settings."""
         wanted = OptimRequest(Kind.FULL, rank0_only, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted, optim_input)
 
@@ -99,7 +99,7 @@ class OptimStateDicts:
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: ProcessGroup | None = None
     ) -> OptimState:
-        """The optimizer's state as DTensors on the CPU, whatever the model's settings."""
+        """Returns the optimizer's state as DTensors on the CPU, whatever the model's settings."""
         wanted = OptimRequest(Kind.SHARDED, to_cpu=True, group=group)
         return optim_state_of(model, optim, optim.state_dict(), wanted)
 
@@ -110,7 +110,7 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> OptimState:
-        """A state dict that an optimizer can load, from full tensors that every rank has.
+        """Returns a state dict that an optimizer can load, from full tensors that every rank has.
 
         Without `optim` and `optim_input`, the optimizer has all of the model's parameters.
         """
@@ -124,7 +124,7 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
         group: ProcessGroup | None = None,
     ) -> OptimState:
-        """A state dict to load, from full tensors that the first rank of `group` has."""
+        """Returns a state dict to load, from full tensors that the first rank of `group` has."""
         return state_to_load(
             model,
             optim,
@@ -138,7 +138,7 @@ class OptimStateDicts:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: OptimState, model: nn.Module, optim: Optimizer
     ) -> OptimState:
-        """A state dict that an optimizer can load, from DTensors."""
+        """Returns a state dict that an optimizer can load, from DTensors."""
         return state_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -149,7 +149,7 @@ class OptimStateDicts:
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> OptimState:
-        """The state dict of an optimizer of an unwrapped module, with other keys.
+        """Returns the state dict of an optimizer of an unwrapped module, with other keys.
 
         The keys are names, like those of `full_optim_state_dict`, or positions, like the
         optimizer's own. Does not communicate.

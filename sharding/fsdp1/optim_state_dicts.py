@@ -73,7 +73,7 @@ class OptimRequest:
     """The ranks that call."""
 
     def fingerprint(self) -> int:
-        """A hash that is equal on ranks with the same request."""
+        """Returns a hash that is equal on ranks with the same request."""
         return crc32(repr((self.kind, self.rank0_only)).encode())
 
 
@@ -85,7 +85,7 @@ def optim_state_of(
     wanted: OptimRequest,
     optim_input: OptimInput | None = None,
 ) -> OptimState:
-    """An optimizer's state dict by names (see the rules above). All ranks call this.
+    """Returns an optimizer's state dict by names (see the rules above). All ranks call this.
 
     Raises OptimizerMismatchError if the optimizer is not the module's, state cannot be divided, or
     ranks have different states (rule 3); RankError if another rank fails.
@@ -152,7 +152,7 @@ class _Plan:
 
     @classmethod
     def of(cls, known: Keyed, state: OptimState) -> _Plan:
-        """This rank's state."""
+        """Returns this rank's state."""
         plan = cls(known)
         for key, named in known.parameters.items():
             if key not in state["state"]:
@@ -175,12 +175,12 @@ class _Plan:
         return plan
 
     def fingerprint(self) -> int:
-        """A hash that is equal on ranks with the same entries."""
+        """Returns a hash that is equal on ranks with the same entries."""
         seen = [(name, each.entries) for name, each in self.described.items()]
         return crc32(repr(seen).encode())
 
     def complete(self, everyone: list[dict[str, _Described]]) -> None:
-        """Add the entries that other ranks have (rule 3)."""
+        """Adds the entries that other ranks have (rule 3)."""
         for named in self.known.parameters.values():
             for name, part in zip(named.names, named.slices, strict=bool(named.slices)):
                 said = {r: each[name] for r, each in enumerate(everyone) if name in each}
@@ -238,7 +238,7 @@ def _described(name: str, entry: object, value: object) -> tuple[Any, ...]:
 
 
 def _made(said: tuple[Any, ...], part: LocalPart) -> object:
-    """Another rank's entry, on a rank without elements of the parameter."""
+    """Returns another rank's entry, on a rank without elements of the parameter."""
     if said[0] == "divided":
         return LocalPart(part.local.to(said[1]), part.layout)
     if said[0] == "number":
@@ -251,7 +251,7 @@ Made = dict[tuple[str, Any], Any]
 
 
 def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
-    """The divided tensors that are not made yet, of the wanted kind. All ranks call this."""
+    """Returns the divided tensors still to make, of the wanted kind. All ranks call this."""
     places = [
         (name, entry)
         for name, entries in plan.entries.items()
@@ -275,7 +275,7 @@ def _converted(plan: _Plan, wanted: OptimRequest, made: Made) -> Made:
 
 
 def _memory(value: torch.Tensor | LocalPart) -> int:
-    """The address of a tensor's storage."""
+    """Returns the address of a tensor's storage."""
     if isinstance(value, DTensor):
         value = value.to_local()
     local = value.local if isinstance(value, LocalPart) else value
@@ -283,7 +283,7 @@ def _memory(value: torch.Tensor | LocalPart) -> int:
 
 
 def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
-    """State with the layout of flat parameters, by rows. The ranks that share them call this."""
+    """Returns state laid out as flat parameters, by rows. The ranks that share them call this."""
     param_groups: dict[int, tuple[FlatParamGroup, DeviceMesh | None]] = {}
     for entry_point in entry_points(module):
         for param_group in flat_param_groups(entry_point.unit.param_groups):
@@ -309,7 +309,7 @@ def _rows(plan: _Plan, wanted: OptimRequest, module: nn.Module) -> Made:
 
 
 def _copied(value: Any, to_cpu: bool) -> Any:
-    """A copy of a value, which shares no memory."""
+    """Returns a copy of a value, which shares no memory."""
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
     value = value.detach().clone()
@@ -317,7 +317,7 @@ def _copied(value: Any, to_cpu: bool) -> Any:
 
 
 def _groups(known: Keyed, state: OptimState) -> dict[str, list[dict[str, Any]]]:
-    """The groups with names for parameters; empty if the state dict has no groups."""
+    """Returns the groups with names for parameters; empty if the state dict has no groups."""
     if "param_groups" not in state:
         return {}
 

@@ -58,7 +58,7 @@ class FlatSettings:
 def make_flat_unit(
     module: nn.Module, owner: nn.Module, settings: FlatSettings, prepare: Callable[[], None]
 ) -> Unit:
-    """The unit of a module's own parameters, which are in flat parameters from now on.
+    """Returns the unit of a module's own parameters, which are in flat parameters from now on.
 
     `owner` is the module that has the unit: the wrapper, or the module itself. All ranks of the
     groups call this.
@@ -99,7 +99,7 @@ def make_flat_unit(
 def _param_groups(
     found: Iterable[FreeParameter], module: nn.Module, settings: FlatSettings, compute: torch.device
 ) -> tuple[list[ParamGroup], list[ParamGroup]]:
-    """The unit's parameter groups, and those of other units that it uses."""
+    """Returns the unit's parameter groups, and those of other units that it uses."""
     groups = settings.groups
     own: dict[tuple[torch.dtype, bool], list[Parameter]] = {}
     borrowed: dict[int, ParamGroup] = {}

@@ -19,7 +19,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
-    """The groups that an instance puts into a state dict and takes from a state dict.
+    """Returns the groups that an instance puts into a state dict and takes from a state dict.
 
     These are its unit's own parameter groups, and those of other units with tied parameters of its
     modules, unless the other unit is around this one and serves all places of the parameters.
@@ -48,7 +48,7 @@ def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
 
 
 def in_order(module: nn.Module, keys: list[str]) -> list[str]:
-    """Keys in the order of the module; a key that it lacks follows the same key as before."""
+    """Returns keys in the module's order; a key that it lacks follows the same key as before."""
     place = {key: at for at, key in enumerate(_expected(module))}
     places: dict[str, int] = {}
     last = -1

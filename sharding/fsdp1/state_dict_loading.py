@@ -57,7 +57,7 @@ class _Given:
             yield from (part for part, _ in pairs)
 
     def fingerprint(self) -> int:
-        """A hash that is equal on ranks that agree."""
+        """Returns a hash that is equal on ranks that agree."""
         seen = [
             [(part.name, str(part.local.dtype)) for part, _ in pairs]
             for pairs in (self.near, self.spread, self.full)
@@ -76,7 +76,7 @@ class RowLoading:
     inside: str
 
     def load(self, strict: bool, missing: list[str], errors: list[str]) -> None:
-        """Fill the flat parameter; or put this rank's elements of original ones in the state dict.
+        """Fills the flat parameter; or puts this rank's elements of original ones in a state dict.
 
         All ranks call this. Parameters without a value keep their elements; with `strict` they are
         noted as missing if the modules would not note this. Raises ShardingError, on all ranks, if
@@ -156,7 +156,7 @@ class RowLoading:
         return given
 
     def _fill(self, given: _Given) -> None:
-        """Fill every part. All ranks that share the parameter group call this alike."""
+        """Fills every part. All ranks that share the parameter group call this alike."""
         param_group = self.own.param_group
         fill_parts(param_group, given.near)
         if given.spread:
@@ -171,7 +171,7 @@ class RowLoading:
 
 
 def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.Tensor]]) -> None:
-    """Fill parts from tensors with any layout over all ranks, which all call this."""
+    """Fills parts from tensors with any layout over all ranks, which all call this."""
     ranks, slices = Ranks(), slices_of(param_group)
 
     def moves() -> list[Move]:
@@ -186,7 +186,7 @@ def _fill_spread(param_group: FlatParamGroup, pairs: list[tuple[FlatPart, torch.
 
 
 def unsharded_as_used(value: torch.Tensor, parameter: Parameter) -> torch.Tensor:
-    """A loaded value in the form of the unsharded parameter."""
+    """Returns a loaded value in the form of the unsharded parameter."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     spec = parameter.distributed

@@ -107,20 +107,20 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 
 
 def default_settings_of(module: nn.Module) -> StateDictSettings:
-    """The settings for full state dicts; for sharded ones if the parameters are DTensors."""
+    """Returns the settings for full state dicts; for sharded ones if parameters are DTensors."""
     if any(hasattr(p, UNIT) and entry_point_of(p) is None for p in module.modules()):
         return checked_settings(StateDictType.SHARDED_STATE_DICT, None, None)
     return default_settings()
 
 
 def mesh_given(entry_point: EntryPoint) -> DeviceMesh | None:
-    """The mesh in the call that made an instance: sharded state dicts are placed over it."""
+    """Returns the mesh of the call that made an instance: sharded state dicts lie over it."""
     mesh: DeviceMesh | None = getattr(entry_point.owner, "_device_mesh", None)
     return mesh
 
 
 def hook_state_dicts(entry_point: EntryPoint) -> None:
-    """Make the module's `state_dict()` and `load_state_dict()` work with unsharded parameters."""
+    """Makes the module's `state_dict()` and `load_state_dict()` work with whole parameters."""
     hooks = _Hooks(entry_point)
     owner = entry_point.owner
     owner.register_state_dict_pre_hook(hooks.before_saving)  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class _Hooks:
     # Making a state dict.
 
     def before_saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Unshard the unit's parameters for a full state dict, else reshard them."""
+        """Unshards the unit's parameters for a full state dict, else reshard them."""
         self._close()  # an error may have ended the last state dict
         self._own = own_keys(self._entry_point)
         if self._entry_point.unit.summoned:
@@ -181,7 +181,7 @@ class _Hooks:
     def after_saving(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
-        """Set names of the module and values of the kind; reshard the unit. May communicate."""
+        """Sets names of the module and values of the kind; reshards the unit. May communicate."""
         entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         config = self._settings.state_dict_config
         if entry_point.prefix:
@@ -207,7 +207,7 @@ class _Hooks:
                     state[key] = value.cpu()
 
     def _make_full(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
-        """Replace the unit's parameters by plain tensors in new memory."""
+        """Replaces the unit's parameters by plain tensors in new memory."""
         for own in self._own:
             for keys in own.keys:
                 found = [prefix + key for key in keys if prefix + key in state]
@@ -220,7 +220,7 @@ class _Hooks:
                 state.update(dict.fromkeys(found, value))
 
     def _make_rows(self, state: dict[str, Any], prefix: str, to_cpu: bool) -> None:
-        """Replace the unit's parameters by DTensors, a flat one by all parameters in it."""
+        """Replaces the unit's parameters by DTensors, a flat one by all parameters in it."""
         for own in self._own:
             param_group = own.param_group
             parts, names = [], []
@@ -248,7 +248,7 @@ class _Hooks:
                 state[prefix + key] = state.pop(prefix + key)
 
     def _elements(self, param_group: FlatParamGroup, index: int, shown: Any) -> torch.Tensor:
-        """This rank's elements of a parameter, unsharded inside `summon_full_params`."""
+        """Returns this rank's elements of a parameter, unsharded inside `summon_full_params`."""
         if self._entry_point.unit.summoned and isinstance(shown, torch.Tensor):
             unsharded = local_of(shown.detach(), param_group.parameters[index].distributed)
             if unsharded.shape == param_group.packing.slots[index].shape:
@@ -257,7 +257,7 @@ class _Hooks:
         return param_group.shard_view(index, param_group.flat.detach()).reshape(-1)
 
     def _keep_buffers(self, state: dict[str, Any], prefix: str) -> None:
-        """Give buffers the dtype that they had before mixed precision cast them."""
+        """Gives buffers the dtype that they had before mixed precision cast them."""
         if not self._entry_point.buffer_dtypes:
             return
         paths: dict[nn.Module, list[str]] = {}
@@ -281,7 +281,7 @@ class _Hooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Set names inside the wrapper and values that the module can copy. May communicate."""
+        """Sets names inside the wrapper and values that the module can copy. May communicate."""
         entry_point, inside = self._entry_point, prefix + self._entry_point.prefix
         self._close()
         self._own, self._filled = own_keys(entry_point), []
@@ -313,13 +313,13 @@ class _Hooks:
                     state[inside + key] = unsharded_as_used(value, parameter)
 
     def after_loading(self, module: nn.Module, incompatible: Any) -> None:
-        """Write loaded values into the shards; report misfits by names of the module."""
+        """Writes loaded values into the shards; reports misfits by names of the module."""
         self._close(writeback=True)
         for names in (incompatible.missing_keys, incompatible.unexpected_keys):
             names[:] = [key for key in map(state_key, names) if key not in self._filled]
 
     def _fill_flat(self, state: dict[str, Any], inside: str) -> None:
-        """Move the values of a local state dict into the flat parameters.
+        """Moves the values of a local state dict into the flat parameters.
 
         The module that has a flat parameter may rename its keys, as activation checkpointing does.
         """
@@ -333,7 +333,7 @@ class _Hooks:
     # Unsharded parameters in the modules.
 
     def _show(self, param_group: FlatParamGroup) -> None:
-        """Put unsharded parameters into the modules until `_close`. Waits for other ranks."""
+        """Puts unsharded parameters into the modules until `_close`. Waits for other ranks."""
         _shown[param_group] = UnshardedParameters(param_group, with_grads=False, to_cpu=False)
         _shown[param_group].show()
         self._open.append(param_group)
@@ -350,7 +350,7 @@ class _Hooks:
 def _check_local(
     owner: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
 ) -> None:
-    """Raise if a local state dict does not fit an instance, or an inner one (rule 4)."""
+    """Raises if a local state dict does not fit an instance, or an inner one (rule 4)."""
     every = {state_key(prefix): metadata}
     for path, found in (getattr(state, "_metadata", None) or {}).items():
         if FLAT_PARAMETERS in found:

@@ -25,7 +25,7 @@ Groups = ProcessGroup | tuple[ProcessGroup, ProcessGroup | None]
 def chosen_groups(
     strategy: ShardingStrategy, given: Groups | None, mesh: DeviceMesh | None, has_policy: bool
 ) -> Groups:
-    """The groups that a user names or implies. All ranks call this, because it may make groups.
+    """Returns the groups that a user names or implies. All ranks call this; it may make groups.
 
     Raises ArgumentError if a hybrid strategy has no groups and no policy, since every instance
     would make its own, or if group and mesh contradict the strategy.
@@ -58,7 +58,7 @@ def chosen_groups(
 
 
 def hybrid_groups_of(strategy: ShardingStrategy, groups: Groups) -> HybridGroups:
-    """The groups of ranks that share and that replicate."""
+    """Returns the groups of ranks that share and that replicate."""
     if isinstance(groups, tuple):
         to_shard, to_replicate = groups
         replicas = ShardGroup.alone() if to_replicate is None else ShardGroup.of(to_replicate)
@@ -69,7 +69,7 @@ def hybrid_groups_of(strategy: ShardingStrategy, groups: Groups) -> HybridGroups
 
 
 def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> ShardingStrategy:
-    """The strategy; over one rank NO_SHARD, with a UserWarning if the user asked for another."""
+    """Returns the strategy; over one rank NO_SHARD, with a UserWarning if that is a change."""
     asked = strategy or ShardingStrategy.FULL_SHARD
     if isinstance(groups, tuple) or dist.get_world_size(groups) > 1:
         return asked
@@ -82,7 +82,7 @@ def settled_strategy(strategy: ShardingStrategy | None, groups: Groups) -> Shard
 
 
 def _by_node() -> Groups:
-    """The ranks of a node, to shard over; the ranks at one place in all nodes, to replicate over.
+    """Returns the ranks of a node, which share, and those at one place in all nodes: replicas.
 
     A node has LOCAL_WORLD_SIZE ranks, which torchrun sets; without it, the ranks of one host name.
     """

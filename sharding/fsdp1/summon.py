@@ -24,7 +24,7 @@ def summoned(
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> Iterator[None]:
-    """Give modules unsharded parameters (`FullyShardedDataParallel.summon_full_params`)."""
+    """Gives modules unsharded parameters (`FullyShardedDataParallel.summon_full_params`)."""
     if offload_to_cpu and not rank0_only:
         warnings.warn(
             "offload_to_cpu=True and rank0_only=False may result in "

@@ -34,7 +34,7 @@ GROUP_OF = "_get_fsdp_process_group"
 
 
 def connect() -> None:
-    """Make torch's helpers know this runtime's modules. Further calls have no effect."""
+    """Makes torch's helpers know this runtime's modules. Further calls have no effect."""
     from torch.distributed.checkpoint import state_dict as helpers
 
     names = vars(helpers)
@@ -45,15 +45,15 @@ def connect() -> None:
     group_of = names.get(GROUP_OF, lambda model, info: None)
 
     def either_state(module: nn.Module) -> object:
-        """The object that shards a module; None if the module is not sharded."""
+        """Returns the object that shards a module; None if the module is not sharded."""
         return _entry_point_of(module) or state_of(module)
 
     def either_names(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
-        """The names of a parameter, or of all in a flat one, without the parts of wrappers."""
+        """Returns the names of a parameter, or of all in a flat one, without wrappers' parts."""
         return _names_in_flat(model, name) or names_of(model, name, *args, **kwargs)
 
     def either_group(model: nn.Module, info: Any) -> ProcessGroup | None:
-        """The ranks that share a module's shards; None for all ranks."""
+        """Returns the ranks that share a module's shards; None for all ranks."""
         entry_point = next(entry_points(model), None)
         return group_of(model, info) if entry_point is None else _group_of(entry_point)
 
@@ -80,21 +80,21 @@ class _Either(metaclass=_KnowsBoth):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
-        """The modules in a module with flat parameters of torch's or ours."""
+        """Returns the modules in a module with flat parameters of torch's or ours."""
         instances = [d for d in entry_points(module) if not root_only or d.check_is_root()]
         found: list[nn.Module] = _Either.theirs.fsdp_modules(module, root_only)
         return found + [entry_point.owner for entry_point in instances]
 
     @staticmethod
     def state_dict_type(module: nn.Module, *args: Any, **kwargs: Any) -> Context:
-        """Set the kind of state dicts of a module inside the block."""
+        """Sets the kind of state dicts of a module inside the block."""
         made = state_dict_type if _is_ours(module) else _Either.theirs.state_dict_type
         inside: Context = made(module, *args, **kwargs)
         return inside
 
     @staticmethod
     def optim_state_dict(model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's state by parameter names."""
+        """Returns the optimizer's state by parameter names."""
         answers = OptimStateDicts if _is_ours(model) else _Either.theirs
         return answers.optim_state_dict(model, optim, *args, **kwargs)
 
@@ -102,7 +102,7 @@ class _Either(metaclass=_KnowsBoth):
     def optim_state_dict_to_load(
         model: nn.Module, optim: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        """The state by parameter names as a state dict that the optimizer can load."""
+        """Returns the state by parameter names as a state dict that the optimizer can load."""
         answers = OptimStateDicts if _is_ours(model) else _Either.theirs
         return answers.optim_state_dict_to_load(model, optim, *args, **kwargs)
 
@@ -125,7 +125,7 @@ def _entry_point_of(module: nn.Module) -> EntryPoint | None:
 
 
 def _names_in_flat(model: nn.Module, name: str) -> set[str] | None:
-    """The names of the parameters in a flat one of ours; None for any other parameter."""
+    """Returns the names of the parameters in a flat one of ours; None for any other parameter."""
     path, _, attribute = name.rpartition(".")
     try:
         home = model.get_submodule(path)

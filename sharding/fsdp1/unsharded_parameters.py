@@ -27,7 +27,7 @@ class UnshardedParameters:
             self._buffer = self._buffer.to(torch.device("cpu"))
 
     def show(self) -> None:
-        """Put the unsharded parameters into the modules."""
+        """Puts the unsharded parameters into the modules."""
         param_group = self._param_group
         if not param_group.form.use_orig_params:
             del param_group.form.home._parameters[param_group.form.name]
@@ -45,7 +45,7 @@ class UnshardedParameters:
             module._parameters.update({key: given.pop(key) for key in keys if key in given} | given)
 
     def hide(self) -> None:
-        """Put the sharded parameters back; keep values that a user has put into the modules."""
+        """Puts the sharded parameters back; keeps values that a user has put into the modules."""
         param_group = self._param_group
         for index, parameter in enumerate(param_group.parameters):
             module, attribute = parameter.owners[0]
@@ -65,7 +65,7 @@ class UnshardedParameters:
         param_group.place_sharded()
 
     def write_back(self, from_first: bool) -> None:
-        """Write the values into shards and gradients; with `from_first` the first rank's. Waits."""
+        """Writes values into shards and gradients; with `from_first` the first rank's. Waits."""
         param_group, buffer = self._param_group, self._buffer
         if from_first:
             for shard_group in (param_group.groups.shard, param_group.groups.replicate):
@@ -83,12 +83,12 @@ class UnshardedParameters:
 
 
 def is_first(param_group: FlatParamGroup) -> bool:
-    """True on the first of all ranks that share and replicate."""
+    """Returns True on the first of all ranks that share and replicate."""
     return param_group.groups.shard.rank == 0 and param_group.groups.replicate.rank == 0
 
 
 def _unsharded_gradients(param_group: FlatParamGroup) -> list[torch.Tensor | None]:
-    """The unsharded gradients; None for a gradient that no rank has. Waits."""
+    """Returns the unsharded gradients; None for a gradient that no rank has. Waits."""
     packing = param_group.packing
     parts = [param_group.gradient_part(index) for index in range(len(param_group.parameters))]
     dtype = next((part.dtype for part in parts if part is not None), param_group.flat.dtype)

@@ -58,7 +58,7 @@ def planned(
     include_root: bool = False,
     is_wrapped: Callable[[nn.Module], bool] = lambda module: False,
 ) -> WrapPlan:
-    """The plan of a policy for the modules below a root.
+    """Returns the plan of a policy for the modules below a root.
 
     `root_kwargs` are the arguments of each wrapper unless the policy overrides them; their
     `mixed_precision` has the classes that are kept apart. `ignored_modules`, which must hold whole
@@ -100,7 +100,7 @@ def planned(
 def auto_wrap(
     root: nn.Module, plan: WrapPlan, wrap_fn: Callable[..., nn.Module | None]
 ) -> nn.Module:
-    """Carry out a plan; returns the root, or its wrapper if the plan wraps the root.
+    """Carries out a plan; returns the root, or its wrapper if the plan wraps the root.
 
     `wrap_fn(module, **kwargs)` returns the replacement for the module in all its places; None or
     the module itself if it stays. A UserWarning names the modules that are kept apart.
@@ -133,7 +133,7 @@ def auto_wrap(
 
 
 def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """The module and its descendants that are not in `seen`, children before parents."""
+    """Yields the module and its descendants that are not in `seen`, children before parents."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -156,7 +156,7 @@ class _Walk:
     """The parameters of the modules that are wrapped so far."""
 
     def visit(self, module: nn.Module, may_wrap: bool = True) -> None:
-        """Ask about a module and those below it; add the answers to `chosen`."""
+        """Asks about a module and those below it; adds the answers to `chosen`."""
         self.seen.add(module)
         parameters = self.parameters(module)
         wanted = module in self.alone
@@ -212,7 +212,7 @@ class _OwnDtype:
 
 
 def _compute_in_own_dtype(module: nn.Module) -> None:
-    """Cast a module's floating-point inputs to its parameters' dtype, and outputs back."""
+    """Casts a module's floating-point inputs to its parameters' dtype, and outputs back."""
     tensors = chain(module.parameters(), module.buffers())
     dtypes = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
     casts = _OwnDtype(next(dtypes, torch.float32))

@@ -202,17 +202,17 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return cast(EntryPoint, self.__dict__[ENTRY_POINT])
 
     def check_is_root(self) -> bool:
-        """True for the outermost instance."""
+        """Returns True for the outermost instance."""
         return self._entry_point.check_is_root()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the module's forward, with unsharded parameters."""
+        """Returns the result of the module's forward, with unsharded parameters."""
         args, kwargs = self._entry_point.before_forward(self, args, kwargs)
         output = self.module(*args, **kwargs)
         return self._entry_point.forward_hooks.after(self, args, output)
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapper's attribute, or else the module's."""
+        """Returns the wrapper's attribute, or else the module's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -221,7 +221,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             return getattr(self.module, name)
 
     def __getitem__(self, key: int) -> Any:
-        """The module's item at an index."""
+        """Returns the module's item at an index."""
         return self.module.__getitem__(key)  # type: ignore[operator]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -241,12 +241,12 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters; without the wrappers' part of names inside summon_full_params."""
+        """Yields names and parameters; inside summon_full_params names without wrappers."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield self._clean(name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and buffers; without the wrappers' part of names inside summon_full_params."""
+        """Yields names and buffers; inside summon_full_params names without wrappers."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield self._clean(name), buffer
 
@@ -254,7 +254,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
         return name.replace(f"{WRAPPED}.", "") if self._unit.summoned else name
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FullyShardedDataParallel:
-        """Reshard, then apply `to`, `half`, `cuda` and others to the sharded parameters."""
+        """Reshards, then applies `to`, `half`, `cuda` and others to the sharded parameters."""
         for unit in units_of((self,)):
             unit.reshard()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -327,7 +327,7 @@ class FullyShardedDataParallel(OptimStateDicts, nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The instances in a module, itself included; only the outermost with `root_only`."""
+        """Returns the instances in a module, with itself; only the outermost with `root_only`."""
         instances = [
             d for d in entry_points(module) if isinstance(d.owner, FullyShardedDataParallel)
         ]

@@ -110,13 +110,13 @@ def fully_shard(
 
 
 def _check_order(unit: Unit, check: OrderCheck | None) -> None:
-    """Check the root's order of units, if the debug level asks for it."""
+    """Checks the root's order of units, if the debug level asks for it."""
     if unit.is_root:
         runtime_of(unit).order_check = check
 
 
 def _dimension(found: FreeParameter, placement_fn: PlacementFunction | None) -> int:
-    """The dimension of a parameter to divide."""
+    """Returns the dimension of a parameter to divide."""
     parameter = found.parameter
     placement = placement_fn(parameter) if placement_fn is not None else None
     if placement is None:

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 def row_major(shape: Sequence[int]) -> Shape:
-    """The strides, in elements, of a packed array of this shape whose last index runs fastest.
+    """Returns the strides, in elements, of a packed row-major array of this shape.
 
     >>> row_major((2, 3, 4))
     (12, 4, 1)
@@ -45,7 +45,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of this shape."""
+        """Returns the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -60,23 +60,23 @@ class Box:
         return prod(self.shape)
 
     def __bool__(self) -> bool:
-        """True when the box holds at least one element."""
+        """Returns True when the box holds at least one element."""
         return all(lo < hi for lo, hi in zip(self.lo, self.hi, strict=True))
 
     def __and__(self, other: Box) -> Box:
-        """The elements in both boxes; an empty box (falsy) when there are none."""
+        """Returns the elements in both boxes; an empty box (falsy) when there are none."""
         lo = tuple(map(max, self.lo, other.lo))
         return Box(lo, tuple(map(max, lo, map(min, self.hi, other.hi))))
 
     def __contains__(self, other: Box) -> bool:
-        """True when every element of `other` is in this box."""
+        """Returns True when every element of `other` is in this box."""
         return not other or (
             all(a <= b for a, b in zip(self.lo, other.lo, strict=True))
             and all(a >= b for a, b in zip(self.hi, other.hi, strict=True))
         )
 
     def __str__(self) -> str:
-        """The box as a slice, as errors show it: `[0:4, 2:6]`."""
+        """Returns the box as a slice, as errors show it: `[0:4, 2:6]`."""
         return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in zip(self.lo, self.hi, strict=True)) + "]"
 
 
@@ -92,11 +92,11 @@ class Piece:
 
     @classmethod
     def packed(cls, box: Box, at: int = 0) -> Piece:
-        """The piece whose box is stored row-major without gaps from element `at`."""
+        """Returns the piece whose box is stored row-major without gaps from element `at`."""
         return cls(box, at, row_major(box.shape))
 
     def part(self, box: Box) -> Piece:
-        """The piece of `box`, which must lie inside this piece's box.
+        """Returns the piece of `box`, which must lie inside this piece's box.
 
         >>> Piece.packed(Box((0, 0), (4, 6))).part(Box((1, 2), (3, 4)))
         Piece(box=Box(lo=(1, 2), hi=(3, 4)), at=8, strides=(6, 1))
@@ -107,7 +107,7 @@ class Piece:
         return Piece(box, at, self.strides)
 
     def within(self, lo: int, hi: int) -> Iterator[Piece]:
-        """The parts of this piece with elements at storage indices `[lo, hi)`, in their places.
+        """Yields the parts of this piece at storage indices `[lo, hi)`, in their places.
 
         The piece must be of a row-major array: a step in one dimension passes over all elements of
         the later ones. There are at most `2 * ndim - 1` parts.
@@ -140,7 +140,7 @@ class Piece:
 
 
 def span_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
-    """The boxes that form elements `[lo, hi)` of a row-major array, in storage order.
+    """Yields the boxes that form elements `[lo, hi)` of a row-major array, in storage order.
 
     There are at most `2 * ndim - 1` boxes. Their storage ranges are consecutive, so the piece of
     each box has the array's own strides.
@@ -170,7 +170,7 @@ def span_boxes(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
 
 
 def _boxes_within(box: Box, strides: Shape, lo: int, hi: int) -> Iterator[Box]:
-    """The parts of a box whose elements lie at `[lo, hi)`, counted from its first element."""
+    """Yields the parts of a box with elements `[lo, hi)`, counted from its first element."""
     inner = Box(box.lo[1:], box.hi[1:])
     reach = Piece(inner, 0, strides[1:]).hull_elements
     if not box.lo:

@@ -30,13 +30,13 @@ class Exchange:
     """The copies to this rank, from others and from itself, by source rank."""
 
     def within(self, box: Box) -> Exchange:
-        """The part of the exchange for the elements of a box."""
+        """Returns the part of the exchange for the elements of a box."""
         return Exchange(_within(self.sends, box), _within(self.receives, box))
 
 
 @lru_cache(4096)
 def exchange(have: Layout, want: Layout, rank: int) -> Exchange:
-    """The sends and receives of `rank`. Raises as `copies_to` does.
+    """Returns the sends and receives of `rank`. Raises as `copies_to` does.
 
     >>> from sharding.layout import Mesh, Shard
     >>> two = Mesh.grid(("dp",), (2,))

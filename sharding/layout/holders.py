@@ -18,7 +18,7 @@ from sharding.layout.segments import Segments, cut, inside, length, touching
 
 
 def flat_range(placement: FlatShard, index: int, lo: int, hi: int) -> tuple[int, int]:
-    """The part of elements `[lo, hi)` that a coordinate of the axis holds; `(lo, lo)` if none.
+    """Returns the part of elements `[lo, hi)` that a coordinate holds; `(lo, lo)` if none.
 
     >>> flat_range(FlatShard(offset=3, stride=4), 1, 10, 20)
     (11, 15)
@@ -68,7 +68,7 @@ def holding(
 def _along_dims(
     shape: Shape, sizes: Sequence[int], placements: Sequence[Placement], box: Box
 ) -> Iterator[tuple[dict[int, int], list[Segments]]]:
-    """Indices of the axes that cut dimensions, and the segments that they leave of each."""
+    """Yields indices of the axes that cut dimensions, and the segments that they leave of each."""
     found: list[tuple[dict[int, int], list[Segments]]] = [({}, [((0, size),) for size in shape])]
     for axis, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
         if isinstance(placement, (Shard, StridedShard)):
@@ -87,7 +87,7 @@ def _along_dims(
 def _along_elements(
     flats: Sequence[FlatShard], parts: int, wanted: _Elements, lo: int, hi: int
 ) -> Iterator[tuple[int, ...]]:
-    """One index per flat axis, then the number of the part of an even split."""
+    """Yields one index per flat axis, then the number of the part of an even split."""
     cutter = flats[0] if flats else FlatShard(0, -(-(hi - lo) // parts))
     element = wanted.at_or_after(lo)
     while element is not None and element < hi:
@@ -110,7 +110,7 @@ class _Elements:
     """The ranges of each dimension, ascending and not empty."""
 
     def at_or_after(self, element: int) -> int | None:
-        """The first element of the set that is not before this one; None if there is none."""
+        """Returns the first element of the set at or after this one; None if there is none."""
         indices: list[int] = []
         rest = element
         for step, ranges in zip(self.strides, self.ranges, strict=True):

@@ -62,12 +62,12 @@ class Layout:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], world_size: int) -> Layout:
-        """Every rank of a world holds the whole tensor."""
+        """Returns the layout in which every rank of a world holds the whole tensor."""
         return cls(tuple(shape), Mesh.grid(("world",), (world_size,)), (Replicate(),))
 
     @classmethod
     def single(cls, shape: Sequence[int], rank: int = 0) -> Layout:
-        """One rank holds the whole tensor."""
+        """Returns the layout in which one rank holds the whole tensor."""
         return cls(tuple(shape), Mesh.grid((), (), rank), ())
 
     @property
@@ -94,7 +94,7 @@ class Layout:
         )
 
     def local_shape(self, rank: int) -> Shape:
-        """The shape of the rank's local array; zeros for a rank outside the mesh.
+        """Returns the shape of the rank's local array; zeros for a rank outside the mesh.
 
         Outside the mesh a 0-d tensor has the shape `(0,)`, because no 0-d array is empty.
         """
@@ -104,14 +104,14 @@ class Layout:
         return tuple(map(length, self._segments(coordinate)))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The elements `[lo, hi)` of the rank's local array that form its local storage."""
+        """Returns the elements `[lo, hi)` of the rank's local array that form its local storage."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return (0, 0)
         return self._span(coordinate, prod(map(length, self._segments(coordinate))))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that a rank holds, with places in its local storage; none outside the mesh.
+        """Returns a rank's pieces, with places in its local storage; none outside the mesh.
 
         Boxes are disjoint. A tensor that torch.chunk's rule cuts along dimensions has one piece, a
         flat shard at most `2 * ndim - 1`, a strided dimension `split`.
@@ -138,7 +138,7 @@ class Layout:
         )
 
     def holders(self, box: Box, near: int | None = None) -> tuple[int, ...]:
-        """The ranks that hold at least one element of `box`, one per replica group.
+        """Returns the ranks that hold at least one element of `box`, one per replica group.
 
         Of replicas, returns the one that shares the most replica coordinates with rank `near`, or
         the first.
@@ -152,12 +152,12 @@ class Layout:
         return tuple(map(self.mesh.rank, found))
 
     def __str__(self) -> str:
-        """Every axis with its size and placement, as `ckpt inspect` shows them: `dp:2=S(0)`."""
+        """Returns all axes with size and placement, as `ckpt inspect` shows them: `dp:2=S(0)`."""
         axes = zip(self.mesh.names, self.mesh.sizes, self.placements, strict=True)
         return ", ".join(f"{name}:{size}={placement}" for name, size, placement in axes)
 
     def _segments(self, coordinate: Sequence[int]) -> list[Segments]:
-        """The global indices of the local array: the rest of each dimension after all cuts."""
+        """Returns the global indices of the local array: each dimension's rest after all cuts."""
         segments: list[Segments] = [((0, size),) for size in self.shape]
         for placement, size, index in zip(
             self.placements, self.mesh.sizes, coordinate, strict=True
@@ -168,7 +168,7 @@ class Layout:
         return segments
 
     def _span(self, coordinate: Sequence[int], numel: int) -> tuple[int, int]:
-        """The span of a local array of `numel` elements that the other axes leave."""
+        """Returns the span of a local array of `numel` elements that the other axes leave."""
         lo, hi = 0, numel
         part, parts = 0, 1
         for placement, size, index in zip(

@@ -112,7 +112,7 @@ class Mesh:
         return min(self.table) if self.table else self._lowest
 
     def ranks(self) -> Iterator[int]:
-        """All ranks, in row-major order of coordinates."""
+        """Yields all ranks, in row-major order of coordinates."""
         return map(self.rank, product(*map(range, self.sizes)))
 
     def rank(self, coordinate: Sequence[int]) -> int:

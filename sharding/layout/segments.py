@@ -17,7 +17,7 @@ Segments = tuple[tuple[int, int], ...]
 
 
 def length(segments: Segments) -> int:
-    """The number of indices in the segments.
+    """Returns the number of indices in the segments.
 
     >>> length(((0, 2), (5, 6)))
     3
@@ -26,7 +26,7 @@ def length(segments: Segments) -> int:
 
 
 def chunk(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """torch.chunk's rule: the range that chunk `index` of `parts` has of `numel` positions.
+    """Returns the range of chunk `index` of `parts` of `numel` positions, as torch.chunk has it.
 
     >>> [chunk(5, 4, index) for index in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
@@ -36,7 +36,7 @@ def chunk(numel: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def cut(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
-    """The indices that coordinate `index` of `size` keeps: its part of each of `split` chunks.
+    """Returns the indices of coordinate `index` of `size`: its part of each of `split` chunks.
 
     >>> cut(((0, 8),), 2, 1), cut(((0, 8),), 2, 1, split=2)
     (((4, 8),), ((2, 4), (6, 8)))
@@ -57,7 +57,7 @@ def cut(segments: Segments, size: int, index: int, split: int = 1) -> Segments:
 
 
 def touching(segments: Segments, size: int, lo: int, hi: int, split: int = 1) -> list[int]:
-    """The coordinates whose cut keeps an index in `[lo, hi)` of the dimension, ascending.
+    """Returns the coordinates whose cut keeps an index in `[lo, hi)` of the dimension, ascending.
 
     >>> touching(((0, 8),), 4, 3, 5)
     [1, 2]
@@ -73,7 +73,7 @@ def touching(segments: Segments, size: int, lo: int, hi: int, split: int = 1) ->
 
 
 def inside(segments: Segments, lo: int, hi: int) -> tuple[tuple[int, int], ...]:
-    """The positions at which the segments hold indices in `[lo, hi)`, as ascending ranges.
+    """Returns the positions at which the segments hold indices in `[lo, hi)`, as ascending ranges.
 
     >>> inside(((0, 2), (5, 9)), 1, 7)
     ((1, 2), (2, 4))
@@ -88,7 +88,7 @@ def inside(segments: Segments, lo: int, hi: int) -> tuple[tuple[int, int], ...]:
 
 
 def placed(segments: Segments, lo: int, hi: int) -> list[tuple[int, int, int]]:
-    """The indices at positions `[lo, hi)`, as (first index, one past the last, first position).
+    """Returns indices at positions `[lo, hi)`, as (first index, one past it, first position).
 
     >>> placed(((0, 2), (5, 9)), 1, 4)
     [(1, 2, 1), (5, 7, 2)]
@@ -108,7 +108,7 @@ def _between(segments: Segments, lo: int, hi: int) -> Iterator[tuple[int, int]]:
 
 
 def _chunks(numel: int, split: int) -> list[tuple[int, int]]:
-    """The chunks of torch.chunk that are not empty: at most one for each position."""
+    """Returns the chunks of torch.chunk that are not empty: at most one for each position."""
     if split == 1 or numel == 0:
         return [(0, numel)]
     step = -(-numel // split)

@@ -44,7 +44,7 @@ _hooked: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def chosen_for(module: nn.Module) -> StateDictSettings | None:
-    """The settings of a module; None if none were set."""
+    """Returns the settings of a module; None if none were set."""
     return _chosen.get(module)
 
 

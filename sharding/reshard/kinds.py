@@ -108,7 +108,7 @@ def converted(
 
 
 def storage_shape(layout: Layout, rank: int) -> tuple[int, ...] | None:
-    """The shape of a rank's local storage: one-dimensional for a range of elements.
+    """Returns the shape of a rank's local storage: one-dimensional for a range of elements.
 
     None for a rank outside the layout's mesh.
     """
@@ -121,7 +121,7 @@ def storage_shape(layout: Layout, rank: int) -> tuple[int, ...] | None:
 
 
 def mesh_over(group: ProcessGroup | None, device_type: str) -> DeviceMesh:
-    """The mesh of one dimension over a group's ranks: one object for each group.
+    """Returns the mesh of one dimension over a group's ranks: one object for each group.
 
     Raises ShardingError without a process group.
     """
@@ -160,7 +160,7 @@ class _Targets:
     rank0_only: bool
 
     def layout(self, have: Layout) -> Layout:
-        """The wanted layout of a tensor that has this layout."""
+        """Returns the wanted layout of a tensor that has this layout."""
         shape, world = have.shape, self.ranks.mesh
         if self.kind is Kind.FULL:
             if self.rank0_only:
@@ -182,12 +182,12 @@ class _Targets:
         return Layout(shape, over, tuple(placements))
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """The mesh of sharded results."""
+        """Returns the mesh of sharded results."""
         return self.mesh or mesh_over(self.group, device.type)
 
 
 def _mesh_and_axis(mesh: DeviceMesh) -> tuple[Mesh, int]:
-    """The root mesh of a slice, and the slice's last axis in it.
+    """Returns the root mesh of a slice, and the slice's last axis in it.
 
     Ranks of other slices do the same, so all ranks describe the mesh of all slices.
     """

@@ -97,7 +97,7 @@ def redistribute(
 
 
 def _flat(local: torch.Tensor) -> torch.Tensor:
-    """A local tensor's elements in row-major order, end to end; a copy only if needed."""
+    """Returns a local tensor's elements in row-major order, end to end; a copy only if needed."""
     return local.detach().reshape(-1).contiguous()  # the result of `reshape` may be strided
 
 
@@ -203,18 +203,18 @@ def _exchange_on_stream(messages: list[dist.P2POp]) -> None:
 
 
 def _view(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The elements of a piece in local storage, in the shape of its box."""
+    """Returns the elements of a piece in local storage, in the shape of its box."""
     at = flat.storage_offset() + piece.at
     return flat.as_strided(piece.box.shape, piece.strides, at)
 
 
 def _padded_bytes(part: torch.Tensor) -> int:
-    """The bytes of a part in a message, with padding."""
+    """Returns the bytes of a part in a message, with padding."""
     return -(-part.numel() * part.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The places of the parts in a message."""
+    """Yields the places of the parts in a message."""
     at = 0
     for part in parts:
         nbytes = part.numel() * part.itemsize
