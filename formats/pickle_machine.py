@@ -282,8 +282,10 @@ class _Machine:
         self.push(known(module, name))
 
     def name_in_lines(self) -> None:
-        module = self.line()
-        self.push(known(module, self.line()))
+        module, name = self.line(), self.line()
+        if not module or not name:
+            raise FormatError("an opcode names nothing: the line of a module or name is empty")
+        self.push(known(module, name))
 
     def old_instance(self) -> None:
         self.name_in_lines()
