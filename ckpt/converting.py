@@ -5,61 +5,57 @@ Rules:
 1. A file or checkpoint at the target is an error unless `overwrite` (`ckpt.targets`), also if it
    appears during the conversion. The new checkpoint appears as a whole, and the old one stays until
    then (`ckpt.placing`).
-2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. Files are
-   copied by several threads (`ckpt.transfer.copy_files`).
+2. A conversion holds a few blocks in memory, whatever the size of a tensor or the model. The files
+   of each format are planned (`formats.file_plan`), and copied by several threads
+   (`ckpt.transfer.copy_files`) or ranks (`ckpt.transfer.copy_shares`).
 3. A kind of state dict and a number of ranks divide a native checkpoint (`kind_layouts`) into the
-   files that such ranks would write. Each file streams from the source while it is written.
+   files that such ranks would write.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
 from ckpt.conversion_plan import ConversionPlan, conversion_plan
-from ckpt.errors import ExistsError
-from ckpt.kind_layouts import Division, by_size, checked_kind, of_kind, run_of
+from ckpt.kind_layouts import by_size, checked_kind, of_kind
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part
-from ckpt.outgoing import Streams, outgoing
+from ckpt.model_files import ModelFiles, plans_of
+from ckpt.native_targets import write_native
+from ckpt.outgoing import StoredState, outgoing
 from ckpt.placing import file_writer, folder_writer
 from ckpt.read_back import check_written
 from ckpt.resuming import Journal, identity_of
-from ckpt.sources import open_source
-from ckpt.stores.store import Options, Store, local_path, open_store, split_url
+from ckpt.sources import Source, open_source
+from ckpt.stores.store import Options, local_path, open_store, split_url
 from ckpt.target_formats import (
     Format,
     became_text,
+    check_any_is_left,
     check_can_hold,
     check_values,
     format_of,
     left_out,
 )
 from ckpt.targets import check_file, check_folder, check_native
-from ckpt.transfer.commit import commit, now
 from ckpt.transfer.copy_shares import called_together, write_plans
-from ckpt.version import __version__
+from ckpt.transfer.copy_streams import memory_bytes_of
 from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_save
 from formats.catalog import OpaqueValue, Tree, without_opaque
-from formats.errors import FormatError, UnsupportedError
+from formats.errors import UnsupportedError
 from formats.file_plan import FilePlan
-from formats.limits import current
-from formats.native.manifest import MANIFEST, Manifest, ShardFile
-from formats.native.shard import stored_order
-from formats.native.shard_writer import write_shard
-from formats.outgoing import Outgoing, announce
+from formats.outgoing import Outgoing
 from formats.storage import Writer
 from sharding.agreement.ranks import SELF, Ranks
 from sharding.errors import ArgumentError
+from sharding.kind import Kind
 from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -92,6 +88,8 @@ class ConvertReport:
     """Tensors of floats below 16 bits, which `dtype` does not cast."""
     beside: tuple[str, ...] = ()
     """Keys of a training's folder that were not converted, beside the weights."""
+    model_files: tuple[str, ...] | None = None
+    """The configuration and tokenizer that a Hugging Face folder got; None for other formats."""
     plan: ConversionPlan | None = field(default=None, compare=False, repr=False)
     """Each tensor with its names in the source, its shape and dtypes, and the bytes."""
 
@@ -109,6 +107,7 @@ def convert(
     rename: Mapping[str, str] | None = None,
     prefix: str = "",
     parameters: Mapping[str, int] | None = None,
+    config: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = huggingface.MAX_SHARD_BYTES,
     overwrite: bool = False,
     compress: bool = False,
@@ -146,7 +145,10 @@ def convert(
         rename: from names to new names, as for `ckpt.load`, after the mappings.
         prefix: a name to put before all names, last of all.
         parameters: sizes that the mappings name, such as `{"heads": 32}`. By default they come from
-            the `config.json` beside the source.
+            the model's `config.json`.
+        config: the folder of the model, as `save_pretrained` writes it, or its `config.json`. Its
+            sizes are for the mappings, and for `hf` its configuration and tokenizer are copied. By
+            default the source's folder, whose files are copied unless names change.
         max_shard_bytes: the largest size of a folder's files (not for dcp, nor with `kind`). A
             larger tensor has a file of its own.
         overwrite: replaces the target: a file, a checkpoint of ckpt's own format, or, for `hf` and
@@ -167,7 +169,7 @@ def convert(
         verify: reads the result back and compares each byte and value with the source.
         group: the ranks that convert together, each its share: a process group, or None for the
             default one. All of them call this, and see the target's folder if it is on a disk. By
-            default one process calls this. `ckpt` is written by rank 0 alone.
+            default one process calls this. Rank 0 alone compresses.
         progress: called with numbers of bytes as this rank reads them.
         storage_options: options of the fsspec drivers of both URLs.
         dst_storage_options: options of the driver of `dst` in the place of `storage_options`.
@@ -176,7 +178,7 @@ def convert(
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
             kind or compression, a pattern or a rule matches no name, or a mapping does not fit.
         MismatchError: the checkpoint has no entry at `select`, or no such part.
-        NotACheckpointError: no checkpoint is at `src`.
+        NotACheckpointError: no checkpoint is at `src`, or no `config.json` at `config`.
         ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
             cannot be replaced.
         UnsupportedError: the target's format cannot hold a value or a name.
@@ -185,165 +187,184 @@ def convert(
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
         RankError: another rank failed; it has that rank's number and error.
     """
-    source, target = os.fspath(src), os.fspath(dst)
-    chosen = format_of(target, to)
-    divided, ranks = checked_kind(kind, world_size)
-    check_can_hold(chosen, target, divided, ranks, compress)
-    _check_resumable(chosen, target, resume, group)
     casts = Casts.of(dtype)
-    changes = Changes.of(select, part, include, exclude, mapping, rename, prefix, parameters)
-    there = storage_options if dst_storage_options is None else dst_storage_options
-    together = None if group == SELF else Ranks(group)
-    is_first = together is None or together.rank == 0
-    with called_together(together), open_source(source, storage_options) as opened:
-        check = check_folder
-        if chosen is Format.CKPT:
-            check = check_native
-        elif chosen.is_file:
-            check = check_file
+    changes = Changes(
+        select=select,
+        part=part,
+        include=include,
+        exclude=exclude,
+        mapping=mapping,
+        rename=rename,
+        prefix=prefix,
+        parameters=parameters,
+        config=config,
+    )
+    divided, number = checked_kind(kind, world_size)
+    target = _Target(
+        os.fspath(dst),
+        format_of(os.fspath(dst), to),
+        storage_options if dst_storage_options is None else dst_storage_options,
+        overwrite,
+        max_shard_bytes,
+        compress,
+        divided,
+        number,
+    )
+    target.check(resume, group)
+    ranks = None if group == SELF else Ranks(group)
+    is_first = ranks is None or ranks.rank == 0
+    with called_together(ranks), open_source(src, storage_options) as source:
         if is_first:
-            check(opened, target, there, overwrite)
-        beside: tuple[str, ...] = ()
-        if select is None and part is None and chosen.is_of_weights and opened.catalog.weights:
-            weights = opened.catalog.weights
-            beside = tuple(key for key in _top_keys(opened.catalog.tree) if key != weights)
-            changes = replace(changes, select=weights)
-        found, opaque = _without_opaque(opened.url, changes.applied(opened))
-        with outgoing(opened.url, opened.store, found.catalog, casts, progress) as state:
-            check_values(chosen, state)
-            if dry_run:
-                pass
-            elif chosen is not Format.CKPT:
-                placed = partial(_placed, chosen, target, there, overwrite)
-                plans = _plans(chosen, split_url(target)[1], state, max_shard_bytes)
-                if resume:
-                    values = changes.parameters_of(opened)
-                    identity = identity_of(opened, (chosen, changes, values, casts), plans)
-                    with folder_writer(target, there, overwrite, kept=True) as writer:
-                        _write_missing(writer, state, plans, identity)
-                else:
-                    is_far = local_path(target) is None
-                    write_plans(together, state.copier, placed, plans, is_far)
-            elif is_first:
-                tensors = state.tensors.values()
-                if divided is not None and ranks is not None:
-                    division = of_kind(tensors, divided, ranks)
-                else:
-                    division = by_size(tensors, max_shard_bytes)
-                with open_store(target, there) as store:
-                    write_native(store, state, division, overwrite, compress)
+            target.check_free(source)
+        changes, beside = _of_weights(changes, source, target.format)
+        found, opaque = _without_opaque(source.url, changes.applied(source))
+        state = outgoing(source.url, source.store, found.catalog, casts, progress)
+        check_values(target.format, state)
+        check_any_is_left(target.format, state, source.url, opaque)
+        files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
+        if not dry_run and resume:
+            plans = target.plans(state, files, casts)
+            options = (target.format, changes, changes.parameters_of(source), casts)
+            target.write_missing(state, plans, identity_of(source, options, plans))
+        elif not dry_run:
+            target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:
-            with (
-                outgoing(opened.url, opened.store, found.catalog, casts) as wanted,
-                open_source(target, there) as result,
-                outgoing(result.url, result.store, result.catalog) as written,
-            ):
-                check_written(wanted, written, without_secrets(target), result.catalog.format)
+            wanted = outgoing(source.url, source.store, found.catalog, casts)
+            with open_source(target.url, target.options) as result:
+                written = outgoing(result.url, result.store, result.catalog)
+                shown = without_secrets(target.url)
+                check_written(wanted, written, shown, result.catalog.format)
         return ConvertReport(
-            source,
-            target,
-            opened.catalog.format,
-            chosen.value,
+            os.fspath(src),
+            target.url,
+            source.catalog.format,
+            target.format.value,
             len(state.tensors),
             sum(tensor.nbytes for tensor in state.tensors.values()),
-            (*opaque, *left_out(chosen, state)),
+            (*opaque, *left_out(target.format, state)),
             None if divided is None else divided.value,
-            ranks,
-            became_text(chosen, state),
+            number,
+            became_text(target.format, state),
             _not_cast(casts, state),
             beside,
-            conversion_plan(found, casts, state.memory_bytes),
+            None if files is None else tuple(files),
+            conversion_plan(found, casts, target.memory_bytes(state)),
         )
 
 
-def write_native(
-    store: Store, state: Streams, division: Division, overwrite: bool, compress: bool
-) -> None:
-    """Writes and commits a native checkpoint with the files of a division, rank by rank."""
-    began = now()
-    attempt = secrets.token_hex(8)
-    path = local_path(store.url)
-    is_new = path is not None and not os.path.lexists(path)
-    files: list[ShardFile] = []
-    may_be_there = False
-    try:
-        for rank, names in division.parts.items():
-            file_name = f"{attempt}-{rank:05d}.safetensors"
-            part = []
-            for name in names:
-                run = run_of(division.stored[name].layout, rank)
-                part.append(state.part(name, run.shape, run.lo, run.hi))
-            announce(stored_order(part))
-            with store.create(file_name, rewritable=compress) as file:
-                files.append(write_shard(file, part, compress).named(file_name, rank))
-        writer = {
-            "ckpt": __version__,
-            "world_size": str(division.world_size),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            **state.metadata,
-        }
-        manifest = Manifest(division.stored, state.aliases, state.tree, files, writer)
-        may_be_there = True
-        commit(store, manifest, began, overwrite)
-    except BaseException as error:
-        if not may_be_there or _is_not_there(store, attempt, error):
-            for written in files:
-                store.delete(written.name)
-            if is_new:
-                store.remove_if_empty()
-        raise
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The place and the format of the result."""
 
+    url: str
+    format: Format
+    options: Options = field(repr=False)
+    overwrite: bool
+    max_shard_bytes: int
+    compress: bool
+    kind: Kind | None
+    world_size: int | None
 
-def _is_not_there(store: Store, attempt: str, error: BaseException) -> bool:
-    """Whether no manifest will ever name the files of an attempt, after an error of its commit.
+    def check(self, resume: bool, group: Group) -> None:
+        """Raises ArgumentError for options that the format does not have."""
+        check_can_hold(self.format, self.url, self.kind, self.world_size, self.compress)
+        is_folder = self.format in (Format.HUGGINGFACE, Format.DCP)
+        if resume and not (is_folder and local_path(self.url) is not None):
+            raise ArgumentError(
+                f"{without_secrets(self.url)} would be written as {self.format.value}; a "
+                "conversion can go on only to a folder of hf or dcp on a disk, whose files are "
+                "complete one by one: leave out resume=True (--resume)"
+            )
+        if resume and group != SELF:
+            raise ArgumentError(
+                "a conversion by several ranks leaves nothing to go on from: leave out resume=True "
+                "(--resume), or convert with one process"
+            )
 
-    A server may still carry out a request that seemed to fail. Only a refusal is certain.
-    """
-    if local_path(store.url) is None and not isinstance(error, ExistsError):
-        return False
-    try:
-        return attempt.encode() not in store.read_whole(MANIFEST, current().manifest_bytes)
-    except FileNotFoundError:
-        return True
-    except (OSError, FormatError):
-        return False
+    def check_free(self, source: Source) -> None:
+        """Raises as `convert` does if the target is there, and may not be replaced."""
+        check = check_file if self.format.is_file else check_folder
+        if self.format is Format.CKPT:
+            check = check_native
+        check(source, self.url, self.options, self.overwrite)
 
+    def memory_bytes(self, state: StoredState) -> int:
+        """Returns the most memory of all blocks together."""
+        copier = state.copier
+        return memory_bytes_of(copier) if self.compress else copier.sizes.memory_bytes
 
-@contextmanager
-def _placed(chosen: Format, target: str, options: Options, overwrite: bool) -> Iterator[Writer]:
-    """Returns a writer for the files of a format other than ckpt's, which then take their place."""
-    if not chosen.is_file:
-        with folder_writer(target, options, overwrite) as writer:
+    def plans(
+        self, state: StoredState, files: ModelFiles | None, casts: Casts
+    ) -> Sequence[FilePlan]:
+        """Returns the files of a format other than ckpt's."""
+        name = split_url(self.url)[1]
+        match self.format:
+            case Format.HUGGINGFACE:
+                beside = plans_of(files or {}, casts, "the source")
+                return [*beside, *huggingface.plans(state, self.max_shard_bytes)]
+            case Format.DCP:
+                return dcp.plans(state)
+            case Format.SAFETENSORS:
+                return [safetensors_file.plan(name, state)]
+            case Format.NPZ:
+                return [npz.plan(name, state)]
+            case Format.GGUF:
+                return [gguf_write.plan(name, state)]
+        return [torch_save.plan(name, state)]
+
+    def write(
+        self, ranks: Ranks | None, state: StoredState, files: ModelFiles | None, casts: Casts
+    ) -> None:
+        """Writes the result, by this process or by all ranks."""
+        if self.format is not Format.CKPT:
+            is_far = local_path(self.url) is None
+            plans = self.plans(state, files, casts)
+            write_plans(ranks, state.copier, self._placed, plans, is_far)
+            return
+        tensors = state.tensors.values()
+        if self.kind is not None and self.world_size is not None:
+            division = of_kind(tensors, self.kind, self.world_size)
+        else:
+            division = by_size(tensors, self.max_shard_bytes)
+        write_native(ranks, self.url, self.options, state, division, self.overwrite, self.compress)
+
+    def write_missing(self, state: StoredState, plans: Sequence[FilePlan], identity: str) -> None:
+        """Writes the files of a folder that an interrupted conversion has left out."""
+        with (
+            folder_writer(self.url, self.options, self.overwrite, kept=True) as writer,
+            Journal.opened(Path(writer.url), identity) as journal,
+        ):
+            state.copier.write(journal.writer(writer), journal.left(plans))
+
+    @contextmanager
+    def _placed(self) -> Iterator[Writer]:
+        """Returns a writer for the files, which then take their place; not for ckpt's format."""
+        if not self.format.is_file:
+            with folder_writer(self.url, self.options, self.overwrite) as writer:
+                yield writer
+            return
+        folder = split_url(self.url)[0]
+        with (
+            open_store(folder, self.options) as store,
+            file_writer(self.url, store, self.overwrite) as writer,
+        ):
             yield writer
-        return
-    folder = split_url(target)[0]
-    with open_store(folder, options) as store, file_writer(target, store, overwrite) as writer:
-        yield writer
-        store.flush()
+            store.flush()
 
 
-def _write_missing(
-    writer: Writer, state: Streams, plans: Sequence[FilePlan], identity: str
-) -> None:
-    """Writes the files of a folder that an interrupted conversion has left out."""
-    with Journal.opened(Path(writer.url), identity) as journal:
-        state.copier.write(journal.writer(writer), journal.left(plans))
+def _of_weights(
+    changes: Changes, source: Source, chosen: Format
+) -> tuple[Changes, tuple[str, ...]]:
+    """Returns the changes with the place of the weights, and the keys beside it.
 
-
-def _plans(chosen: Format, name: str, state: Streams, max_shard_bytes: int) -> Sequence[FilePlan]:
-    """Returns the files of a format other than ckpt's; `name` is that of a single file."""
-    if chosen is Format.HUGGINGFACE:
-        return huggingface.plans(state, max_shard_bytes)
-    if chosen is Format.DCP:
-        return dcp.plans(state)
-    match chosen:
-        case Format.SAFETENSORS:
-            return [safetensors_file.plan(name, state)]
-        case Format.NPZ:
-            return [npz.plan(name, state)]
-        case Format.GGUF:
-            return [gguf_write.plan(name, state)]
-    return [torch_save.plan(name, state)]
+    They are unchanged if the caller named a part, or the format holds more than weights.
+    """
+    weights = source.catalog.weights
+    is_named = changes.select is not None or changes.part is not None
+    if is_named or not chosen.is_of_weights or not weights:
+        return changes, ()
+    beside = tuple(key for key in _top_keys(source.catalog.tree) if key != weights)
+    return replace(changes, select=weights), beside
 
 
 def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:
@@ -368,19 +389,3 @@ def _not_cast(casts: Casts, state: Outgoing) -> tuple[str, ...]:
         if casts.of_name(name) not in (None, tensor.dtype)
         and tensor.dtype.torch_name.startswith(("float", "bfloat"))
     )
-
-
-def _check_resumable(chosen: Format, target: str, resume: bool, group: Group) -> None:
-    """Raises ArgumentError unless an interrupted conversion to a target can go on."""
-    is_folder = chosen in (Format.HUGGINGFACE, Format.DCP)
-    if resume and not (is_folder and local_path(target) is not None):
-        raise ArgumentError(
-            f"{without_secrets(target)} would be written as {chosen.value}; a conversion can go on "
-            "only to a folder of hf or dcp on a disk, whose files are complete one by one: leave "
-            "out resume=True (--resume)"
-        )
-    if resume and group != SELF:
-        raise ArgumentError(
-            "a conversion by several ranks leaves nothing to go on from: leave out resume=True "
-            "(--resume), or convert with one process"
-        )

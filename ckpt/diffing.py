@@ -125,6 +125,7 @@ def diff(
     mapping: MappingName | Sequence[MappingName] = (),
     rename: Mapping[str, str] | None = None,
     parameters: Mapping[str, int] | None = None,
+    config: str | os.PathLike[str] | None = None,
     values: bool = True,
     dtype: bool = True,
     progress: Callable[[int], None] | None = None,
@@ -141,8 +142,8 @@ def diff(
             regular expression between slashes.
         select: a key path. In a checkpoint with names below it, only these count, and they lose it:
             `model` compares a training checkpoint with an exported file.
-        mapping, rename, parameters: changes of A's names and shapes, as for `ckpt.convert`. They
-            take the names that `select` leaves, and the patterns those that they give.
+        mapping, rename, parameters, config: changes of A's names and shapes, as for `ckpt.convert`.
+            They take the names that `select` leaves, and the patterns those that they give.
         values: whether plain values, and the kinds of containers and keys, are compared too.
         dtype: whether different dtypes are a difference. If False, elements are compared as
             numbers.
@@ -169,7 +170,7 @@ def diff(
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         left, right = _alike(left, right), _alike(right, left)
-        changes = Changes.of(None, None, None, None, mapping, rename, "", parameters)
+        changes = Changes(mapping=mapping, rename=rename, parameters=parameters, config=config)
         sides = (_changed(left, select, changes), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
             raise ArgumentError(
@@ -227,7 +228,7 @@ class _Side:
 def _alike(side: Source, other: Source) -> Source:
     """Returns the weights of a training's folder, if the other side is a checkpoint of weights."""
     weights = side.catalog.weights
-    if not weights or other.catalog.weights or other.catalog.format not in FLAT_FORMATS:
+    if not weights or other.catalog.weights or other.catalog.format not in (*FLAT_FORMATS, "gguf"):
         return side
     return replace(side, catalog=under(side.catalog, weights))
 

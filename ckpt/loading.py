@@ -338,7 +338,7 @@ def _matched(
     source = replace(source, catalog=wanted(source.catalog, state))
     rename = options.rename
     if isinstance(rename, TensorMapping):
-        changed, rename = Changes.of(mapping=rename).applied(source), None
+        changed, rename = Changes(mapping=rename).applied(source), None
         source = replace(source, catalog=changed.catalog)
     saved = Saved(source.catalog, rename)
     found = match(saved, state, options.selection, ranks.mesh, options.casting)

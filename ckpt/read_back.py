@@ -7,19 +7,20 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ckpt.elements import Tolerance, same_value
-from ckpt.outgoing import Streams
+from ckpt.outgoing import StoredState
+from ckpt.transfer.copy_streams import streamed
 from formats.catalog import TensorRef, Tree, named_leaves
 from formats.errors import CorruptError
-from formats.outgoing import OutgoingTensor, announce
+from formats.outgoing import OutgoingTensor
 
 FLAT_FORMATS = ("safetensors", "huggingface", "npz", "gguf")
 """Formats without nests of values: only their tensors are compared."""
 
 
-def check_written(wanted: Streams, found: Streams, url: str, target_format: str) -> None:
+def check_written(wanted: StoredState, found: StoredState, url: str, target_format: str) -> None:
     """Compares two checkpoints: names, shapes, dtypes, bytes, and plain values if both hold them.
 
-    `wanted` are the streams of the source with all changes, `found` those of the result at `url`.
+    `wanted` is the source with all changes, `found` the result at `url`.
 
     Raises:
         CorruptError: they differ. The message names the tensor or value.
@@ -30,14 +31,18 @@ def check_written(wanted: Streams, found: Streams, url: str, target_format: str)
     for name in wanted.aliases:
         if target_format not in FLAT_FORMATS and name not in {*found.tensors, *found.aliases}:
             raise _differs(url, name, "it is missing")
-    announce(wanted.tensors.values())
-    announce(tensor for tensor in tensors.values() if tensor is not None)
-    for name, tensor in wanted.tensors.items():
-        other = tensors[name]
-        assert other is not None
+    there = [tensor for tensor in tensors.values() if tensor is not None]
+    pairs = zip(
+        streamed(wanted.copier, list(wanted.tensors.values())),
+        streamed(found.copier, there),
+        strict=True,
+    )
+    for tensor, other in pairs:
         at = _first_difference(tensor.blocks(), other.blocks())
         if at is not None:
-            raise _differs(url, name, f"element {at // tensor.dtype.itemsize} has other bytes")
+            at //= tensor.dtype.itemsize
+            raise _differs(url, tensor.name, f"element {at} has other bytes")
+    found.copier.finish()
     if target_format not in FLAT_FORMATS:
         _check_values(dict(_values(wanted.tree)), dict(_values(found.tree)), url)
 

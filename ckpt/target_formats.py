@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from formats import gguf_write, npz, safetensors_file
@@ -84,7 +84,9 @@ def left_out(chosen: Format, state: Outgoing) -> tuple[str, ...]:
         lacking = gguf_write.left_out(state)
     elif chosen is Format.DCP:
         lacking = (name for name, is_empty in lost(state.tree) if is_empty)
-    return (*lacking, *(f"metadata[{key!r}]" for key in sorted(state.metadata)))
+    known = gguf_write.METADATA if chosen is Format.GGUF else ()
+    kept = (f"metadata[{key!r}]" for key in sorted(state.metadata) if key not in known)
+    return (*lacking, *kept)
 
 
 def check_values(chosen: Format, state: Outgoing) -> None:
@@ -97,6 +99,18 @@ def check_values(chosen: Format, state: Outgoing) -> None:
                     "loads without running code: leave it out (exclude=, --exclude), store plain "
                     "values in its place, or convert to ckpt's own format"
                 )
+
+
+def check_any_is_left(chosen: Format, state: Outgoing, url: str, opaque: Sequence[str]) -> None:
+    """Raises UnsupportedError if a format of weights would get no tensor, and `opaque` the reason.
+
+    `opaque` has the names of objects that are shown and never made.
+    """
+    if chosen.is_of_weights and not state.tensors and opaque:
+        raise UnsupportedError(
+            f"{without_secrets(url)}: none of its tensors can be converted: {len(opaque)} objects "
+            f"are shown and never made ({', '.join(opaque[:3])}); `ckpt inspect` says why"
+        )
 
 
 def became_text(chosen: Format, state: Outgoing) -> tuple[str, ...]:

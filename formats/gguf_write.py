@@ -36,6 +36,8 @@ from formats.gguf import (
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.strict_json import decode_object
 
+METADATA = (QUANTISED, TYPES)
+"""The keys of the metadata that a file has in its values and types."""
 NAME_BYTES = 63
 DIMENSIONS = 4
 _NUMBERS = {name: number for number, name in TENSOR_TYPES.items()}

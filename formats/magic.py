@@ -147,7 +147,7 @@ def zip_kind(names: Iterable[str]) -> Kind | None:
     found = list(names)
     if any(name.endswith("/data.pkl") for name in found):
         return None
-    if found and all(name.endswith(".npy") for name in found):
+    if all(name.endswith(".npy") for name in found):
         return Kind("a .npz file", reader="npz")
     if any(name.endswith("archive_format") for name in found):
         return Kind("a program of torch.export (pt2)", "save program.state_dict with torch.save")

@@ -6,7 +6,7 @@ tensor is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from formats.catalog import Tree
@@ -28,9 +28,8 @@ class OutgoingTensor:
     stable: bool = False
     """Whether the blocks stay valid until the file is complete: they are the tensor's own memory,
     so that one call can write many of them."""
-
-    announce: Callable[[], None] = lambda: None
-    """Announces that this stream starts after the streams announced before; see `announce`."""
+    first: int = 0
+    """The number of its first element, if it is a run of a larger tensor's row-major elements."""
 
     @property
     def nbytes(self) -> int:
@@ -48,12 +47,3 @@ class Outgoing:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: another name -> the name in `tensors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-def announce(tensors: Iterable[OutgoingTensor]) -> None:
-    """Announces the order in which streams start, so that many can be read ahead together.
-
-    A stream that starts in another order, or unannounced, has the same bytes.
-    """
-    for tensor in tensors:
-        tensor.announce()

@@ -34,6 +34,9 @@ ALIGNMENT = 64
 TORCH, TORCHSCRIPT = "torch", "torchscript"
 """The names of the formats."""
 
+LIGHTNING_VERSION, WEIGHTS = "pytorch-lightning_version", "state_dict"
+"""The keys by which a checkpoint of Lightning is known, and of its weights."""
+
 FOLDER = "archive/"
 """The folder of the records in the zip; torch accepts any name."""
 
@@ -62,7 +65,19 @@ def read_archive(archive: Archive, size: int) -> Catalog:
     nest = Nest(name, len(pickled))
     tree = nest.tree(load(pickled, name), (), archive)
     kind = TORCHSCRIPT if "constants.pkl" in archive else TORCH
-    return Catalog(kind, nest.tensors, tree, (FileRecord(name, size),), nest.aliases)
+    files = (FileRecord(name, size),)
+    weights = weights_of_lightning(tree)
+    return Catalog(kind, nest.tensors, tree, files, nest.aliases, weights=weights)
+
+
+def weights_of_lightning(tree: Tree) -> str:
+    """Returns the place of the weights in a checkpoint of Lightning; empty for another one.
+
+    >>> weights_of_lightning({"pytorch-lightning_version": "2.6", "state_dict": {}})
+    'state_dict'
+    """
+    is_lightning = isinstance(tree, dict) and LIGHTNING_VERSION in tree and WEIGHTS in tree
+    return WEIGHTS if is_lightning else ""
 
 
 def plan(name: str, state: Outgoing) -> FilePlan:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from struct import pack
+from struct import pack, unpack_from
 
 from formats.crc32 import combine, crc32
 from formats.file_plan import Late, Part, length_of
@@ -59,9 +59,11 @@ class _Entry:
         """The flags, which tell readers how the name is encoded."""
         return _FLAGS if self.name.isascii() else _FLAGS | _UTF8
 
-    def sum_of(self, sums: Sequence[int]) -> int:
+    def sum_of(self, records: bytes) -> int:
         """Returns the CRC-32, by those of the file's tensors."""
-        found = sums[self.checksum] if self.is_late else self.checksum
+        found = self.checksum
+        if self.is_late:
+            (found,) = unpack_from("<L", records, 4 * self.checksum)
         return combine(crc32(self.head), found, self.nbytes - len(self.head))
 
 
@@ -102,22 +104,22 @@ def _descriptor(entry: _Entry) -> Part:
     """Returns the checksum and the sizes, which follow a record's data."""
     wide = entry.nbytes >= ZIP64_BYTES
 
-    def make(sums: Sequence[int]) -> bytes:
-        sizes = (entry.sum_of(sums), entry.nbytes, entry.nbytes)
+    def make(records: bytes) -> bytes:
+        sizes = (entry.sum_of(records), entry.nbytes, entry.nbytes)
         return b"PK\x07\x08" + pack("<L2Q" if wide else "<3L", *sizes)
 
-    return Late(24 if wide else 16, make) if entry.is_late else make(())
+    return Late(24 if wide else 16, make) if entry.is_late else make(b"")
 
 
 def _directory(entries: Sequence[_Entry], begin: int) -> Part:
     """Returns the directory, which begins at byte `begin` of the zip, and its end."""
 
-    def make(sums: Sequence[int]) -> bytes:
-        found = b"".join([_directory_entry(entry, entry.sum_of(sums)) for entry in entries])
+    def make(records: bytes) -> bytes:
+        found = b"".join([_directory_entry(entry, entry.sum_of(records)) for entry in entries])
         return found + _end(len(entries), begin, len(found))
 
     if not any(entry.is_late for entry in entries):
-        return make(())
+        return make(b"")
     size = sum([len(_directory_entry(entry, 0)) for entry in entries])
     return Late(size + len(_end(len(entries), begin, size)), make)
 

@@ -47,6 +47,7 @@ class Options:
     exclude: list[str] | None
     mappings: list[MappingOption] | None
     parameters: list[tuple[str, int]] | None
+    config: str | None
     rename: list[Pair] | None
     prefix: str
     max_shard_bytes: int
@@ -162,6 +163,7 @@ def run(options: Options) -> int:
             rename=by_first(options.rename, "--rename"),
             prefix=options.prefix,
             parameters=by_first(options.parameters, "--set"),
+            config=options.config,
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
             compress=options.compress,
@@ -202,6 +204,7 @@ def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[st
         "became_text": report.became_text,
         "not_cast": report.not_cast,
         "beside": report.beside,
+        "model_files": report.model_files,
         "written": not options.dry_run,
         "verified": options.verify and not options.dry_run,
         "seconds": round(seconds, 3),
@@ -242,6 +245,13 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
     if report.beside:
         yield (
             f"note: only the weights were converted; --select takes one of {_shown(report.beside)}"
+        )
+    if report.model_files:
+        yield f"note: copied beside the weights: {_shown(report.model_files)}"
+    if report.model_files == ():
+        yield (
+            "note: from_pretrained needs a config.json beside the weights; --config FOLDER copies "
+            "that of a model, and its tokenizer"
         )
     if report.became_text:
         yield (

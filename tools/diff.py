@@ -34,6 +34,7 @@ class Options:
     select: str | None
     mappings: list[MappingOption] | None
     parameters: list[tuple[str, int]] | None
+    config: str | None
     rename: list[Pair] | None
     tensors_only: bool
     ignore_dtype: bool
@@ -84,6 +85,7 @@ def run(options: Options) -> int:
             mapping=mappings_of(options.mappings),
             rename=by_first(options.rename, "--rename"),
             parameters=by_first(options.parameters, "--set"),
+            config=options.config,
             values=not options.tensors_only,
             dtype=not options.ignore_dtype,
             progress=advance,

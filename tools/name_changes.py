@@ -45,8 +45,13 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
         action="append",
         type=_parameter,
         metavar="NAME=N",
-        help="a size that a mapping needs (example: heads=32); without it from the config.json "
-        f"beside {whose}",
+        help="a size that a mapping needs (example: heads=32); without it from the config.json",
+    )
+    add(
+        "--config",
+        metavar="FOLDER|FILE",
+        help="the folder of the model with its config.json, or this file: for sizes, and for the "
+        f"small files of a Hugging Face folder that is written; without it the folder of {whose}",
     )
     add(
         "--rename",

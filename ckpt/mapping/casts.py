@@ -39,6 +39,13 @@ class Casts:
             expression(pattern)  # raises for a regular expression that is none
         return cls(tuple((pattern, _checked(name)) for pattern, name in given.items()))
 
+    @property
+    def of_all(self) -> DType | None:
+        """The dtype of all floats; None if they keep theirs, or get several."""
+        dtypes = {dtype for _, dtype in self.patterns}
+        is_for_all = any(pattern == "*" for pattern, _ in self.patterns)
+        return dtypes.pop() if is_for_all and len(dtypes) == 1 else None
+
     def of_name(self, name: str) -> DType | None:
         """Returns the dtype to which a tensor of floats is cast; None if it stays as it is."""
         return next((dtype for pattern, dtype in self.patterns if matches(pattern, name)), None)

@@ -8,15 +8,15 @@ Rules:
    is there, or, in a checkpoint without an optimizer, everything. An optimizer is a dict with
    `state` and `param_groups`, as torch's `state_dict()` of an optimizer; a checkpoint with several
    has no one place of it.
-3. A parameter of a mapping that the caller does not give comes from the `config.json` beside the
-   checkpoint, if it is there.
+3. A parameter of a mapping that the caller does not give comes from the model's `config.json`: the
+   one at `config`, or else the one beside the checkpoint, if it is there.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,13 +27,12 @@ from ckpt.mapping.known import known_mapping
 from ckpt.mapping.parse import read_mapping_file
 from ckpt.mapping.rules import Rule, TensorMapping
 from ckpt.match.selection import Selection, map_selected, selected
+from ckpt.model_files import ModelFiles, config_of, model_files_in, read_model_files
 from ckpt.sources import Source
 from ckpt.state.saved import Missing, Saved, holds_tensor
 from ckpt.structure import names_of
 from formats.catalog import Catalog, TensorRef, Tree, join
 from formats.errors import UnsupportedError
-from formats.limits import current
-from formats.strict_json import decode_object
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
@@ -45,51 +44,48 @@ MappingName = str | os.PathLike[str] | TensorMapping
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Top entries that are a state dict of a model: DCP's, Lightning's, torch's, DeepSpeed's."""
-CONFIG = "config.json"
 SHOWN_NAMES = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes as a value."""
+    """The changes as a value, by the arguments of `ckpt.convert` with these names.
 
-    select: str | None
-    part: Part | None
-    selection: Selection
-    mappings: tuple[TensorMapping, ...]
+    Raises:
+        ArgumentError: an argument has no meaning, or no mapping has such a name.
+    """
+
+    select: str | None = None
+    part: Part | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    mapping: MappingName | Sequence[MappingName] = ()
+    rename: Mapping[str, str] | None = None
+    prefix: str = ""
+    parameters: Mapping[str, int] | None = None
+    config: str | os.PathLike[str] | None = None
+    selection: Selection = field(init=False)
+    """The names to include and exclude."""
+    mappings: tuple[TensorMapping, ...] = field(init=False)
     """Mappings, and the renames and the prefix as mappings."""
-    parameters: Mapping[str, int]
 
-    @classmethod
-    def of(
-        cls,
-        select: str | None = None,
-        part: Part | None = None,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] | None = None,
-        mapping: MappingName | Sequence[MappingName] = (),
-        rename: Mapping[str, str] | None = None,
-        prefix: str = "",
-        parameters: Mapping[str, int] | None = None,
-    ) -> Changes:
-        """Makes the changes of a caller's arguments.
-
-        Raises:
-            ArgumentError: an argument has no meaning, or no mapping has such a name.
-        """
-        if part is not None:
-            check_word("part", part, ("model", "optimizer"))
-            if select is not None:
-                raise ArgumentError(f"select={select!r} and part={part!r}: give one of the two")
-        named = [mapping] if isinstance(mapping, (str, os.PathLike, TensorMapping)) else mapping
+    def __post_init__(self) -> None:
+        if self.part is not None:
+            check_word("part", self.part, ("model", "optimizer"))
+            if self.select is not None:
+                raise ArgumentError(
+                    f"select={self.select!r} and part={self.part!r}: give one of the two"
+                )
+        given = self.mapping
+        named = [given] if isinstance(given, (str, os.PathLike, TensorMapping)) else given
         mappings = [read_mapping(one) for one in named]
-        _check_used(parameters or {}, mappings)
-        if rename:
-            mappings.append(_renames(rename, "rename"))
-        if prefix:
-            mappings.append(_renames({"": prefix}, "prefix"))
-        selection = Selection.of(include, exclude)
-        return cls(select, part, selection, tuple(mappings), dict(parameters or {}))
+        _check_used(self.parameters or {}, mappings)
+        if self.rename:
+            mappings.append(_renames(self.rename, "rename"))
+        if self.prefix:
+            mappings.append(_renames({"": self.prefix}, "prefix"))
+        object.__setattr__(self, "selection", Selection.of(self.include, self.exclude))
+        object.__setattr__(self, "mappings", tuple(mappings))
 
     def applied(self, source: Source) -> Mapped:
         """Returns the catalog of a checkpoint after the changes.
@@ -109,10 +105,22 @@ class Changes:
 
     def parameters_of(self, source: Source) -> tuple[Mapping[str, int], ...]:
         """Returns the parameters of each mapping (rule 3). The caller's count first."""
-        given = self.parameters
+        given = self.parameters or {}
         is_complete = all(set(mapping.parameters) <= set(given) for mapping in self.mappings)
-        config = {} if is_complete else _config(source)
+        config = {} if is_complete else self._config(source)
         return tuple({**_configured(mapping, config), **given} for mapping in self.mappings)
+
+    def model_files(self, source: Source) -> ModelFiles:
+        """Returns the configuration and tokenizer for a new folder (`ckpt.model_files`)."""
+        if self.config is not None:
+            return read_model_files(self.config)
+        return {} if self.mappings else model_files_in(source.store)
+
+    def _config(self, source: Source) -> Mapping[str, object]:
+        """Returns the configuration of the model; empty if there is none."""
+        if self.config is not None:
+            return config_of(read_model_files(self.config), os.fspath(self.config))
+        return config_of(model_files_in(source.store), source.store.url)
 
 
 def read_mapping(mapping: MappingName) -> TensorMapping:
@@ -156,15 +164,6 @@ def _configured(mapping: TensorMapping, config: Mapping[str, object]) -> dict[st
         if values and isinstance(values[0], int) and not isinstance(values[0], bool):
             found[name] = values[0]
     return found
-
-
-def _config(source: Source) -> Mapping[str, object]:
-    """Returns the configuration of the model beside a checkpoint; empty if there is none."""
-    try:
-        data = source.store.read_whole(CONFIG, current().manifest_bytes)
-    except FileNotFoundError:
-        return {}
-    return decode_object(data, f"{source.store.url}/{CONFIG}")
 
 
 def _chosen(source: Source, select: str, selection: Selection) -> Mapped:

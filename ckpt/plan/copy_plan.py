@@ -15,8 +15,9 @@ together in memory and written by one call. Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from ckpt.plan.read_plan import BoxCopies, BoxCopy, ByteRange, Limits, byte_rang
 from formats.catalog import TensorRecord
 from formats.dtypes import DType
 from formats.file_plan import FilePlan, Late
-from sharding.layout import Piece
+from formats.outgoing import OutgoingTensor
+from sharding.layout import Piece, Shape, span_boxes
 
 
 class CopySource(NamedTuple):
@@ -107,9 +109,9 @@ def units_of(
             yield from cutter.late(part, tensor)
         else:
             source = source_of(part.name)
-            ranges = _ranges_of(source, verify, limits, copies)
+            ranges = _ranges_of(part, source, verify, limits, copies)
             if ranges is None:
-                yield from cutter.spans(source, tensor, span_bytes)
+                yield from cutter.spans(part, source, tensor, span_bytes)
             else:
                 yield from cutter.ranges(ranges, tensor)
             tensor += 1
@@ -147,16 +149,18 @@ class _Cutter:
             unit.runs.append(TensorRun(tensor, lo, unit.nbytes, nbytes))
             yield from self._grown(nbytes)
 
-    def spans(self, source: CopySource, tensor: int, span_bytes: int) -> Iterator[CopyUnit]:
+    def spans(
+        self, part: OutgoingTensor, source: CopySource, tensor: int, span_bytes: int
+    ) -> Iterator[CopyUnit]:
         """Adds a tensor in spans of elements, each in a unit of its own (rule 2)."""
         stored, written = source.record.dtype.itemsize, source.dtype.itemsize
-        step, numel = max(1, span_bytes // stored), source.record.nbytes // stored
-        for lo in range(0, numel, step):
+        step, end = max(1, span_bytes // stored), part.first + prod(part.shape)
+        for lo in range(part.first, end, step):
             yield from self.rest()
-            span = Span(source, lo, min(lo + step, numel))
+            span = Span(source, lo, min(lo + step, end))
             nbytes = (span.hi - lo) * written
             self._unit.span = span
-            self._unit.runs.append(TensorRun(tensor, lo * written, 0, nbytes))
+            self._unit.runs.append(TensorRun(tensor, (lo - part.first) * written, 0, nbytes))
             self._unit.nbytes = nbytes
         yield from self.rest()
 
@@ -180,13 +184,13 @@ _Placed = tuple[int, ByteRange]
 
 
 def _ranges_of(
-    source: CopySource, verify: bool, limits: Limits, copies: BoxCopies
+    part: OutgoingTensor, source: CopySource, verify: bool, limits: Limits, copies: BoxCopies
 ) -> list[_Placed] | None:
     """Returns byte ranges that fill a tensor from end to end; None if rule 2 applies to it."""
     record = source.record
     if source.dtype != record.dtype:
         return None
-    requests = requests_for(record, copies.whole(record.shape), 0, copies)
+    requests = requests_for(record, _pieces(part, record.shape, copies), 0, copies)
     if not all(request.box_copy.is_direct for request in requests):
         return None
     found: list[_Placed] = []
@@ -196,6 +200,27 @@ def _ranges_of(
         found.append((lo, byte_range))
     found.sort(key=itemgetter(0))
     return found
+
+
+def _pieces(part: OutgoingTensor, shape: Shape, copies: BoxCopies) -> Sequence[Piece]:
+    """Returns the pieces of a tensor of this shape that are a part of a file, end to end."""
+    numel = prod(part.shape)
+    if numel == prod(shape):
+        return copies.whole(shape)
+    return packed_pieces(shape, part.first, part.first + numel)
+
+
+def packed_pieces(shape: Shape, lo: int, hi: int) -> list[Piece]:
+    """Returns row-major elements `[lo, hi)` of a tensor of this shape as pieces, end to end.
+
+    >>> [(str(piece.box), piece.at) for piece in packed_pieces((4, 3), 2, 6)]
+    [('[0:1, 2:3]', 0), ('[1:2, 0:3]', 1)]
+    """
+    pieces, at = [], 0
+    for box in span_boxes(shape, lo, hi):
+        pieces.append(Piece.packed(box, at))
+        at += box.numel
+    return pieces
 
 
 def _retargeted(byte_range: ByteRange, target: int) -> ByteRange:

@@ -21,17 +21,15 @@ from functools import partial
 from mmap import mmap
 
 from ckpt.budget import memory_budget
-from ckpt.plan.copy_plan import CopySource, CopyUnit, Span, TensorRun, units_of
+from ckpt.plan.copy_plan import CopySource, CopyUnit, Span, packed_pieces, units_of
 from ckpt.plan.read_plan import requests_for
+from ckpt.transfer.copy_sums import sums_of
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
 from ckpt.transfer.record_sums import RecordSums, Verify
-from formats.crc32 import SummedRanges, crc32
 from formats.file_plan import FilePlan, length_of
 from formats.native.shard import Progress
-from formats.outgoing import OutgoingTensor
 from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Reader, Writer
 from formats.threads import Pool
-from sharding.layout import Piece, span_boxes
 
 UNIT_BYTES = 1 << 20
 """Bytes of a unit, with which a thread stays in its processor's cache."""
@@ -95,36 +93,38 @@ class FileCopier:
         self.memory = _Memory()
         self.progress = progress
 
-    def write(self, writer: Writer, plans: Sequence[FilePlan]) -> None:
+    def write(self, writer: Writer, plans: Sequence[FilePlan]) -> list[bytes]:
         """Writes the files in their order. Before the last one appears, all checksums are compared.
+
+        Returns the records of each file's tensors; none for a file without checksums.
 
         Raises:
             CorruptError: a chunk or record is not as it was written.
             HoleError: elements of a tensor are not stored.
         """
+        records = []
         for plan in plans:
             with writer.create(plan.name) as file:
-                _FileCopy(self, file, plan, 0, plan.needs_sums).run()
+                records.append(_FileCopy(self, file, plan, 0, plan.needs_sums).run())
                 if plan is plans[-1]:
                     self.finish()
+        return records
 
-    def write_part(self, file: FileWriter, plan: FilePlan, offset: int) -> list[int]:
-        """Writes the bytes of a plan from byte `offset` of a file on; returns its tensors' CRC-32s.
+    def write_part(self, file: FileWriter, plan: FilePlan, offset: int) -> bytes:
+        """Writes the bytes of a plan from byte `offset` of a file on; returns its tensors' records.
 
         The caller later calls `finish`. Raises as `write` does.
         """
-        copy = _FileCopy(self, file, plan, offset, is_summed=True)
-        copy.run()
-        return copy.sums
+        return _FileCopy(self, file, plan, offset, is_summed=True).run()
 
     def finish(self) -> None:
         """Compares the checksums of records that were read in part."""
         self.ranges.finish()
 
-    def units(self, plan: FilePlan) -> Iterator[CopyUnit]:
-        """Yields the units of a file."""
+    def units(self, plan: FilePlan, unit_bytes: int = 0) -> Iterator[CopyUnit]:
+        """Yields the units of a file, by default of the copier's size."""
         is_verified, limits = bool(self.sums.verify), self.sizes.policy.limits
-        unit_bytes, span_bytes = self.sizes.unit_bytes, self.sizes.span_bytes
+        unit_bytes, span_bytes = unit_bytes or self.sizes.unit_bytes, self.sizes.span_bytes
         return units_of(plan, self.source_of, unit_bytes, span_bytes, is_verified, limits)
 
     def fill(self, unit: CopyUnit, memory: memoryview) -> None:
@@ -140,10 +140,7 @@ class FileCopier:
         (record, dtype), lo, hi = span
         nbytes = (hi - lo) * record.dtype.itemsize
         stored = memory if dtype == record.dtype else self.memory.of("stored", nbytes)
-        pieces, at = [], 0
-        for box in span_boxes(record.shape, lo, hi):
-            pieces.append(Piece.packed(box, at))
-            at += box.numel
+        pieces = packed_pieces(record.shape, lo, hi)
         self.ranges.run(requests_for(record, pieces), [stored])
         if dtype != record.dtype:
             from ckpt.state.memory import cast_into  # torch, which only casts need
@@ -161,7 +158,7 @@ class _FileCopy:
         self._placed = file if isinstance(file, PlacedFileWriter) else None
         self._units = copier.units(plan)
         self._nbytes = sum(map(length_of, plan.parts))
-        self._sums = _TensorSums(plan) if is_summed else None
+        self._sums = sums_of(plan) if is_summed else None
         self._taking = threading.Lock()
         self._changed = threading.Condition()
         """Notified after each unit; guards the attributes below."""
@@ -169,14 +166,15 @@ class _FileCopy:
         """The number of the next unit to write, for a writer that gets them in order."""
         self._is_over = False
 
-    @property
-    def sums(self) -> list[int]:
-        """The CRC-32 of each tensor, after `run`; only if they are summed."""
-        return [] if self._sums is None else self._sums.values
+    def run(self) -> bytes:
+        """Writes the file; returns its tensors' records, if they are summed.
 
-    def run(self) -> None:
-        """Writes the file. Raises the error of the first thread that fails."""
-        workers = self._copier.sizes.workers_for(self._nbytes)
+        Raises the error of the first thread that fails.
+        """
+        self._run_all(self._copier.sizes.workers_for(self._nbytes))
+        return b"" if self._sums is None else self._sums.all_records
+
+    def _run_all(self, workers: int) -> None:
         if workers == 1:
             self._work()
             return
@@ -230,15 +228,14 @@ class _FileCopy:
         sums = self._sums
         if sums is None:
             return True
-        found = [crc32(memory[run.at : run.at + run.nbytes]) for run in unit.runs]
+        add_all = sums.taken(unit.runs, memory)
         with self._changed:
-            for run, value in zip(unit.runs, found, strict=True):
-                sums.add(run, value)
+            add_all()
             self._changed.notify_all()
         for at, tensors, part in unit.late:
             if not self._wait(partial(sums.has, tensors)):
                 return False
-            memory[at : at + part.nbytes] = part.make(sums.values)
+            memory[at : at + part.nbytes] = part.make(sums.records)
         return True
 
     def _wait(self, is_ready: Callable[[], bool]) -> bool:
@@ -246,39 +243,6 @@ class _FileCopy:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or is_ready())
             return not self._is_over
-
-
-class _TensorSums:
-    """The CRC-32s of a file's tensors, which come in parts."""
-
-    def __init__(self, plan: FilePlan) -> None:
-        sizes = [part.nbytes for part in plan.parts if isinstance(part, OutgoingTensor)]
-        self.values = [0] * len(sizes)
-        self.known = 0
-        """The number of first tensors whose CRC-32 is known."""
-        self._sizes = sizes
-        self._parts: dict[int, SummedRanges] = {}
-        self._advance()  # past empty tensors: a file may have no others
-
-    def has(self, tensors: int) -> bool:
-        """Whether the first `tensors` CRC-32s are known."""
-        return self.known >= tensors
-
-    def add(self, run: TensorRun, value: int) -> None:
-        """Adds the CRC-32 of a part of a tensor."""
-        self._parts.setdefault(run.tensor, SummedRanges()).add(run.lo, run.lo + run.nbytes, value)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Counts the first tensors whose parts cover them."""
-        while self.known < len(self._sizes):
-            nbytes = self._sizes[self.known]
-            found = self._parts[self.known].whole(nbytes) if self.known in self._parts else None
-            if found is None and nbytes:
-                return
-            self.values[self.known] = found or 0
-            self._parts.pop(self.known, None)
-            self.known += 1
 
 
 class _Memory(threading.local):

@@ -4,20 +4,20 @@ Rules:
 
 1. All ranks plan the same files, and agree on this before the first file appears.
 2. Rank 0 creates each file. In a folder that all ranks see, each rank then writes a run of whole
-   parts, about as many bytes as the others. A tensor is never divided, so its checksums are known
-   to one rank. Bytes that checksums decide come last, from rank 0.
-3. In a bucket one process writes a file: each rank writes whole files, but rank 0 the last one,
-   which makes the folder a checkpoint, once all others are complete.
+   parts, about as many bytes as the others. One rank writes all of a tensor, and so knows its
+   checksums. Rank 0 writes the bytes that checksums decide last.
+3. In a bucket one process writes a file: each rank writes whole files. Rank 0 writes the last one,
+   which may make the folder a checkpoint, once all others are complete.
 4. A failure of one rank ends the call on all (`Ranks.call`), and no file appears on a disk.
 """
 
 from __future__ import annotations
 
 import os
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -36,13 +36,14 @@ def share_of(plan: FilePlan, rank: int, world_size: int) -> tuple[int, FilePlan]
 
     Late bytes are zeros.
 
-    >>> share_of(FilePlan("f", [b"ab", b"cd", b"efgh"]), 1, 2)
-    (4, FilePlan(name='f', parts=(b'efgh',)))
+    >>> offset, share = share_of(FilePlan("f", [b"ab", b"cd", b"efgh"]), 1, 2)
+    >>> offset, share.parts
+    (4, (b'efgh',))
     """
     bounds = [0, *accumulate(map(length_of, plan.parts))]
     lo, hi = (_nearest(bounds, bounds[-1] * at // world_size) for at in (rank, rank + 1))
     lo, hi = (lo if rank else 0), (hi if rank + 1 < world_size else len(plan.parts))
-    return bounds[lo], FilePlan(plan.name, tuple(map(_as_zeros, plan.parts[lo:hi])))
+    return bounds[lo], replace(plan, parts=tuple(map(_as_zeros, plan.parts[lo:hi])))
 
 
 def _nearest(bounds: Sequence[int], wanted: int) -> int:
@@ -68,10 +69,11 @@ def write_plans(
     placed: Callable[[], AbstractContextManager[Writer]],
     plans: Sequence[FilePlan],
     is_far: bool,
-) -> None:
+) -> list[bytes]:
     """Writes the files of a checkpoint, by this process or, if it is not alone, by all ranks.
 
     `placed` gives the writer, which puts the files in their place; `is_far` says it is a bucket's.
+    Returns the records of each file's tensors (`formats.file_plan`), on rank 0.
 
     Raises:
         CorruptError: a chunk or record is not as it was written.
@@ -80,45 +82,50 @@ def write_plans(
     """
     if ranks is None or ranks.is_single_process:
         with placed() as writer:
-            copier.write(writer, plans)
-        return
+            return copier.write(writer, plans)
     _check_same(ranks, plans)
     if is_far:
         with placed() as writer:
-            _write_files(ranks, copier, writer, plans)
-    elif ranks.rank == 0:
+            return _write_files(ranks, copier, writer, plans)
+    if ranks.rank == 0:
         with placed() as writer:
-            _write_shares(ranks, copier, writer, plans)
-    else:
-        _write_shares(ranks, copier, None, plans)
+            return _write_shares(ranks, copier, writer, plans)
+    return _write_shares(ranks, copier, None, plans)
 
 
 def _write_shares(
     ranks: Ranks, copier: FileCopier, writer: Writer | None, plans: Sequence[FilePlan]
-) -> None:
+) -> list[bytes]:
     """Writes files on a disk that all ranks see (rule 2); `writer` is rank 0's."""
+    written: list[bytes] = []
     for plan in plans:
         with ExitStack() as stack:
             file = _opened(ranks, stack, writer, plan.name)
             is_last = plan is plans[-1]
             own = ranks.run_on_all("copying", partial(_copied, ranks, copier, file, plan, is_last))
-            records = ranks.gather("copying", array("I", own).tobytes())
+            records = b"".join(ranks.gather("copying", own))
+            written.append(records)
             if writer is None:
                 ranks.run_on_all("flushing", stack.close)
                 ranks.run_on_all("completing", int)
             else:
                 ranks.run_on_all("flushing", partial(_write_late, file, plan, records))
                 ranks.run_on_all("completing", stack.close)
+    return written
 
 
 def _write_files(
     ranks: Ranks, copier: FileCopier, writer: Writer, plans: Sequence[FilePlan]
-) -> None:
+) -> list[bytes]:
     """Writes files into a bucket (rule 3)."""
     own = plans[ranks.rank : -1 : ranks.world_size]
-    ranks.run_on_all("writing", partial(copier.write, writer, own))
     last = plans[-1:] if ranks.rank == 0 else ()
-    ranks.run_on_all("writing", partial(copier.write, writer, last))
+    found = ranks.run_on_all("writing", partial(copier.write, writer, own))
+    written: list[bytes] = []
+    for turn in range(-(-(len(plans) - 1) // ranks.world_size)):
+        written += ranks.gather("writing", found[turn] if turn < len(found) else b"")
+    found = ranks.run_on_all("writing", partial(copier.write, writer, last))
+    return [*written[: len(plans) - 1], *found]
 
 
 def _check_same(ranks: Ranks, plans: Sequence[FilePlan]) -> None:
@@ -156,22 +163,21 @@ def _opened(ranks: Ranks, stack: ExitStack, writer: Writer | None, name: str) ->
 
 def _copied(
     ranks: Ranks, copier: FileCopier, file: FileWriter, plan: FilePlan, is_last: bool
-) -> list[int]:
-    """Copies this rank's share of a file; returns the CRC-32s of its tensors."""
+) -> bytes:
+    """Copies this rank's share of a file; returns the records of its tensors."""
     offset, share = share_of(plan, ranks.rank, ranks.world_size)
-    sums = copier.write_part(file, share, offset)
+    records = copier.write_part(file, share, offset)
     if is_last:
         copier.finish()
-    return sums
+    return records
 
 
-def _write_late(file: LocalFileWriter, plan: FilePlan, records: Sequence[bytes]) -> None:
-    """Writes the bytes that checksums decide, by the CRC-32s of each rank."""
-    sums = [value for record in records for value in array("I", record)]
+def _write_late(file: LocalFileWriter, plan: FilePlan, records: bytes) -> None:
+    """Writes the bytes that checksums decide, by the records of all tensors."""
     at = 0
     for part in plan.parts:
         if isinstance(part, Late):
-            file.write_at(at, part.make(sums))
+            file.write_at(at, part.make(records))
         at += length_of(part)
 
 

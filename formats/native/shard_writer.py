@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 import xxhash
 
+from formats.file_plan import FilePlan, Late, length_of
 from formats.native.borrowed import Lent
 from formats.native.shard import (
     ALIGN,
+    CHUNK_BYTES,
     RECORD,
     Progress,
     ShardSummary,
@@ -52,12 +54,7 @@ def write_shard(
         return write_as_it_comes(file, ordered, codec, lent, deltas and compress, progress)
     chunk_bytes = chunk_bytes_of(codec)
     sizes = [tensor.nbytes for tensor in ordered]
-    entries = [
-        (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
-        for t, nbytes in zip(ordered, sizes, strict=True)
-    ]
-    entries.append(table_entry(sum(-(-nbytes // chunk_bytes) for nbytes in sizes)))
-    header, _ = build(entries, metadata_of("raw"), align=ALIGN)
+    header, _ = _header(ordered, sizes)
     records: list[bytes] = []
     with Gather(file, overlap) as out:
         out.add(header)
@@ -70,6 +67,35 @@ def write_shard(
             if progress is not None:
                 progress(nbytes)
         return finish(out, header, b"", records)
+
+
+def plan_shard(name: str, tensors: Sequence[OutgoingTensor]) -> FilePlan:
+    """Plans an uncompressed shard file, whose chunk table comes last."""
+    ordered = stored_order(tensors)
+    header, table_bytes = _header(ordered, [tensor.nbytes for tensor in ordered])
+    table = Late(table_bytes, lambda records: records)
+    return FilePlan(name, [header, *ordered, table], CHUNK_BYTES)
+
+
+def planned_summary(plan: FilePlan, table: bytes) -> ShardSummary:
+    """Returns the facts of a planned file with this chunk table."""
+    header = plan.parts[0]
+    assert isinstance(header, bytes)
+    hasher = xxhash.xxh3_128(header)
+    hasher.update(table)
+    size = sum(map(length_of, plan.parts))
+    return ShardSummary(size, len(header), len(table), hasher.hexdigest())
+
+
+def _header(tensors: Sequence[OutgoingTensor], sizes: Sequence[int]) -> tuple[bytes, int]:
+    """Returns the header of an uncompressed file, and the size of its chunk table."""
+    entries = [
+        (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
+        for t, nbytes in zip(tensors, sizes, strict=True)
+    ]
+    table = table_entry(sum(-(-nbytes // CHUNK_BYTES) for nbytes in sizes))
+    header, _ = build([*entries, table], metadata_of("raw"), align=ALIGN)
+    return header, table[-1]
 
 
 def _records(run: memoryview, chunk_bytes: int) -> list[bytes]:

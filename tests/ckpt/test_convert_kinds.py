@@ -6,13 +6,11 @@ What real processes save is the measure: a conversion has to give the very bytes
 from __future__ import annotations
 
 import random
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,11 +27,10 @@ from torch.optim import AdamW
 
 import ckpt
 import sharding
-from ckpt import outgoing
 from ckpt.converting import convert
 from ckpt.kind_layouts import layout_of, run_of
 from ckpt.stores.local_store import LocalStore
-from ckpt.transfer.read import MAX_WORKERS, SCRATCH_BYTES
+from ckpt.transfer import copy_files
 from formats.dtypes import DTYPES
 from formats.errors import CorruptError, FormatError
 from formats.native.manifest import Manifest, dump
@@ -240,7 +237,7 @@ def test_any_kind_becomes_any_kind_at_any_world_size_to_the_bit(
 ) -> None:
     state = {f"t{i}": filled(*given, i) for i, given in enumerate(given_tensors)} | {"step": 1}
     with TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outgoing, "BLOCK_BYTES", block_bytes)
+        patch.setattr(copy_files, "UNIT_BYTES", block_bytes)
         root = Path(made)
         ckpt.save(root / "whole", state)
         convert(root / "whole", root / "a", kind=first[0], world_size=first[1], compress=compress)
@@ -481,34 +478,6 @@ def test_a_bit_that_changed_ends_the_conversion_without_a_checkpoint(tmp_path: P
     with pytest.raises(CorruptError, match="w: bytes"):
         convert(tmp_path / "source", tmp_path / "made", kind="sharded", world_size=2)
     assert [path for path in (tmp_path / "made").rglob("*") if path.is_file()] == []
-
-
-# --- Memory --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of one tensor of 96 MiB."""
-    folder = tmp_path_factory.mktemp("large")
-    ckpt.save(folder / "c", {"w": torch.arange(12 << 20)})
-    yield folder / "c"
-    rmtree(folder)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_more_than_two_blocks_of_a_rank_are_in_memory(
-    large: Path, tmp_path: Path, kind: str
-) -> None:
-    tracemalloc.start()
-    try:
-        convert(large, tmp_path / "made", kind=kind, world_size=2)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert (
-        outgoing.BLOCK_BYTES <= peak_bytes < 2 * outgoing.BLOCK_BYTES + MAX_WORKERS * SCRATCH_BYTES
-    )
-    rmtree(tmp_path / "made")
 
 
 # --- A training run, through the command line ----------------------------------------------------

@@ -365,3 +365,20 @@ def test_a_checkpoint_of_lightning_resumes_with_its_optimizer(name: str) -> None
     saved = ckpt.read(LIGHTNING / "sharded")["optimizer_0"]["state"]["layer.bias"]
     found = optimizer.state[module["layer"].bias]["momentum_buffer"]
     assert torch.equal(found, saved["momentum_buffer"])
+
+
+@pytest.mark.parametrize("name", ["one.ckpt", "sharded"])
+def test_who_asks_for_weights_gets_those_of_lightning(tmp_path: Path, name: str) -> None:
+    place = LIGHTNING / name
+    state: Any = ckpt.read(place)
+    report = ckpt.convert(place, tmp_path / "c.safetensors")
+    assert set(report.beside) == set(state) - {"state_dict"}
+    assert ckpt.diff(place, tmp_path / "c.safetensors").equal
+    target = {name: torch.zeros_like(tensor) for name, tensor in state["state_dict"].items()}
+    ckpt.load(place, target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in state["state_dict"].items())
+
+
+def test_a_gguf_file_of_a_folder_s_weights_equals_them(tmp_path: Path) -> None:
+    ckpt.convert(TRAINER, tmp_path / "c.gguf")
+    assert ckpt.diff(TRAINER, tmp_path / "c.gguf").equal

@@ -133,3 +133,9 @@ def test_a_damaged_or_hostile_file_is_a_named_error(
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(error, match=says):
         ckpt.open(tmp_path / "a.gguf")
+
+
+def test_types_that_a_file_has_are_not_left_out(tmp_path: Path) -> None:
+    report = ckpt.convert(DATA / "small.gguf", tmp_path / "c.gguf")
+    assert report.left_out == ()
+    assert ckpt.diff(DATA / "small.gguf", tmp_path / "c.gguf").equal

@@ -189,3 +189,9 @@ def test_headers_of_other_libraries_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(npy(header))
     assert np.load(io.BytesIO(npy(header))).shape == (2, 1)
     assert same(ckpt.read(tmp_path / "a.npy"), np.zeros((2, 1)))
+
+
+def test_a_file_without_arrays_is_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz")
+    assert ckpt.read(tmp_path / "a.npz") == {}
+    assert ckpt.verify(tmp_path / "a.npz").sound

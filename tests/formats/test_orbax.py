@@ -12,6 +12,7 @@ import torch
 import ckpt
 from ckpt.errors import CorruptError, HostileError
 from ckpt.sources import open_source
+from formats.errors import UnsupportedError
 
 DATA = Path(__file__).parent.parent / "data" / "orbax"
 EMBED = torch.arange(12.0).reshape(3, 4)
@@ -102,3 +103,10 @@ def test_absurd_chunks_are_hostile(tmp_path: Path) -> None:
     array(folder, chunks=[1, 1], shape=[1 << 20, 1 << 20])
     with pytest.raises(HostileError, match="chunks"):
         ckpt.read(folder)
+
+
+@pytest.mark.parametrize("name", ["c.safetensors", "c.npz", "c.gguf"])
+def test_weights_of_which_none_can_be_read_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"5 objects are shown and never made \(layers"):
+        ckpt.convert(DATA / "ocdbt", tmp_path / name)
+    assert not (tmp_path / name).exists()

@@ -9,12 +9,12 @@ from formats.storage import Writer
 
 def bytes_of(plan: FilePlan) -> Iterable[bytes | memoryview]:
     """The bytes of a planned file, in blocks."""
-    sums: list[int] = []
+    records = b""
     for part in plan.parts:
         if isinstance(part, bytes):
             yield part
         elif isinstance(part, Late):
-            made = part.make(sums)
+            made = part.make(records)
             assert len(made) == length_of(part)
             yield made
         else:
@@ -23,7 +23,7 @@ def bytes_of(plan: FilePlan) -> Iterable[bytes | memoryview]:
                 total, value = total + len(block), crc32(block, value)
                 yield block
             assert total == length_of(part)
-            sums.append(value)
+            records += value.to_bytes(4, "little")
 
 
 def write_files(writer: Writer, *plans: FilePlan) -> None:

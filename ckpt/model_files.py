@@ -1,0 +1,94 @@
+"""The small files that a model's libraries need beside its weights: configuration and tokenizer.
+
+Rules:
+
+1. A Hugging Face folder that a conversion writes gets the files with the known names (`NAMES`) from
+   the folder that the caller names, or else from that of the source.
+2. If the conversion changes names, the source's files are not copied: its `config.json` describes
+   another model. Sizes for a mapping are read from it all the same.
+3. `config.json` names a dtype. It becomes the dtype to which all floats are cast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from ckpt.errors import NotACheckpointError
+from ckpt.mapping.casts import Casts
+from ckpt.stores.store import Options, open_store, split_url
+from formats.file_plan import FilePlan
+from formats.limits import check, current
+from formats.storage import Reader
+from formats.strict_json import decode_object
+from sharding.url_secrets import without_secrets
+
+CONFIG = "config.json"
+NAMES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""The files that `save_pretrained` of transformers writes beside weights."""
+
+ModelFiles = Mapping[str, bytes]
+"""The content of each file, by its name."""
+
+
+def read_model_files(place: str | os.PathLike[str], options: Options = None) -> ModelFiles:
+    """Returns the small files of a folder that has a `config.json`; `place` is either of the two.
+
+    Raises:
+        NotACheckpointError: no `config.json` is there.
+        HostileError: a file is larger than `header_bytes` allows.
+    """
+    url = os.fspath(place)
+    folder = split_url(url)[0] if url.endswith(f"/{CONFIG}") or url == CONFIG else url
+    with open_store(folder, options) as store:
+        found = model_files_in(store)
+    if CONFIG not in found:
+        raise NotACheckpointError(
+            f"{without_secrets(folder)}: no {CONFIG} is there; config= (--config) is the folder of "
+            f"a model, as save_pretrained writes it, or its {CONFIG}"
+        )
+    return found
+
+
+def model_files_in(reader: Reader) -> ModelFiles:
+    """Returns the small files of a folder; none without a `config.json`."""
+    there = set(reader.names())
+    return {name: _content(reader, name) for name in NAMES if name in there and CONFIG in there}
+
+
+def config_of(files: ModelFiles, where: str) -> Mapping[str, object]:
+    """Returns the configuration of a model; empty if there is none. Raises for damaged JSON."""
+    return decode_object(files[CONFIG], f"{where}/{CONFIG}") if CONFIG in files else {}
+
+
+def plans_of(files: ModelFiles, casts: Casts, where: str) -> list[FilePlan]:
+    """Returns the files to write beside cast weights (rule 3)."""
+    content = dict(files)
+    dtype = casts.of_all
+    if dtype is not None and CONFIG in content:
+        config = dict(config_of(files, where))
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype.torch_name
+        content[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return [FilePlan(name, [data]) for name, data in content.items()]
+
+
+def _content(reader: Reader, name: str) -> bytes:
+    check("header_bytes", reader.size(name), f"{reader.url}/{name}")
+    return reader.read_whole(name, current().header_bytes)
