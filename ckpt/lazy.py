@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import islice
 from operator import index as as_int
 from types import EllipsisType
@@ -24,6 +25,7 @@ from ckpt.errors import (
     UnknownNameError,
     UnverifiedWarning,
 )
+from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
@@ -47,13 +49,20 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 def open(
-    url: str | os.PathLike[str], *, verify: Verify = True, storage_options: Options = None
+    url: str | os.PathLike[str],
+    *,
+    mapping: MappingName | Sequence[MappingName] = (),
+    parameters: Mapping[str, int] | None = None,
+    verify: Verify = True,
+    storage_options: Options = None,
 ) -> Checkpoint:
     """Opens the checkpoint at a path or URL, of any format, and reads only its description.
 
     One process can call this; no process group is involved.
 
     Args:
+        mapping, parameters: changes of names and shapes, as for `ckpt.convert`. Of a training's
+            folder they take the weights. A handle reads only the bytes that its elements need.
         verify: True compares the checksum of each chunk that a read touches, and so reads whole
             chunks of 64 KiB. False reads the exact bytes. torch.save and DCP have one checksum for
             a whole storage or chunk: True compares it if a read covers all of it, and the first
@@ -65,7 +74,7 @@ def open(
         CorruptError, FormatError: the description is damaged.
         HostileError: the checkpoint claims more than the limits allow.
         UnsupportedError: this version cannot read the checkpoint.
-        ArgumentError: `verify` has another value.
+        ArgumentError: `verify` has another value, or a mapping does not fit.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +83,7 @@ def open(
     ...         list(checkpoint), checkpoint["w"].shape, checkpoint["w"][1:, 0]
     (['w'], (3, 2), tensor([2, 4]))
     """
-    return Checkpoint(url, verify, storage_options)
+    return Checkpoint(url, verify, storage_options, Changes(mapping=mapping, parameters=parameters))
 
 
 def read(
@@ -82,6 +91,8 @@ def read(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    mapping: MappingName | Sequence[MappingName] = (),
+    parameters: Mapping[str, int] | None = None,
     dtype: torch.dtype | None = None,
     verify: Verify = True,
     storage_options: Options = None,
@@ -93,6 +104,7 @@ def read(
     Args:
         include, exclude: patterns (`*`, `?`) of names. A dict lacks its unselected entries, and a
             list has None for them.
+        mapping, parameters: as for `open`. The patterns are of the new names.
         dtype: casts floating-point tensors to this dtype.
         verify: as for `open`.
         storage_options: options of the fsspec driver.
@@ -104,9 +116,10 @@ def read(
         Exception: the errors of `open`.
     """
     selection = Selection.of(include, exclude)
+    changes = Changes(mapping=mapping, parameters=parameters)
 
     def reading() -> object:
-        with Checkpoint(url, verify, storage_options) as checkpoint:
+        with Checkpoint(url, verify, storage_options, changes) as checkpoint:
             return checkpoint.state(selection, dtype)
 
     return unless_replaced(reading)
@@ -194,7 +207,11 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
     """
 
     def __init__(
-        self, url: str | os.PathLike[str], verify: Verify, storage_options: Options = None
+        self,
+        url: str | os.PathLike[str],
+        verify: Verify,
+        storage_options: Options = None,
+        changes: Changes | None = None,
     ) -> None:
         self._verify = checked_verify(verify)
         self._has_told = False
@@ -202,6 +219,13 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         self._source: Source | None = context.__enter__()
         self._close = finalize(self, context.__exit__, None, None, None)  # at exit too
         self.catalog: Catalog = self._source.catalog
+        if changes is not None and changes.mappings:
+            try:
+                weights = replace(changes, select=self.catalog.weights or None)
+                self.catalog = weights.applied(self._source).catalog
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def url(self) -> str:

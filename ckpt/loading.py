@@ -8,9 +8,9 @@ get their state last, by their own `load_state_dict`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
@@ -20,8 +20,7 @@ from ckpt.budget import memory_budget
 from ckpt.errors import StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
-from ckpt.mapping.changes import Changes
-from ckpt.mapping.rules import TensorMapping
+from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.casting import Casting, casting_of
 from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
 from ckpt.match.match import match
@@ -67,7 +66,9 @@ def load(
     state: S,
     *,
     strict: bool = True,
-    rename: Rename | TensorMapping | None = None,
+    mapping: MappingName | Sequence[MappingName] = (),
+    parameters: Mapping[str, int] | None = None,
+    rename: Rename | None = None,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     dtype: Literal["target"] | None = None,
@@ -95,9 +96,14 @@ def load(
     Args:
         strict: False ignores names that only one side has and tensors of another shape, with a
             warning.
+        mapping: changes of the checkpoint's names and shapes, as for `ckpt.convert`: the name of a
+            mapping that ships, a mapping file, or the result of `ckpt.read_mapping`; several in
+            turn.
+        parameters: sizes that the mappings name, such as `{"heads": 32}`. By default they come from
+            the `config.json` beside the checkpoint.
         rename: from the checkpoint's names to the target's: a function, or a mapping of names,
-            dotted prefixes or patterns (docs/converting.md). `{"": "model"}` puts `model.` before
-            every name. The result of `ckpt.read_mapping` changes shapes too.
+            dotted prefixes or patterns (docs/converting.md), after the mappings. `{"": "model"}`
+            puts `model.` before every name.
         include: patterns of the target's names to load (docs/converting.md); the others stay.
         exclude: patterns of the target's names not to load. Each pattern must match a name of the
             checkpoint or of any rank's target, and each key of `rename` a name of the checkpoint.
@@ -149,20 +155,24 @@ def load(
     """
     ranks = Ranks(group, timeout)
     own_group = None if isinstance(group, str) else group  # of one process: no tensor travels
-    asked = partial(
-        _LoadOptions.checked,
-        url,
-        state,
-        strict,
-        rename,
-        include,
-        exclude,
-        dtype,
-        casting,
-        verify,
-        own_group,
-    )
-    options, wrong = result_or_error(partial(asked, progress, replicas, storage_options))
+
+    def checked() -> _LoadOptions:
+        check_order(CALL, url, state)
+        check_word("replicas", replicas, get_args(ReplicaReads))
+        return _LoadOptions(
+            strict=strict,
+            changes=Changes(mapping=mapping, parameters=parameters),
+            rename=rename,
+            selection=Selection.of(include, exclude),
+            casting=casting_of(dtype, casting),
+            verify=checked_verify(verify),
+            group=own_group,
+            progress=progress,
+            replicas=replicas,
+            storage=storage_options,
+        )
+
+    options, wrong = result_or_error(checked)
     if wrong is not None:
         with ranks.call(CALL):  # tells the other ranks, which wait in this call
             raise wrong
@@ -182,9 +192,7 @@ def load_first(
     """
     ranks = Ranks(group, timeout)
     held = None if isinstance(group, str) else group
-    options = _LoadOptions(
-        True, None, Selection.of(None, None), None, True, held, None, "auto", storage_options, True
-    )
+    options = _LoadOptions(group=held, storage=storage_options, by_host=True)
     once = partial(_load, ranks, state=state, options=options)
     return load_or_older(ranks, urls[0], urls[1:], once, storage_options)[1]
 
@@ -205,14 +213,9 @@ def load_partly(
     """
     forgiven = frozenset(("unexpected", "missing") if allows_missing else ("unexpected",))
     options = _LoadOptions(
-        strict=True,
-        rename=None,
-        selection=Selection.of(None, None),
         casting=Casting.UNSAFE,
         verify=verify,
         group=None if isinstance(group, str) else group,
-        progress=None,
-        replicas="auto",
         storage=storage_options,
         forgiven=forgiven,
     )
@@ -221,47 +224,25 @@ def load_partly(
     load_or_older(ranks, url, False, once, storage_options)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _LoadOptions:
     """The arguments of a load, checked."""
 
-    strict: bool
-    rename: Rename | TensorMapping | None
-    selection: Selection
-    casting: Casting | None
-    verify: Verify
-    group: ProcessGroup | None
-    progress: Progress | None
-    replicas: str
-    storage: Options
+    strict: bool = True
+    changes: Changes = field(default_factory=Changes)
+    """The mappings."""
+    rename: Rename | None = None
+    selection: Selection = field(default_factory=partial(Selection.of, None, None))
+    casting: Casting | None = None
+    verify: Verify = True
+    group: ProcessGroup | None = None
+    progress: Progress | None = None
+    replicas: str = "auto"
+    storage: Options = None
     by_host: bool = False
     """Whether hosts may open folders of their own, with the files of one save."""
     forgiven: frozenset[str] = frozenset()
     """The kinds of differences, of `Difference.problem`, that do not count."""
-
-    @classmethod
-    def checked(
-        cls,
-        url: Url,
-        state: object,
-        strict: bool,
-        rename: Rename | TensorMapping | None,
-        include: Patterns | None,
-        exclude: Patterns | None,
-        dtype: str | None,
-        casting: str,
-        verify: Verify,
-        group: ProcessGroup | None,
-        progress: Progress | None,
-        replicas: str,
-        storage: Options,
-    ) -> _LoadOptions:
-        """Returns the options. Raises ArgumentError for an argument with another value."""
-        check_order(CALL, url, state)
-        allowed = casting_of(dtype, casting)
-        check_word("replicas", replicas, get_args(ReplicaReads))
-        selection, checked = Selection.of(include, exclude), checked_verify(verify)
-        return cls(strict, rename, selection, allowed, checked, group, progress, replicas, storage)
 
 
 def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loaded:
@@ -336,11 +317,9 @@ def _matched(
     budget = memory_budget()
     source = stack.enter_context(open_source(url, options.storage))
     source = replace(source, catalog=wanted(source.catalog, state))
-    rename = options.rename
-    if isinstance(rename, TensorMapping):
-        changed, rename = Changes(mapping=rename).applied(source), None
-        source = replace(source, catalog=changed.catalog)
-    saved = Saved(source.catalog, rename)
+    if options.changes.mappings:
+        source = replace(source, catalog=options.changes.applied(source).catalog)
+    saved = Saved(source.catalog, options.rename)
     found = match(saved, state, options.selection, ranks.mesh, options.casting)
     if options.forgiven:
         counted = [each for each in found.differences if each.problem not in options.forgiven]

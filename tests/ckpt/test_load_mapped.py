@@ -17,6 +17,7 @@ import ckpt
 from ckpt.mapping.parse import parse_mapping
 from sharding.errors import ArgumentError
 
+TRAINER = Path(__file__).parents[1] / "data" / "trainer" / "checkpoint-2"
 MAPPING = """
 [[rule]]
 from = ["h.*.q", "h.*.k"]
@@ -55,7 +56,7 @@ def load_shards(file: str, dim: int) -> list[str]:
         name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(dim)])
         for name, tensor in expected().items()
     }
-    ckpt.load(file, {"model": target}, rename=parse_mapping(MAPPING, "m").below("model"))
+    ckpt.load(file, {"model": target}, mapping=parse_mapping(MAPPING, "m").below("model"))
     return [
         name
         for name, tensor in expected().items()
@@ -76,5 +77,48 @@ def test_a_mapping_that_does_not_fit_leaves_the_target(tmp_path: Path) -> None:
     save_file(given, tmp_path / "m.safetensors")
     target = {"layers.0.qk": torch.zeros(12, 3)}
     with pytest.raises(ArgumentError, match=r"h\.0\.k of the same rule is missing"):
-        ckpt.load(tmp_path / "m.safetensors", target, rename=parse_mapping(MAPPING, "m"))
+        ckpt.load(tmp_path / "m.safetensors", target, mapping=parse_mapping(MAPPING, "m"))
     assert not target["layers.0.qk"].any()
+
+
+def test_an_open_checkpoint_has_the_names_and_shapes_of_a_mapping(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "m.safetensors")
+    mapping = parse_mapping(MAPPING, "m")
+    with ckpt.open(tmp_path / "m.safetensors", mapping=mapping) as found:
+        assert set(found) == set(expected())
+        for name, tensor in expected().items():
+            assert found[name].shape == tensor.shape
+            assert torch.equal(found[name][1:], tensor[1:])
+    read: Any = ckpt.read(tmp_path / "m.safetensors", mapping=mapping, include="layers.*")
+    assert {name: value.tolist() for name, value in read.items()} == {
+        name: value.tolist() for name, value in expected().items() if name != "out"
+    }
+    with pytest.raises(ArgumentError, match="no mapping file"):
+        ckpt.open(tmp_path / "m.safetensors", mapping=tmp_path / "none.toml")
+
+
+def test_a_mapping_takes_the_weights_of_a_training_s_folder() -> None:
+    mapped = ckpt.read(TRAINER, mapping="llama-hf-torchtitan")
+    assert set(mapped) == set(
+        ckpt.read(TRAINER / "model.safetensors", mapping="llama-hf-torchtitan")
+    )  # type: ignore[call-overload]
+
+
+def test_sizes_and_renames_of_a_load_are_those_of_a_conversion(tmp_path: Path) -> None:
+    ckpt.convert(
+        TRAINER / "model.safetensors",
+        tmp_path / "c",
+        mapping="llama-hf-torchtitan",
+        rename={"output": "head"},
+        parameters={"heads": 2, "kv_heads": 1},
+    )
+    wanted: Any = ckpt.read(tmp_path / "c")
+    target = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    ckpt.load(
+        TRAINER,
+        target,
+        mapping=["llama-hf-torchtitan"],
+        parameters={"heads": 2, "kv_heads": 1},
+        rename={"output": "head"},
+    )
+    assert all(torch.equal(target[name], tensor) for name, tensor in wanted.items())
