@@ -18,6 +18,7 @@ if importlib.util.find_spec("deepspeed") is None:
 
 pytestmark = pytest.mark.timeout(900)  # for the start of DeepSpeed on a busy machine
 
+ROOT = Path(__file__).parents[2]
 UNIVERSAL = ("stage1", "stage3")
 
 
@@ -25,8 +26,8 @@ UNIVERSAL = ("stage1", "stage3")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every folder of make.py, written anew."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    program = [sys.executable, make.__file__, str(folder), *UNIVERSAL]
-    subprocess.run(program, check=True, timeout=800)
+    program = [sys.executable, "-m", make.__name__, str(folder), *UNIVERSAL]
+    subprocess.run(program, check=True, timeout=800, cwd=ROOT)
     return folder
 
 

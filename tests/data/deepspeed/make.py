@@ -1,6 +1,6 @@
 """Writes the folders of DeepSpeed beside this file, on two ranks over gloo.
 
-    .venvs/peers/bin/python tests/data/deepspeed/make.py [FOLDER [VARIANT ...]]
+    .venvs/peers/bin/python -m tests.data.deepspeed.make [FOLDER [VARIANT ...]]
 
 The variants are converted to Universal checkpoints too, by default only `stage1`.
 
@@ -9,17 +9,13 @@ The written values are those of `value`, so that a test needs neither DeepSpeed 
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
-from zlib import crc32
 
-RANKS = 2
+from tests.data.two_ranks import RANKS, elements, write_on_two_ranks
+
 VARIANTS = ("stage0", "stage1", "stage2", "stage3", "bf16")
 TRAINED = {
     "embed.weight": (5, 3),
@@ -39,8 +35,7 @@ def value(name: str, key: str = "fp32") -> list[float]:
     All are multiples of 1/8 with few digits, so that bfloat16 and float16 have them too.
     """
     shape = {**TRAINED, **FROZEN, **BUFFERS}[name]
-    first = crc32(f"{name} {key}".encode()) % 16
-    return [(first + at) / 8 for at in range(prod(shape))]
+    return elements(shape, f"{name} {key}")
 
 
 def _model():
@@ -183,27 +178,9 @@ def _run(folder: Path, universal: Sequence[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    if "RANK" in os.environ:
-        _run(folder, sys.argv[2:] or ["stage1"])
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    told |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), *sys.argv[2:]],
-            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
-    codes = [rank.wait(timeout=500) for rank in ranks]
-    if any(codes):
-        raise SystemExit("a rank failed")
-
-
 if __name__ == "__main__":
-    main()
+    write_on_two_ranks(
+        "tests.data.deepspeed.make",
+        lambda folder: _run(folder, sys.argv[2:] or ["stage1"]),
+        {"DS_ACCELERATOR": "cpu"},
+    )

@@ -1,29 +1,23 @@
 """Writes the folder of meta-pytorch/torch_checkpointing beside this file, on two ranks over gloo.
 
-    .venvs/peers/bin/python tests/data/torch_checkpointing/make.py [FOLDER]
+    .venvs/peers/bin/python -m tests.data.torch_checkpointing.make [FOLDER]
 
 The written values are those of `value`, so that a test needs neither the library nor a copy.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from math import prod
 from pathlib import Path
-from zlib import crc32
 
-RANKS = 2
+from tests.data.two_ranks import RANKS, elements, write_on_two_ranks
+
 SHAPES = {"embed.weight": (5, 4), "out.weight": (3, 4), "bias": (3,)}
 """Cut by rows, by columns, and on both ranks."""
 
 
 def value(name: str, prefix: str = "") -> list[float]:
     """The row-major elements of a tensor."""
-    first = crc32(f"{prefix}{name}".encode()) % 16
-    return [(first + at) / 8 for at in range(prod(SHAPES[name]))]
+    return elements(SHAPES[name], prefix + name)
 
 
 def _write(folder: Path) -> None:
@@ -74,26 +68,5 @@ def _write(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    if "RANK" in os.environ:
-        _write(folder)
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**os.environ, **told, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
-    codes = [rank.wait(timeout=500) for rank in ranks]
-    if any(codes):
-        raise SystemExit("a rank failed")
-
-
 if __name__ == "__main__":
-    main()
+    write_on_two_ranks("tests.data.torch_checkpointing.make", _write)
