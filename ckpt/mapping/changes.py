@@ -15,10 +15,10 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from ckpt.arguments import check_word
 from ckpt.errors import Difference, MismatchError
@@ -29,9 +29,9 @@ from ckpt.mapping.rules import Rule, TensorMapping
 from ckpt.match.selection import Selection, map_selected, selected
 from ckpt.model_files import ModelFiles, config_of, model_files_in, read_model_files
 from ckpt.sources import Source
-from ckpt.state.saved import Missing, Saved, holds_tensor
+from ckpt.state.saved import Missing, Saved, holds_tensor, nodes_in
 from ckpt.structure import names_of
-from formats.catalog import Catalog, TensorRef, Tree, join
+from formats.catalog import Catalog, Key, TensorRef, Tree, join
 from formats.errors import UnsupportedError
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
@@ -204,7 +204,7 @@ def _no_part(url: str, name: str, problem: str, tree: Tree) -> MismatchError:
 def _place(source: Source, part: Part) -> str:
     """Returns the key path of the model or the optimizer (rule 2); empty if it is everything."""
     url, tree = without_secrets(source.url), source.catalog.tree
-    optimizers = list(_optimizers(tree, ""))
+    optimizers = [path for path, _ in nodes_in(tree, _is_optimizer)]
     if part == "optimizer":
         if len(optimizers) == 1:
             return optimizers[0]
@@ -233,13 +233,6 @@ def _place(source: Source, part: Part) -> str:
     )
 
 
-def _optimizers(tree: Tree, path: str) -> Iterator[str]:
-    """Yields the places of optimizers' state dicts."""
-    if isinstance(tree, dict) and "state" in tree and "param_groups" in tree:
-        yield path
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _optimizers(item, join(path, key))
-    elif isinstance(tree, list | tuple):
-        for index, item in enumerate(tree):
-            yield from _optimizers(item, join(path, index))
+def _is_optimizer(tree: object) -> TypeGuard[dict[Key, Tree]]:
+    """Whether a tree is the state dict of an optimizer (rule 2)."""
+    return isinstance(tree, dict) and "state" in tree and "param_groups" in tree

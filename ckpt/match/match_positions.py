@@ -11,11 +11,12 @@ all groups in their order, as for torch's `load_state_dict`. Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from typing import TypeGuard
 
 from torch.optim import Optimizer
 
-from ckpt.state.saved import Saved
+from ckpt.state.saved import Saved, nodes_in
 from ckpt.state.stateful import ParameterNames
 from formats.catalog import Tree, join
 from sharding.describe.members import NamedParameter
@@ -27,7 +28,7 @@ def named_by_position(saved: Saved, state: object, parameters: ParameterNames) -
     `parameters` has the names of the modules' parameters. Returns `saved` if nothing is numbered.
     """
     table: dict[str, str] = {}
-    for path, optimizer in _optimizers(state, ""):
+    for path, optimizer in nodes_in(state, _is_optimizer):
         numbers = _numbers(saved.node(join(path, "param_groups")))
         if [len(group["params"]) for group in optimizer.param_groups] != [*map(len, numbers)]:
             continue
@@ -56,13 +57,5 @@ def _numbers(groups: object) -> Sequence[Sequence[int]]:
     return found
 
 
-def _optimizers(node: object, path: str) -> Iterator[tuple[str, Optimizer]]:
-    """Yields the optimizers of a target with their key paths."""
-    if isinstance(node, Optimizer):
-        yield path, node
-    elif isinstance(node, Mapping):
-        for key, item in node.items():
-            yield from _optimizers(item, join(path, key))
-    elif isinstance(node, list | tuple):
-        for index, item in enumerate(node):
-            yield from _optimizers(item, join(path, index))
+def _is_optimizer(node: object) -> TypeGuard[Optimizer]:
+    return isinstance(node, Optimizer)

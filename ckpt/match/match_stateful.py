@@ -17,17 +17,17 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from ckpt.match.match_builder import NOT_SAVED, Installer, MatchBuilder
 from ckpt.state.flatten import DICTS, SPREAD
 from ckpt.state.local_states import by_parameters
-from ckpt.state.saved import Missing, holds_tensor
+from ckpt.state.saved import Missing, holds_tensor, nodes_in
 from ckpt.state.stateful import Stateful, call_of
 from formats.catalog import Key, TensorRef, Tree, join
 from formats.native.tree import ROOT
@@ -75,7 +75,7 @@ class _Matching:
             named = by_parameters(own)
             if named is own:
                 return self._dict(own, saved, path)
-            for name, tensor in _tensors(named, path):
+            for name, tensor in nodes_in(named, _is_tensor, path):
                 self.fill(tensor, name)
             return lambda: own  # the reads have filled its flat parameters
         if (
@@ -105,7 +105,7 @@ class _Matching:
         for key, item in own.items():
             if key not in steps:
                 where = join(path, key)
-                tensors = list(_tensors(item, where))
+                tensors = list(nodes_in(item, _is_tensor, where))
                 for name, tensor in tensors:
                     self.fill(tensor, name)
                 if tensors or not self.builder.chooses(where):
@@ -141,18 +141,6 @@ def _always(item: object) -> Installer:
     return lambda: item
 
 
-def _tensors(nest: object, path: str) -> Iterator[tuple[str, TensorLike]]:
-    """Yields the tensors of a nest with their names."""
-    if isinstance(nest, SPREAD):
-        yield path, nest
-    elif isinstance(nest, Mapping):
-        for key, item in nest.items():
-            yield from _tensors(item, join(path, key))
-    elif isinstance(nest, list | tuple):
-        for index, item in enumerate(nest):
-            yield from _tensors(item, join(path, index))
-
-
 def _is_plain_dict(tree: Tree) -> bool:
     """Whether a tree is one dict that contains neither tensors nor dicts."""
     return isinstance(tree, dict) and not any(
@@ -183,3 +171,7 @@ def filled(node: MutableMapping[object, object], items: Mapping[Any, object]) ->
     for key, item in items.items():
         node[key] = item
     return node
+
+
+def _is_tensor(node: object) -> TypeGuard[TensorLike]:
+    return isinstance(node, SPREAD)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard, TypeVar
 
 from ckpt.errors import StateError
 from ckpt.state.patterns import Rename, is_plain, matches, renamer
@@ -31,6 +31,24 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
             yield from leaves(item, join(path, index))
     else:
         yield path or (ROOT if isinstance(tree, TensorRef) else ""), tree
+
+
+def nodes_in(
+    nest: object, is_wanted: Callable[[object], TypeGuard[_T]], path: str = ""
+) -> Iterator[tuple[str, _T]]:
+    """Yields the outermost wanted nodes of a nest of dicts, lists and tuples, with their names.
+
+    >>> list(nodes_in({"a": [1, {"b": 2}], "c": "d"}, lambda node: isinstance(node, int)))
+    [('a.0', 1), ('a.1.b', 2)]
+    """
+    if is_wanted(nest):
+        yield path, nest
+    elif isinstance(nest, Mapping):
+        for key, item in nest.items():
+            yield from nodes_in(item, is_wanted, join(path, key))
+    elif isinstance(nest, list | tuple):
+        for index, item in enumerate(nest):
+            yield from nodes_in(item, is_wanted, join(path, index))
 
 
 def by_name(entries: Iterable[tuple[str, _T]], where: str = "the checkpoint") -> dict[str, _T]:
