@@ -27,7 +27,7 @@ from ckpt.kind_layouts import by_size, checked_kind, of_kind
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName, Part
-from ckpt.model_files import ModelFiles, plans_of
+from ckpt.model_files import ModelFiles, base_name_of, plans_of
 from ckpt.native_targets import write_native
 from ckpt.outgoing import StoredState, outgoing
 from ckpt.placing import file_writer, folder_writer
@@ -300,8 +300,8 @@ class _Target:
         name = split_url(self.url)[1]
         match self.format:
             case Format.HUGGINGFACE:
-                beside = plans_of(files or {}, casts, "the source")
-                return [*beside, *huggingface.plans(state, self.max_shard_bytes)]
+                beside, base = plans_of(files or {}, casts, "the source"), base_name_of(files or {})
+                return [*beside, *huggingface.plans(state, self.max_shard_bytes, base)]
             case Format.DCP:
                 return dcp.plans(state)
             case Format.SAFETENSORS:

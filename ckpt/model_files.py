@@ -7,6 +7,8 @@ Rules:
 2. If the conversion changes names, the source's files are not copied: its `config.json` describes
    another model. Sizes for a mapping are read from it all the same.
 3. `config.json` names a dtype. It becomes the dtype to which all floats are cast.
+4. With an `adapter_config.json` and no `config.json` the folder is an adapter of PEFT, whose file
+   of weights has another name.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from formats.strict_json import decode_object
 from sharding.url_secrets import without_secrets
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 NAMES = (
     CONFIG,
+    ADAPTER,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,35 +46,42 @@ NAMES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""The files that `save_pretrained` of transformers writes beside weights."""
+"""The files that `save_pretrained` of transformers and PEFT writes beside weights."""
 
 ModelFiles = Mapping[str, bytes]
 """The content of each file, by its name."""
 
 
 def read_model_files(place: str | os.PathLike[str], options: Options = None) -> ModelFiles:
-    """Returns the small files of a folder that has a `config.json`; `place` is either of the two.
+    """Returns the small files of a model's or adapter's folder; `place` may be the configuration.
 
     Raises:
-        NotACheckpointError: no `config.json` is there.
+        NotACheckpointError: no `config.json` and no `adapter_config.json` is there.
         HostileError: a file is larger than `header_bytes` allows.
     """
     url = os.fspath(place)
-    folder = split_url(url)[0] if url.endswith(f"/{CONFIG}") or url == CONFIG else url
+    folder, name = split_url(url)
+    folder = folder if name in (CONFIG, ADAPTER) else url
     with open_store(folder, options) as store:
         found = model_files_in(store)
-    if CONFIG not in found:
+    if not found:
         raise NotACheckpointError(
             f"{without_secrets(folder)}: no {CONFIG} is there; config= (--config) is the folder of "
-            f"a model, as save_pretrained writes it, or its {CONFIG}"
+            f"a model or adapter, as save_pretrained writes it, or its {CONFIG} or {ADAPTER}"
         )
     return found
 
 
 def model_files_in(reader: Reader) -> ModelFiles:
-    """Returns the small files of a folder; none without a `config.json`."""
+    """Returns the small files of a folder; none without the configuration of model or adapter."""
     there = set(reader.names())
-    return {name: _content(reader, name) for name in NAMES if name in there and CONFIG in there}
+    is_there = not there.isdisjoint((CONFIG, ADAPTER))
+    return {name: _content(reader, name) for name in NAMES if is_there and name in there}
+
+
+def base_name_of(files: ModelFiles) -> str:
+    """Returns the name that the files of weights have without their ending (rule 4)."""
+    return "adapter_model" if ADAPTER in files and CONFIG not in files else "model"
 
 
 def config_of(files: ModelFiles, where: str) -> Mapping[str, object]:
