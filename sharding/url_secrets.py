@@ -1,8 +1,8 @@
 """Removes passwords and signatures from the URLs in a text.
 
 Credentials belong into `storage_options`, which are never shown. But a URL may contain credentials:
-a password before its host, or the signature of a presigned http URL. Errors and logs show URLs, so
-the text of every error passes through `without_secrets`.
+a password before its host, the signature of a presigned http URL, or the token of a live state.
+Errors and logs show URLs, so the text of every error passes through `without_secrets`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HIDDEN = "***"
 _USER = re.compile(
     r"(?<=://)[^/\s'\"@:]*:[^/\s'\"]*@|(?<=http://)[^/\s'\"]+@|(?<=https://)[^/\s'\"]+@"
 )
-_QUERY = re.compile(r"(https?://[^\s?'\"]{0,1024}\?)[^\s'\"]+?(?=[:,.;)]?(?:[\s'\"]|$))")
+_QUERY = re.compile(r"((?:https?|live)://[^\s?'\"]{0,1024}\?)[^\s'\"]+?(?=[:,.;)]?(?:[\s'\"]|$))")
 
 
 def without_secrets(text: str) -> str:
@@ -23,6 +23,8 @@ def without_secrets(text: str) -> str:
     'ftp://***@host/run: no checkpoint here'
     >>> without_secrets("https://host/a.safetensors?X-Amz-Signature=1f: the file was truncated")
     'https://host/a.safetensors?***: the file was truncated'
+    >>> without_secrets("live://10.0.0.7:4000/policy/12?token=abc: no such version")
+    'live://10.0.0.7:4000/policy/12?***: no such version'
     >>> without_secrets("s3://bucket/a?b=c and abfs://container@account.dfs.core.windows.net/run")
     's3://bucket/a?b=c and abfs://container@account.dfs.core.windows.net/run'
     """

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -27,14 +26,12 @@ from ckpt.live import runtime
 from ckpt.live.control import ControlServer
 from ckpt.live.host import Host
 from ckpt.live.http_server import HttpServer
+from ckpt.live.listening import listen, most_connections
 from ckpt.live.process import IGNORED, HostOptions, HostServer
 from ckpt.live.protocol import Address, RefusedError
 from ckpt.live.server import LiveApp
 from ckpt.live.table import Table
 from sharding.errors import CkptError
-
-_LEAST, _MOST = 64, 100_000
-"""Bounds of the number of connections."""
 
 
 def main() -> None:
@@ -52,29 +49,19 @@ def main() -> None:
             _refuse_second(options.name)
             listener = listen(options.address, options.port)
             unix = runtime.listen(path)
-    except (OSError, CkptError, RefusedError) as error:
-        _tell(error.json() if isinstance(error, RefusedError) else _failure(options, error))
+    except RefusedError as refusal:
+        _tell(refusal.json())
+        return
+    except (OSError, CkptError) as error:
+        _remove_empty(path.with_suffix(".log"))
+        _tell(_failure(options, error))
         return
     place = _Place(path, runtime.inode(path))
     try:
         asyncio.run(_serve(options, listener, unix, place))
     finally:
         place.leave()
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens at an address of this host."""
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(where[:2], family=family, backlog=1024)
-
-
-def most_connections() -> int:
-    """Returns the number of connections for which there are descriptors, once all may be used."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(max(soft * 3 // 4, _LEAST), _MOST)
+        _remove_empty(path.with_suffix(".log"))
 
 
 @dataclass(slots=True)
@@ -109,6 +96,12 @@ async def _serve(
     await control.close()
     await http.close()
     host.close()
+
+
+def _remove_empty(log: Path) -> None:
+    with suppress(OSError):
+        if not log.stat().st_size:
+            log.unlink()
 
 
 def _refuse_second(name: str) -> None:

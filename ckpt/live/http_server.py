@@ -57,6 +57,10 @@ class Content(Protocol):
     def nbytes(self) -> int:
         """The size."""
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether a read may wait for a disk."""
+
     def take(self) -> None:
         """Keeps the file open."""
 
@@ -302,8 +306,6 @@ async def _send(
     connection: HttpConnection, request: HttpRequest | None, answer: HttpAnswer
 ) -> None:
     """Sends an answer; to a request that could not be read, as the last one."""
-    if connection.parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-        raise ConnectionResetError
     if answer.content is None:
         await _send_bytes(connection, request, answer)
         return
@@ -340,7 +342,7 @@ async def _send_content(
         connection.parser.send_with_data_passthrough(h11.Data(data=cast(bytes, _Length(nbytes))))
         wire.enlarge()
         for segment in content.segments(answer.lo, answer.hi):
-            await wire.send_file(segment, STALL_SECONDS)
+            await wire.send_file(segment, STALL_SECONDS, content.is_slow)
     connection.parser.send(h11.EndOfMessage())
 
 
@@ -350,6 +352,8 @@ def _head(
     headers = [("server", SERVER), ("content-length", str(nbytes)), *answer.headers]
     if request is None:
         headers.append(("connection", "close"))
+    if connection.parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+        raise ConnectionResetError
     response = h11.Response(status_code=answer.status, headers=headers)
     return connection.parser.send(response)
 

@@ -12,6 +12,8 @@ from ckpt.live.protocol import RefusedError, Segment
 class MemoryFile:
     """A file of segments. Its descriptors close when it is forgotten and nobody sends it."""
 
+    is_slow = False
+
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.parts = tuple(segments)
         self.nbytes = sum(one.nbytes for one in segments)

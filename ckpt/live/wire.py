@@ -76,12 +76,16 @@ class Wire:
             operation = partial(self._socket.send, rest)
             rest = rest[await self._try(operation, seconds, is_write=True) :]
 
-    async def send_file(self, segment: Segment, seconds: float) -> None:
-        """Sends a range of a file. Raises EOFError if the file has become shorter."""
+    async def send_file(self, segment: Segment, seconds: float, is_slow: bool = False) -> None:
+        """Sends a range of a file. Raises EOFError if the file has become shorter.
+
+        If `is_slow`, threads read the file: a disk may take long. Nobody may then close this
+        connection meanwhile, because its number would be another one's.
+        """
         at, end = segment.offset, segment.offset + segment.nbytes
         step = self._block if self.is_tls else self._sendfile
         while at < end:
-            sent = await step(segment.descriptor, at, end - at, seconds)
+            sent = await step(segment.descriptor, at, end - at, seconds, is_slow)
             if not sent:
                 raise EOFError
             at += sent
@@ -123,25 +127,33 @@ class Wire:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ConnectionAbortedError())
 
-    async def _sendfile(self, descriptor: int, at: int, nbytes: int, seconds: float) -> int:
+    async def _sendfile(
+        self, descriptor: int, at: int, nbytes: int, seconds: float, is_slow: bool
+    ) -> int:
         count = min(nbytes, TURN_BYTES)
-        return await self._try(
-            lambda: os.sendfile(self._number, descriptor, at, count), seconds, is_write=True
-        )
+        operation = partial(os.sendfile, self._number, descriptor, at, count)
+        return await self._try(operation, seconds, is_write=True, in_thread=is_slow)
 
-    async def _block(self, descriptor: int, at: int, nbytes: int, seconds: float) -> int:
-        data = os.pread(descriptor, min(nbytes, _BLOCK_BYTES), at)
+    async def _block(
+        self, descriptor: int, at: int, nbytes: int, seconds: float, is_slow: bool
+    ) -> int:
+        read = partial(os.pread, descriptor, min(nbytes, _BLOCK_BYTES), at)
+        data = await asyncio.to_thread(read) if is_slow else read()
         await self.send(data, seconds)
         return len(data)
 
     async def _try(
-        self, operation: Callable[[], ResultT], seconds: float, is_write: bool = False
+        self,
+        operation: Callable[[], ResultT],
+        seconds: float,
+        is_write: bool = False,
+        in_thread: bool = False,
     ) -> ResultT:
         while True:
             if self.is_closed:
                 raise ConnectionAbortedError
             try:
-                return operation()
+                return await asyncio.to_thread(operation) if in_thread else operation()
             except ssl.SSLWantWriteError:
                 waits_to_write = True
             except _WANTS_READ as error:

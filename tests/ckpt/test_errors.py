@@ -21,6 +21,7 @@ from sharding.errors import CkptError
 ROOT = Path(ckpt.__file__).parent.parent
 PACKAGES = (ckpt, formats, sharding)
 INTERNAL = {
+    "RefusedError": "a server's answer, which becomes an error of the tree where it arrives",
     "AbandonedError": "ends the writing of a process whose trainer is gone, in that process",
 }
 """Exceptions outside the tree: never raised to a caller."""
@@ -33,6 +34,11 @@ BUILT_IN = {
     ("sharding/__init__.py", "AttributeError"): "Python's protocol of module attributes",
     ("ckpt/_neighbours.py", "ImportError"): "raised before the packages can be imported",
     ("sharding/supported.py", "ImportError"): "raised before the packages can be imported",
+    ("ckpt/live/folder_app.py", "FileNotFoundError"): "becomes an answer in the same file",
+    ("ckpt/live/http_server.py", "ConnectionResetError"): "ends one connection of a server",
+    ("ckpt/live/pull.py", "EOFError"): "becomes an answer in the same file",
+    ("ckpt/live/wire.py", "ConnectionAbortedError"): "ends one connection of a server",
+    ("ckpt/live/wire.py", "EOFError"): "ends one connection of a server",
     ("ckpt/state/typed_values.py", "TypeError"): "becomes a FormatError in the same file",
     ("ckpt/stores/fsspec_driver.py", "FileNotFoundError"): "a driver's; the store explains it",
     ("ckpt/stores/fsspec_driver.py", "OSError"): "a driver's; the store explains it",
@@ -115,7 +121,7 @@ def test_every_error_that_a_docstring_names_is_exported() -> None:
         for node in ast.walk(tree):
             text = ast.get_docstring(node) or "" if isinstance(node, documented) else ""
             for name in re.findall(r"\b[A-Z]\w*(?:Error|Warning)\b", text):
-                is_internal = name in ("PastEndError", "ShortAnswerError")
+                is_internal = name in ("PastEndError", "RefusedError", "ShortAnswerError")
                 known = (builtins, ckpt, sharding)
                 if not is_internal and not any(hasattr(package, name) for package in known):
                     missing.add((file, name))

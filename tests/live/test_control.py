@@ -1,0 +1,251 @@
+"""The Unix socket of a host server, and the process behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import (
+    AccessDeniedError,
+    ArgumentError,
+    ExistsError,
+    NotACheckpointError,
+    ProtocolError,
+    StoreError,
+    UnreachableError,
+    VersionGoneError,
+)
+from ckpt.live import runtime as runtime_module
+from ckpt.live.datagrams import receive_message, send_message
+from ckpt.live.process import HostServer
+from ckpt.live.protocol import MESSAGE_BYTES, FileAt, Segment
+from tests.live.hosts import (
+    TOKEN,
+    Hosts,
+    descriptors_of,
+    is_running,
+    memory,
+    publish_closed,
+    until,
+)
+
+
+def test_a_reader_of_the_same_host_gets_the_memory_itself(hosts: Hosts) -> None:
+    server = hosts.start()
+    head, arena = memory(b"head"), memory(bytes(range(100)))
+    server.put(1, "f", [Segment(head, 1, 2), Segment(arena, 10, 5), Segment(head, 0, 1)])
+    server.commit(1, {"f": FileAt(8, (server.address,))})
+    with HostServer.attach("policy") as reader:
+        parts = reader.get(1, "f", TOKEN)
+        assert b"".join(os.pread(p.descriptor, p.nbytes, p.offset) for p in parts) == (
+            b"ea" + bytes(range(10, 15)) + b"h"
+        )
+        assert os.fstat(parts[1].descriptor).st_ino == os.fstat(arena).st_ino
+        assert server.drop(1, overdue=False) is True  # the reader still has descriptors
+        os.ftruncate(arena, 0)
+        assert os.pread(parts[1].descriptor, 5, 10) == b""
+    for descriptor in {head, arena, *(part.descriptor for part in parts)}:
+        os.close(descriptor)
+
+
+def test_memory_is_free_for_its_publisher_once_the_reader_has_closed(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"1")
+    with HostServer.attach("policy") as reader:
+        for part in reader.get(1, "f", TOKEN):
+            os.close(part.descriptor)
+    until(lambda: server.drop(1, overdue=False) is False)
+
+
+def test_requests_that_do_not_fit_are_named_errors(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 2, f=b"1")
+    place = {"f": FileAt(1, (server.address,))}
+    with pytest.raises(ExistsError, match="policy/2 is not newer than version 2"):
+        server.commit(2, place)
+    with pytest.raises(ExistsError, match="policy/2/f is here already"):
+        server.put(2, "f", [])
+    with pytest.raises(AccessDeniedError, match="the token is wrong"):
+        server.get(2, "f", "another")
+    with pytest.raises(NotACheckpointError, match="policy/2/g is not here"):
+        server.get(2, "g", TOKEN)
+    with pytest.raises(NotACheckpointError, match="policy/9"):
+        server.retire(9, 0.0)
+    server.drop(2)
+    with pytest.raises(VersionGoneError, match="version 2 was replaced"):
+        server.get(2, "f", TOKEN)
+    with pytest.raises(ProtocolError, match="version=-1"):
+        server.commit(-1, place)
+    with pytest.raises(ProtocolError, match="file='a/b'"):
+        server.get(3, "a/b", TOKEN)
+
+
+def test_segments_outside_of_their_memory_are_refused(hosts: Hosts) -> None:
+    server = hosts.start()
+    descriptor, (theirs, ours) = memory(b"12345"), os.pipe()
+    for segments in ([Segment(descriptor, 3, 3)], [Segment(theirs, 0, 1)], [Segment(ours, 0, 0)]):
+        with pytest.raises(ProtocolError, match="are not in descriptor"):
+            server.put(1, "f", segments)
+    assert server.versions() == {}
+    for one in (descriptor, theirs, ours):
+        os.close(one)
+
+
+def test_refused_descriptors_are_closed(hosts: Hosts) -> None:
+    server = hosts.start()
+    descriptor = memory(b"12345")
+    before = descriptors_of(server.pid)
+    for _ in range(10):
+        with pytest.raises(ProtocolError):
+            server.put(1, "f", [Segment(descriptor, 3, 3)])
+        message = json.dumps({"do": "versions", "name": "policy"}).encode()
+        send_message(server._connection, message, [descriptor])
+        assert b"only put comes with descriptors" in receive_message(server._connection)[0]
+    assert descriptors_of(server.pid) == before
+    os.close(descriptor)
+
+
+def test_messages_longer_than_a_datagram_arrive(hosts: Hosts) -> None:
+    server = hosts.start()
+    place = FileAt(1, (server.address, ("a-host-with-a-long-name.of-a-cluster", 4000)))
+    files = {f"{rank:016x}-00000.safetensors": place for rank in range(5000)}
+    server.commit(1, files, {"text": "x" * MESSAGE_BYTES})
+    found = server.versions()[1]
+    assert found.files == files
+    assert found.info == {"text": "x" * MESSAGE_BYTES}
+
+
+def test_a_server_that_retires_a_version_answers_others_meanwhile(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"1")
+    client = hosts.client(server)
+    lease = client.lease("policy")
+    with ThreadPoolExecutor() as pool, HostServer.attach("policy") as other:
+        retired = pool.submit(server.retire, 1, 60.0)
+        until(lambda: other.versions() == {})
+        client.ask("DELETE", f"/policy/leases/{lease}")
+        assert retired.result(timeout=30) is False
+
+
+def test_one_name_has_one_server_on_a_host(hosts: Hosts) -> None:
+    server = hosts.start()
+    with pytest.raises(ExistsError, match=f"by process {server.pid}; take another name"):
+        HostServer.start("policy", token=TOKEN)
+
+
+def test_publishers_that_start_together_get_one_server(hosts: Hosts) -> None:
+    def start(_: int) -> HostServer | None:
+        try:
+            return hosts.start()
+        except ExistsError:
+            return None
+
+    with ThreadPoolExecutor() as pool:
+        found = [one for one in pool.map(start, range(4)) if one is not None]
+    assert len(found) == 1
+    with HostServer.attach("policy") as other:
+        assert other.server == found[0].server
+
+
+def test_the_socket_of_a_killed_server_is_replaced(hosts: Hosts) -> None:
+    server = hosts.start()
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: not is_running(server.pid))
+    with pytest.raises(UnreachableError, match="the server has ended"):
+        server.versions()
+    with pytest.raises(UnreachableError, match="no server listens"):
+        HostServer.attach("policy")
+    assert hosts.start().server != server.server
+
+
+def test_a_server_ignores_signals_to_the_job(hosts: Hosts) -> None:
+    server = hosts.start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(server.pid, number)
+    assert server.versions() == {}
+    assert os.getsid(server.pid) == server.pid
+
+
+def test_a_server_outlives_the_process_that_started_it_by_its_leases_only(
+    hosts: Hosts, runtime: Path
+) -> None:
+    program = (
+        "import os, sys; from ckpt.live.process import HostServer; "
+        "server = HostServer.start('policy', token='a-token'); server.own(); "
+        "print(server.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        with HostServer.attach("policy") as reader:
+            assert reader.pid == pid
+        trainer.kill()
+    until(lambda: not is_running(pid))
+
+
+def test_a_forked_child_does_not_keep_a_name(hosts: Hosts) -> None:
+    server = hosts.start()
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        os.read(theirs, 1)  # until the test is over
+        os._exit(0)
+    server.close()
+    until(lambda: not is_running(server.pid))
+    os.close(ours)
+    os.close(theirs)
+    os.waitpid(child, 0)
+
+
+def test_the_server_has_no_torch_and_neither_the_token_in_its_arguments(hosts: Hosts) -> None:
+    server = hosts.start()
+    libraries = Path(f"/proc/{server.pid}/maps").read_text()
+    assert "torch" not in libraries
+    assert TOKEN not in Path(f"/proc/{server.pid}/cmdline").read_text()
+
+
+@pytest.mark.parametrize("options", [{"name": "a/b"}, {"token": ""}, {"address": "0.0.0.0"}])
+def test_arguments_that_cannot_be_served_are_errors(runtime: Path, options: dict[str, str]) -> None:
+    with pytest.raises(ArgumentError):
+        HostServer.start(**{"name": "policy", "token": TOKEN, **options})  # type: ignore[arg-type]
+
+
+def test_an_address_of_another_host_is_an_error(hosts: Hosts) -> None:
+    with pytest.raises(StoreError, match=r"cannot listen at 203\.0\.113\.1:0"):
+        HostServer.start("policy", token=TOKEN, address="203.0.113.1")
+
+
+def test_a_folder_of_sockets_that_others_can_open_is_refused(runtime: Path) -> None:
+    runtime.mkdir(mode=0o755)
+    with pytest.raises(StoreError, match="mode 0700"):
+        HostServer.start("policy", token=TOKEN)
+    runtime.rmdir()
+    runtime.symlink_to(runtime.parent)
+    with pytest.raises(StoreError, match="a folder of this user"):
+        HostServer.attach("policy")
+
+
+def test_long_names_and_folders_have_sockets(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    names = ["n" * 128, "n" * 127 + "m"]
+    paths = {runtime_module.socket_path(name) for name in names}
+    assert len(paths) == 2
+    assert all(len(path.name) < 128 for path in paths)
+    monkeypatch.undo()
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / ("deep" * 20) / ("deeper" * 20)))
+    server = hosts.start("n" * 128)
+    server.close()
+    until(lambda: not is_running(server.pid))

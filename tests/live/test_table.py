@@ -1,0 +1,293 @@
+"""The table of versions and leases against a model, with a clock of the test and no sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ckpt.live.protocol import FileAt, RefusedError
+from ckpt.live.table import Forgotten, Table
+from tests.selection import examples
+
+LEASE = 10.0
+NAME = "policy"
+PLACE = {"f": FileAt(1, (("host", 1),))}
+VERSIONS = st.integers(0, 6)
+SECONDS = st.sampled_from([0.0, 1.0, 4.0, 9.0, 11.0, 30.0])
+
+
+@dataclass
+class Model:
+    """One version as the test sees it."""
+
+    is_complete: bool = False
+    deadline: float | None = None
+    leases: dict[str, float] = field(default_factory=dict)
+    is_overdue: bool = False
+    nbytes: dict[str, int] = field(default_factory=dict)
+
+
+class Machine(RuleBasedStateMachine):
+    """Events in any order, each with the result that the rules of the table demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table(LEASE, memory_bytes=100)
+        self.table.own(NAME, 0.0)
+        self.now = 0.0
+        self.count = 0
+        self.versions: dict[int, Model] = {}
+        self.last = -1
+        """The newest version that was committed or dropped."""
+
+    def visible(self) -> list[int]:
+        found = self.versions.items()
+        return sorted(v for v, one in found if one.is_complete and one.deadline is None)
+
+    @rule(version=VERSIONS, file=st.sampled_from("fg"), nbytes=st.integers(0, 50))
+    def put(self, version: int, file: str, nbytes: int) -> None:
+        found = self.versions.get(version)
+        if version <= self.last or (found is not None and file in found.nbytes):
+            with pytest.raises(RefusedError, match=r"not newer|here already"):
+                self.table.put(NAME, version, file, nbytes)
+            return
+        self.table.put(NAME, version, file, nbytes)
+        self.versions.setdefault(version, Model()).nbytes[file] = nbytes
+
+    @rule(version=VERSIONS, nbytes=st.integers(0, 60), is_whole=st.booleans())
+    def pull(self, version: int, nbytes: int, is_whole: bool) -> None:
+        file = "p"
+        found = self.versions.get(version)
+        taken = sum(one.nbytes.get(file, 0) for one in self.versions.values())
+        is_there = found is not None and file in found.nbytes
+        if version <= self.last or is_there or taken + nbytes > 100:
+            with pytest.raises(RefusedError):
+                self.table.begin_pull(NAME, version, file, nbytes)
+            return
+        self.table.begin_pull(NAME, version, file, nbytes)
+        with pytest.raises(RefusedError, match="not here"):
+            self.table.find(NAME, version, file)
+        assert self.table.end_pull(NAME, version, file, nbytes, is_whole) == is_whole
+        if is_whole:
+            self.versions.setdefault(version, Model()).nbytes[file] = nbytes
+
+    @rule(version=VERSIONS)
+    def commit(self, version: int) -> None:
+        if version <= self.last:
+            with pytest.raises(RefusedError, match="not newer"):
+                self.table.commit(NAME, version, PLACE, {})
+            return
+        self.table.commit(NAME, version, PLACE, {})
+        self.versions.setdefault(version, Model()).is_complete = True
+        self.last = version
+
+    @rule(version=st.none() | VERSIONS)
+    def lease(self, version: int | None) -> None:
+        key = f"lease {self.count}"
+        self.count += 1
+        wanted = max(self.visible(), default=None) if version is None else version
+        if wanted not in self.visible():
+            with pytest.raises(RefusedError, match=r"no version|not here|was replaced"):
+                self.table.lease(NAME, version, key, self.now)
+            return
+        assert self.table.lease(NAME, version, key, self.now).version == wanted
+        self.versions[wanted].leases[key] = self.now + LEASE
+
+    def holders(self) -> list[tuple[str, Model]]:
+        return [(key, one) for one in self.versions.values() for key in one.leases]
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        key, one = data.draw(st.sampled_from(self.holders()))
+        self.table.renew(NAME, key, self.now)
+        one.leases[key] = self.now + LEASE
+
+    @precondition(lambda self: self.holders())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key, one = data.draw(st.sampled_from(self.holders()))
+        self.table.release(NAME, key)
+        del one.leases[key]
+        with pytest.raises(RefusedError, match="no such lease"):
+            self.table.renew(NAME, key, self.now)
+
+    @rule(version=VERSIONS, seconds=SECONDS)
+    def retire(self, version: int, seconds: float) -> None:
+        one = self.versions.get(version)
+        if one is None:
+            with pytest.raises(RefusedError):
+                self.table.retire(NAME, version, seconds, self.now)
+            return
+        self.table.retire(NAME, version, seconds, self.now)
+        before = one.deadline
+        one.deadline = self.now + seconds if before is None else min(before, self.now + seconds)
+
+    @rule(version=VERSIONS)
+    def drop(self, version: int) -> None:
+        if version not in self.versions:
+            with pytest.raises(RefusedError):
+                self.table.drop(NAME, version)
+            return
+        assert self.table.drop(NAME, version) == Forgotten(NAME, version)
+        del self.versions[version]
+        self.last = max(self.last, version)
+        with pytest.raises(RefusedError) as caught:
+            self.table.find(NAME, version, "f")
+        assert caught.value.kind == "gone"
+        assert caught.value.values["newest"] == max(self.visible(), default=None)
+
+    @rule(seconds=SECONDS)
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.table.tick(self.now) == []
+        for one in self.versions.values():
+            is_late = one.deadline is not None and one.deadline <= self.now
+            ended = [key for key, ends in one.leases.items() if ends <= self.now or is_late]
+            for key in ended:
+                del one.leases[key]
+                one.is_overdue = True
+
+    @invariant()
+    def nothing_is_retired_under_a_live_lease(self) -> None:
+        for version, one in self.versions.items():
+            if one.deadline is not None:
+                expected = None if one.leases else one.is_overdue
+                assert self.table.retired(NAME, version) is expected
+
+    @invariant()
+    def the_newest_visible_version_is_told(self) -> None:
+        visible = self.visible()
+        assert self.table.newest(NAME) == (max(visible, default=None), visible)
+
+    @invariant()
+    def files_are_served_until_their_version_is_retired(self) -> None:
+        for version, one in self.versions.items():
+            is_served = one.deadline is None or bool(one.leases)
+            for file, nbytes in one.nbytes.items():
+                if is_served:
+                    assert self.table.find(NAME, version, file) == nbytes
+                else:
+                    with pytest.raises(RefusedError, match="was replaced"):
+                        self.table.find(NAME, version, file)
+
+    @invariant()
+    def memory_is_counted(self) -> None:
+        held = sum(sum(one.nbytes.values()) for one in self.versions.values())
+        assert self.table.held_bytes == held
+        pulled = sum(one.nbytes.get("p", 0) for one in self.versions.values())
+        assert self.table.pulled_bytes == pulled <= 100
+
+    @invariant()
+    def the_next_change_is_that_of_the_first_deadline(self) -> None:
+        times = [ends for one in self.versions.values() for ends in one.leases.values()]
+        times += [
+            one.deadline
+            for one in self.versions.values()
+            if one.deadline is not None and one.leases
+        ]
+        assert self.table.next_at() == min(times, default=None)
+
+    def teardown(self) -> None:
+        """The name ends: after one lease at most, all memory is given back."""
+        self.table.disown(NAME, self.now)
+        gone = self.table.tick(self.now)
+        with pytest.raises(RefusedError, match="no live state"):
+            self.table.newest(NAME)
+        gone += self.table.tick(self.now + LEASE)
+        assert {one.version for one in gone} == set(self.versions)
+        assert self.table.held_bytes == self.table.pulled_bytes == 0
+        assert self.table.names == []
+        assert self.table.leases == {}
+        assert self.table.next_at() is None
+
+
+TestTable = Machine.TestCase
+TestTable.settings = settings(max_examples=examples(60), stateful_step_count=30)
+
+
+def owned(keep_seconds: float = 0.0) -> Table:
+    table = Table(LEASE)
+    table.own(NAME, keep_seconds)
+    table.put(NAME, 1, "f", 8)
+    table.commit(NAME, 1, PLACE, {"step": 3})
+    return table
+
+
+def test_a_name_ends_with_the_last_of_its_owners() -> None:
+    table = owned()
+    table.own(NAME, 0.0)
+    table.disown(NAME, 0.0)
+    assert table.tick(100.0) == []
+    table.disown(NAME, 100.0)
+    assert table.tick(100.0) == [Forgotten(NAME, 1)]
+
+
+def test_a_name_is_kept_for_the_time_that_its_owner_asked_for_and_a_new_owner_has_it() -> None:
+    table = owned(keep_seconds=60.0)
+    table.disown(NAME, 0.0)
+    assert table.tick(59.0) == []
+    assert table.newest(NAME) == (1, [1])
+    table.own(NAME, 60.0)
+    assert table.tick(500.0) == []
+    table.disown(NAME, 500.0)
+    assert table.next_at() == 560.0
+    assert table.tick(560.0) == [Forgotten(NAME, 1)]
+
+
+def test_leases_outlive_the_end_of_a_name_by_one_lease_at_most() -> None:
+    table = owned()
+    table.lease(NAME, None, "reader", 0.0)
+    table.disown(NAME, 5.0)
+    assert table.tick(5.0) == []
+    assert table.is_ending
+    with pytest.raises(RefusedError, match="no live state"):
+        table.lease(NAME, None, "late", 6.0)
+    with pytest.raises(RefusedError, match="is ending"):
+        table.own(NAME, 0.0)
+    table.renew(NAME, "reader", 14.0)
+    assert table.find(NAME, 1, "f") == 8
+    assert table.tick(14.9) == []
+    assert table.tick(15.0) == [Forgotten(NAME, 1)]
+
+
+def test_a_removal_ends_a_name_when_its_last_lease_is_released() -> None:
+    table = owned(keep_seconds=1000.0)
+    table.lease(NAME, None, "reader", 0.0)
+    table.remove(NAME, 8.0, 0.0)
+    assert table.tick(1.0) == []
+    table.release(NAME, "reader")
+    assert table.tick(1.0) == [Forgotten(NAME, 1)]
+
+
+def test_a_copy_whose_version_was_dropped_meanwhile_is_no_file() -> None:
+    table = owned()
+    table.begin_pull(NAME, 2, "f", 8)
+    with pytest.raises(RefusedError, match="here already"):
+        table.begin_pull(NAME, 2, "f", 8)
+    table.drop(NAME, 2)
+    assert not table.end_pull(NAME, 2, "f", 8, is_whole=True)
+    assert table.pulled_bytes == 0
+
+
+def test_versions_tell_files_and_values() -> None:
+    table = owned()
+    table.put(NAME, 2, "g", 5)
+    found = table.versions(NAME)
+    assert (found[1].files, found[1].complete, found[1].info) == (PLACE, True, {"step": 3})
+    assert (found[2].files, found[2].complete) == ({"g": FileAt(5, ())}, False)
+
+
+def test_a_version_needs_a_file_and_leases_have_a_bound() -> None:
+    table = owned()
+    with pytest.raises(RefusedError, match="at least one file"):
+        table.commit(NAME, 2, {}, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.live.table.MOST_LEASES", 1)
+        table.lease(NAME, None, "one", 0.0)
+        with pytest.raises(RefusedError, match="has 1 leases, and no more"):
+            table.lease(NAME, None, "two", 0.0)
