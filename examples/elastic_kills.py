@@ -67,7 +67,9 @@ class Run:
         agent += ["--nproc-per-node", str(WORKERS[host]), "--max-restarts", "100"]
         agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}"]
         agent += ["--rdzv-id", "elastic", "--rdzv-conf"]
-        agent += ["last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        # Otherwise the agent that comes first has the store, and the run may end with that host.
+        conf = f"is_host={host == 'first'},last_call_timeout=2"
+        agent += [f"{conf},keep_alive_interval=1,keep_alive_max_attempt=3"]
         agent += [str(EXAMPLES / "elastic.py"), "--folder", str(self._folder)]
         process = subprocess.Popen(
             [*agent, "--steps", str(self._steps)],

@@ -66,6 +66,7 @@ def losses_of(
         ("transformers", "with_trainer", [], [3]),
         ("transformers", "with_trainer", ["--dropout", "0.3"], [2]),
         ("peft", "with_trainer", ["--lora"], [2, 3]),
+        ("torchdata", "with_torchdata", [], [2]),
         ("torchtitan", "with_torchtitan", [], [2, 3]),
         ("torchtitan", "with_torchtitan", ["--how", "disabled"], [3]),
     ],

@@ -1,0 +1,71 @@
+"""A loop with torchdata's StatefulDataLoader and a ckpt.Checkpointer: stop anywhere in an epoch.
+
+    torchrun --nproc-per-node 2 examples/with_torchdata.py --folder DIR --steps 6
+    torchrun --nproc-per-node 2 examples/with_torchdata.py --folder DIR --steps 10 --resume
+
+Each rank shuffles its own half of the samples, and `ckpt.per_rank` stores the position of each
+rank's loader. Another number of ranks is an error that names the loader: a position in half of
+the samples has no meaning in a third. Needs `pip install torchdata`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ckpt
+
+SAMPLES, BATCH = 48, 12
+"""All samples, and those of a step, over all ranks."""
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Train to a step; rank 0 prints the losses of this run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(given)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    samples = torch.randn(SAMPLES, 8)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(1 + rank)  # each rank shuffles in an order of its own
+    loader = StatefulDataLoader(samples[rank::ranks], batch_size=BATCH // ranks, shuffle=True)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "loader": ckpt.per_rank(loader),
+        "rng": ckpt.rng(),
+    }
+    losses = []
+    with ckpt.Checkpointer(options.folder, every_steps=2, keep=ckpt.Keep(last=2)) as run:
+        step = (run.restore(state) or 0) if options.resume else 0
+        while step < options.steps:
+            for batch in loader:
+                loss = (model(batch) - batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                step += 1
+                mean = loss.detach() / ranks
+                dist.all_reduce(mean)
+                losses.append(mean.item())
+                run.save(step, state)
+                if step == options.steps:
+                    break
+    if rank == 0:
+        print(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
