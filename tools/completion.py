@@ -49,4 +49,4 @@ def answer(parser: ArgumentParser) -> None:
     if ASKED in os.environ:
         import argcomplete
 
-        argcomplete.autocomplete(parser)
+        argcomplete.autocomplete(parser, always_complete_options=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
@@ -47,6 +47,7 @@ class Options:
     depth: int | None
     values: bool
     files: bool
+    verbose: bool
     as_json: bool
     html: str | None
     storage_options: list[Option] | None = field(default=None, repr=False)
@@ -65,6 +66,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--depth", type=int, metavar="N", help="fold levels deeper than N")
     add("--values", action="store_true", help="show plain values too")
     add("--files", action="store_true", help="list the files")
+    add("-v", "--verbose", action="store_true", help="--values and --files")
     add("--json", dest="as_json", action="store_true", help="everything, as JSON")
     add("--html", metavar="FILE", help="write a page for a browser, which needs no network")
     add_storage_options(parser)
@@ -76,6 +78,8 @@ def run(options: Options) -> int:
 
     if options.depth is not None and options.depth < 1:
         raise ValueError(f"--depth {options.depth}: the depth is at least 1")
+    if options.verbose:
+        options = replace(options, values=True, files=True)
     if options.html is not None and (options.patterns or options.as_json):
         raise ValueError("--html shows the whole checkpoint: give neither names nor --json with it")
     told = mapping(options.storage_options)

@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
     raw = argparse.RawDescriptionHelpFormatter
     found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=table(), formatter_class=raw)
-    found.add_argument("--version", action="version", version=f"ckpt {__version__}")
+    found.add_argument("-V", "--version", action="version", version=f"ckpt {__version__}")
     commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for command in _COMMANDS:
         one = commands.add_parser(

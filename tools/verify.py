@@ -23,6 +23,7 @@ class Options:
     """The checkpoints to verify."""
 
     urls: list[str]
+    verbose: bool
     as_json: bool
     storage_options: list[Option] | None = field(default=None, repr=False)
 
@@ -30,6 +31,9 @@ class Options:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print all problems, not only the first ones"
+    )
     parser.add_argument(
         "--json",
         dest="as_json",
@@ -61,7 +65,7 @@ def run(options: Options) -> int:
         is_sound = is_sound and report.sound
         reports.append({**asdict(report), "sound": report.sound})
         if not options.as_json:
-            _print(report)
+            _print(report, None if options.verbose else SHOWN_PROBLEMS)
     if options.as_json:
         print(json_text({"reports": reports} if len(reports) > 1 else reports[0]))
     if failed is not None:
@@ -77,11 +81,12 @@ def _verified(url: str, options: Options) -> Report:
         return verify(url, advance, storage_options=told)
 
 
-def _print(report: Report) -> None:
-    for problem in report.problems[:SHOWN_PROBLEMS]:
+def _print(report: Report, most: int | None) -> None:
+    shown = report.problems[:most]
+    for problem in shown:
         print(printable(problem.message))
-    if len(report.problems) > SHOWN_PROBLEMS:
-        print(f"... and {len(report.problems) - SHOWN_PROBLEMS} more; --json lists all")
+    if len(report.problems) > len(shown):
+        print(f"... and {len(report.problems) - len(shown)} more; -v prints all")
     for note in report.notes:
         print(f"note: {printable(note)}")
     found = "sound" if report.sound else f"NOT SOUND, {count(len(report.problems), 'problem')}"

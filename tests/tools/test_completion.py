@@ -31,6 +31,7 @@ def completions(line: str, folder: Path) -> set[str]:
 
 def test_commands_options_and_their_values_are_offered(tmp_path: Path) -> None:
     assert completions("ckpt ", tmp_path) >= COMMANDS
+    assert completions("ckpt completion ", tmp_path) == {"bash", "zsh", "fish"}
     assert {"--keep", "--dry-run", "--missing-ok"} <= completions("ckpt rm --", tmp_path)
     assert completions("ckpt convert a b --to s", tmp_path) == {"safetensors"}
 

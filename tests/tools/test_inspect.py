@@ -53,6 +53,7 @@ def test_files_are_listed_when_asked_for(run, saved):
     out = run("inspect", saved, "--files").out
     assert "manifest.json" in out
     assert sum(line.endswith("B") and ".safetensors" in line for line in out.splitlines()) == 1
+    assert run("inspect", saved, "-v").out == run("inspect", saved, "--files", "--values").out
 
 
 @pytest.mark.parametrize("pattern", ["model.norm", "*.scale", "model.n?rm.*"])

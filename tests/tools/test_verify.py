@@ -58,8 +58,10 @@ def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
     data[start : start + 30 * 16] = bytes(30 * 16)
     shard.write_bytes(data)
     out = run("verify", tmp_path / "c").out
-    assert "... and 10 more; --json lists all\n" in out
+    assert "... and 10 more; -v prints all\n" in out
     assert "NOT SOUND, 30 problems" in out
+    assert "w29: bytes " not in out
+    assert "w29: bytes " in run("verify", "-v", tmp_path / "c").out
 
 
 def test_several_checkpoints_are_verified_and_one_that_is_wrong_keeps_none_from_it(
