@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu soak lint style
+.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu soak docs lint style
 .PHONY: types contracts
 .PHONY: check format bench bench-gpu clean
 
@@ -45,6 +45,7 @@ help:
 	@echo 'make soak       random commands, kills and faults, MINUTES=60 on disk and over S3 each'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make bench-gpu  saves, stalls and loads of tensors on a GPU, beside DCP'
+	@echo 'make docs       the documentation site, in site/; checks links and spelling'
 	@echo 'make clean      remove the environment and every cache'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -79,6 +80,9 @@ test-peers:
 test-gpu:
 	CKPT_GPU_REQUIRED=1 PYTHONPATH=$(CURDIR) PYTORCH_NVML_BASED_CUDA_CHECK=1 \
 		$(PYTHON) -m pytest -m gpu -W default tests/gpu
+
+docs:
+	PYTHON=$(PYTHON) $(PYTHON) .ci/site/build.py
 
 soak: $(STAMP)
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --store disk
