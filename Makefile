@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu soak docs lint style
+.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu soak docs package lint style
 .PHONY: types contracts
 .PHONY: check format bench bench-gpu clean
 
@@ -46,6 +46,7 @@ help:
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make bench-gpu  saves, stalls and loads of tensors on a GPU, beside DCP'
 	@echo 'make docs       the documentation site, in site/; checks links and spelling'
+	@echo 'make package    the wheel and the source distribution, tried in an empty environment'
 	@echo 'make clean      remove the environment and every cache'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -80,6 +81,9 @@ test-peers:
 test-gpu:
 	CKPT_GPU_REQUIRED=1 PYTHONPATH=$(CURDIR) PYTORCH_NVML_BASED_CUDA_CHECK=1 \
 		$(PYTHON) -m pytest -m gpu -W default tests/gpu
+
+package: $(STAMP)
+	$(BIN)/python tests/packages.py
 
 docs:
 	PYTHON=$(PYTHON) $(PYTHON) .ci/site/build.py
