@@ -27,7 +27,7 @@ from ckpt import errors  # noqa: E402
 from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list of errors
 
 if TYPE_CHECKING:
-    from ckpt import state_dict
+    from ckpt import events, state_dict
     from ckpt.background.save_handle import Saved, SaveHandle
     from ckpt.collecting import LeftOver, gc
     from ckpt.converting import convert
@@ -92,6 +92,7 @@ __all__ = [
     "convert",
     "delete",
     "diff",
+    "events",
     "gc",
     "latest",
     "limits",
@@ -111,8 +112,8 @@ __all__ += errors.__all__
 
 
 def __getattr__(name: str) -> object:
-    if name == "state_dict":
-        return importlib.import_module("ckpt.state_dict")
+    if name in ("events", "state_dict"):
+        return importlib.import_module(f"ckpt.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

@@ -412,6 +412,7 @@ class _Run:
         for item in self._match.items:
             will_change(self._match.targets[item.target].given)
         self._run.read(tensors, self._source, self._stage_bytes)
+        self._ranks.count(tensors.nbytes)
         return len(self._sums.unverified)
 
     def exchange(self) -> None:

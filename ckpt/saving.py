@@ -220,6 +220,7 @@ def save_with(
                 return handle
             ranks.doing("writing")
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
+            ranks.count(attempt.plan.nbytes)
             finish(store, ranks, attempt, written[0] if written else None, failed)
             handle.mark_finished(None)
             return None if blocking else handle

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def needs(package: str) -> Iterator[None]:
+def needs(package: str, distribution: str = "") -> Iterator[None]:
     """Adds the command that installs `package` to errors of imports in the block.
 
-    Raises ModuleNotFoundError, as without the block.
+    `distribution` is its name in the package index, if that is another one. Raises
+    ModuleNotFoundError, as without the block.
     """
     try:
         yield
@@ -19,6 +20,6 @@ def needs(package: str) -> Iterator[None]:
             raise
         raise ModuleNotFoundError(
             f"ckpt.integrations.{package} needs the package {package}, which is not installed: "
-            f"pip install {package}",
+            f"pip install {distribution or package}",
             name=error.name,
         ) from error

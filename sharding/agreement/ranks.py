@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from sharding.agreement.call_events import Clock
 from sharding.agreement.channel import (
     TIMEOUT_SECONDS,
     Call,
@@ -110,6 +111,7 @@ class Ranks:
             assert not isinstance(group, str)
             self._channel = _channel(group, self.rank, purpose)
         self._continuation: Continuation | None = None
+        self._clock: Clock | None = None
 
     @property
     def global_rank(self) -> int:
@@ -135,14 +137,30 @@ class Ranks:
         """
         if then is not None and then._channel is not None:
             then._continuation = Continuation(then._channel)
-        with self._call(name, None if then is None else then._continuation):
-            yield
+        before, self._clock = self._clock, Clock(name, self.rank, self.world_size)
+        error = ""
+        try:
+            with self._call(name, None if then is None else then._continuation):
+                yield
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            self._clock.end(error)
+            self._clock = before
 
     def doing(self, stage: str) -> None:
         """Names the stage of this rank, which the others hear if this rank leaves the call."""
+        if self._clock is not None:
+            self._clock.stage(stage)
         with self._call(stage) as call:
             if call is not None:
                 call.stage = stage
+
+    def count(self, nbytes: int) -> None:
+        """Counts bytes of tensors that this rank read or wrote in this stage, for observers."""
+        if self._clock is not None:
+            self._clock.count(nbytes)
 
     def connect(self) -> None:
         """Connects the ranks of the continuation: from now on they notice the end of another rank.
@@ -276,7 +294,8 @@ class Ranks:
             return join([record])
         with self._call(stage) as call:
             assert call is not None
-            answer = self._channel.meet(call, stage, record, failure, join)
+            with nullcontext() if self._clock is None else self._clock.waiting():
+                answer = self._channel.meet(call, stage, record, failure, join)
             if isinstance(answer, Failure):
                 other = self._error(answer)
                 if isinstance(error, TransferError) and answer != failure:
