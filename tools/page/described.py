@@ -40,7 +40,7 @@ def described(
 ) -> Json:
     """Returns the data of the page.
 
-    `chain` has the folders of the checkpoints whose chunks this one refers to. At most
+    `chain` has the folders of the checkpoints whose chunks this one borrows. At most
     `shown_pieces` pieces are listed for a format without layouts; `pieces_left_out` counts the
     others.
     """
@@ -78,7 +78,7 @@ def described(
 
 
 def chain_of(url: str, catalog: Catalog, options: Mapping[str, Any] | None) -> list[str]:
-    """Returns the folders of the checkpoints that this one refers to, its own bases first."""
+    """Returns the folders of the checkpoints that this one borrows from, its own bases first."""
     from ckpt.sources import open_source
 
     above, _ = split_url(url)
