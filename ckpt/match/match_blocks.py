@@ -23,6 +23,7 @@ from ckpt.state.memory import torch_dtype
 from ckpt.state.subclass_state import CLASS, layout_of, of_shape, put_together
 from formats.catalog import TensorRecord, TensorRef, Tree, join
 from sharding.describe.local_part import LocalPart
+from sharding.reshard.kinds import dtensor_like
 
 INNER = "tensors"
 
@@ -102,7 +103,7 @@ class _Blocks:
 
         def install() -> object:
             shape, stride = tuple(local.shape), tuple(local.stride())
-            return self._distributed(self._made(parts, shape, stride))
+            return dtensor_like(self.parameter, self._made(parts, shape, stride))
 
         return install
 
@@ -141,7 +142,7 @@ class _Blocks:
                 found.as_strided(box, piece.strides, piece.at).copy_(
                     values.as_strided(box, strides, at)
                 )
-            return self._distributed(found.view(local.shape).to(local.device))
+            return dtensor_like(self.parameter, found.view(local.shape).to(local.device))
 
         return install
 
@@ -151,16 +152,3 @@ class _Blocks:
         context = of_shape(step(), tuple(self.parameter.shape), tuple(shape))
         nest = {CLASS: self.saved[CLASS], "context": context, "shape": shape, "stride": stride}
         return put_together({**nest, INNER: dict(tensors)})
-
-    def _distributed(self, local: torch.Tensor) -> object:
-        from torch.distributed.tensor import DTensor
-
-        parameter = self.parameter
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )

@@ -84,7 +84,6 @@ class Ranks:
         self.rank, self.world_size = 0, 1
         self.mesh = _world(1)
         """The processes by their rank in the default group. Layouts use these ranks."""
-        self.is_subgroup = group is not None
         self.told: tuple[int, str] | None = None
         """The failure that the ranks agreed on: the rank and the class of its error. All ranks have
         the same failure, also if several ranks failed."""
