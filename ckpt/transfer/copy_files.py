@@ -5,9 +5,8 @@ bytes, verifies them, sums them if the file needs checksums, and writes them in 
 
 1. A local file is written at any place, so threads do not wait for each other. Another writer gets
    the units in their order.
-2. Bytes that checksums decide are written with their unit, once the tensors before them are summed.
-   A thread waits only for units before its own, and threads take units in order: the first one
-   never waits.
+2. Bytes that checksums decide are written with their unit if the tensors before them are summed by
+   then. Otherwise a local file gets them last. Another writer waits for the units before.
 3. A failure of one thread ends all of them. The caller's file then never appears.
 4. Each thread has memory for two units and for the scratch of its reads, whatever is written.
 """
@@ -26,7 +25,7 @@ from ckpt.plan.read_plan import requests_for
 from ckpt.transfer.copy_sums import sums_of
 from ckpt.transfer.read import FAR_WORKERS, THREAD_BYTES, RangeReader, ReadPolicy, workers_for
 from ckpt.transfer.record_sums import RecordSums, Verify
-from formats.file_plan import FilePlan, length_of
+from formats.file_plan import FilePlan, Late, length_of
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, FileWriter, PlacedFileWriter, Reader, Writer
 from formats.threads import Pool
@@ -165,6 +164,8 @@ class _FileCopy:
         self._written = 0
         """The number of the next unit to write, for a writer that gets them in order."""
         self._is_over = False
+        self._deferred: list[tuple[int, Late]] = []
+        """The late bytes that were not known when their unit was written, with their place."""
 
     def run(self) -> bytes:
         """Writes the file; returns its tensors' records, if they are summed.
@@ -172,7 +173,13 @@ class _FileCopy:
         Raises the error of the first thread that fails.
         """
         self._run_all(self._copier.sizes.workers_for(self._nbytes))
-        return b"" if self._sums is None else self._sums.all_records
+        if self._sums is None:
+            return b""
+        records = self._sums.all_records
+        for at, part in self._deferred:
+            assert self._placed is not None
+            self._placed.write_at(self._offset + at, part.make(records))
+        return records
 
     def _run_all(self, workers: int) -> None:
         if workers == 1:
@@ -233,7 +240,12 @@ class _FileCopy:
             add_all()
             self._changed.notify_all()
         for at, tensors, part in unit.late:
-            if not self._wait(partial(sums.has, tensors)):
+            with self._changed:
+                is_known = sums.has(tensors)
+                if not is_known and self._placed is not None:
+                    self._deferred.append((unit.offset + at, part))
+                    continue
+            if not is_known and not self._wait(partial(sums.has, tensors)):
                 return False
             memory[at : at + part.nbytes] = part.make(sums.records)
         return True
