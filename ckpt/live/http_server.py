@@ -47,6 +47,8 @@ _ACCEPTS = 64
 """Connections that are accepted before others have their turn."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_SECONDS = 0.1
+LAST_SECONDS = 1.0
+"""The time for answers when the server ends."""
 Headers = Sequence[tuple[str, str]]
 
 
@@ -132,12 +134,21 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.connections: set[HttpConnection] = set()
+        self._is_closing = False
         self._listen()
 
     async def close(self) -> None:
-        """Stops: closes the listener and all connections."""
+        """Stops: closes the listener and all connections, those with a request after its answer.
+
+        The answers have `LAST_SECONDS` in all.
+        """
+        self._is_closing = True
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        while self._crowd.make_place():
+            pass
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_SECONDS)
         self._crowd.close()
         for task in self._tasks:
             task.cancel()
@@ -199,7 +210,7 @@ class HttpServer:
 
     async def _serve_all(self, connection: HttpConnection) -> None:
         seconds = REQUEST_SECONDS
-        while await self._first_bytes(connection, seconds):
+        while not self._is_closing and await self._first_bytes(connection, seconds):
             try:
                 request = await _request(connection)
                 connection.content = None

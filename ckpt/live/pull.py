@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 import os
 import socket
@@ -31,29 +32,33 @@ async def pull(
     """
     where = f"http://{authority(*source)}{path}"
     try:
-        wire = Wire(await _connect(source))
+        wire = await _connected(source)
         try:
             return await _copy(wire, where, source, path, token, reserve)
         finally:
             wire.close()
-    except (OSError, TimeoutError, EOFError, h11.ProtocolError) as error:
+    except (OSError, EOFError, KeyError, ValueError, h11.ProtocolError) as error:
         said = str(error) or type(error).__name__
         raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
 
 
-async def _connect(source: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    # The system's resolver blocks, so that the loop asks it in a thread.
-    asked = loop.getaddrinfo(*source, type=socket.SOCK_STREAM)
-    family, kind, proto, _, where = (await asyncio.wait_for(asked, CONNECT_SECONDS))[0]
+async def _connected(source: Address) -> Wire:
+    # The system's resolver blocks, so that a thread asks it.
+    found = await asyncio.to_thread(socket.getaddrinfo, *source, type=socket.SOCK_STREAM)
+    family, kind, proto, _, where = found[0]
     connected = socket.socket(family, kind, proto)
+    wire = Wire(connected)
     try:
-        connected.setblocking(False)
-        await asyncio.wait_for(loop.sock_connect(connected, where), CONNECT_SECONDS)
+        failed = connected.connect_ex(where)
+        if failed == errno.EINPROGRESS:
+            await wire.ready(CONNECT_SECONDS, to_write=True)
+            failed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
     except BaseException:
-        connected.close()
+        wire.close()
         raise
-    return connected
+    return wire
 
 
 async def _copy(

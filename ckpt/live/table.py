@@ -69,6 +69,7 @@ class _Name:
     newest: int | None = None
     """The newest version that was ever committed."""
     last_dropped: int = -1
+    """The newest version that was committed and dropped."""
 
     @property
     def visible(self) -> list[int]:
@@ -178,14 +179,16 @@ class Table:
     def commit(
         self, name: str, version: int, files: Mapping[str, FileAt], info: Mapping[str, object]
     ) -> None:
-        """Makes a version visible."""
+        """Makes a version visible; one that is visible gets these places and this info."""
         found = self._name(name)
-        self._check_rises(name, found, version)
+        there = found.versions.get(version)
+        if there is None or there.phase is not Phase.COMPLETE:
+            self._check_rises(name, found, version)
         if not files:
             raise RefusedError("protocol", f"{name}/{version}: a version has at least one file")
         one = found.versions.setdefault(version, _Version())
         one.phase, one.places, one.info = Phase.COMPLETE, dict(files), dict(info)
-        found.newest = version
+        found.newest = max(version, -1 if found.newest is None else found.newest)
 
     def newest(self, name: str) -> tuple[int | None, list[int]]:
         """Returns the newest visible version, and all visible ones."""
@@ -242,7 +245,8 @@ class Table:
         for key in list(one.leases):
             self._end(key)
         del found.versions[version]
-        found.last_dropped = max(found.last_dropped, version)
+        if one.phase is not Phase.OPEN:  # the number of a failed version is free again
+            found.last_dropped = max(found.last_dropped, version)
         return Forgotten(name, version)
 
     def find(self, name: str, version: int, file: str) -> int:

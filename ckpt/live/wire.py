@@ -204,6 +204,7 @@ class Crowd:
         if len(self._all) >= self._limit and not self.make_place():
             return False
         self._all.add(wire)
+        self._silent[wire] = None  # it has said nothing yet
         return True
 
     def make_place(self) -> bool:
@@ -222,7 +223,9 @@ class Crowd:
 
     async def silence(self, wire: Wire, wait: Awaitable[ResultT]) -> ResultT:
         """Returns the awaited first bytes; the connection counts as silent meanwhile."""
-        self._silent[wire] = None
+        self._silent.pop(wire, None)
+        if wire in self._all:
+            self._silent[wire] = None  # the last in the order
         try:
             return await wait
         finally:

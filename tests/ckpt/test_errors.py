@@ -37,6 +37,7 @@ BUILT_IN = {
     ("ckpt/live/folder_app.py", "FileNotFoundError"): "becomes an answer in the same file",
     ("ckpt/live/http_server.py", "ConnectionResetError"): "ends one connection of a server",
     ("ckpt/live/pull.py", "EOFError"): "becomes an answer in the same file",
+    ("ckpt/live/pull.py", "OSError"): "becomes an answer in the same file",
     ("ckpt/live/wire.py", "ConnectionAbortedError"): "ends one connection of a server",
     ("ckpt/live/wire.py", "EOFError"): "ends one connection of a server",
     ("ckpt/state/typed_values.py", "TypeError"): "becomes a FormatError in the same file",

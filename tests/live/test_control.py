@@ -59,18 +59,20 @@ def test_a_reader_of_the_same_host_gets_the_memory_itself(hosts: Hosts) -> None:
 def test_memory_is_free_for_its_publisher_once_the_reader_has_closed(hosts: Hosts) -> None:
     server = hosts.start()
     publish_closed(server, 1, f=b"1")
+    before = descriptors_of(server.pid)
     with HostServer.attach("policy") as reader:
         for part in reader.get(1, "f", TOKEN):
             os.close(part.descriptor)
-    until(lambda: server.drop(1, overdue=False) is False)
+    until(lambda: descriptors_of(server.pid) == before)
+    assert server.drop(1, overdue=False) is False
 
 
 def test_requests_that_do_not_fit_are_named_errors(hosts: Hosts) -> None:
     server = hosts.start()
     publish_closed(server, 2, f=b"1")
     place = {"f": FileAt(1, (server.address,))}
-    with pytest.raises(ExistsError, match="policy/2 is not newer than version 2"):
-        server.commit(2, place)
+    with pytest.raises(ExistsError, match="policy/1 is not newer than version 2"):
+        server.commit(1, place)
     with pytest.raises(ExistsError, match="policy/2/f is here already"):
         server.put(2, "f", [])
     with pytest.raises(AccessDeniedError, match="the token is wrong"):

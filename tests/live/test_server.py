@@ -26,6 +26,8 @@ from tests.live.hosts import (
     until,
 )
 
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+
 
 def test_a_version_is_found_leased_and_read(hosts: Hosts) -> None:
     server = hosts.start()
@@ -116,6 +118,17 @@ def test_a_question_of_a_name_that_ends_meanwhile_is_answered(hosts: Hosts) -> N
         assert answer.result(timeout=30).status == 404
 
 
+def test_a_question_is_answered_before_the_server_ends(hosts: Hosts) -> None:
+    server = hosts.start()
+    asking, other = hosts.client(server), hosts.client(server)
+    asking.get("/policy")
+    asking.connection.request("GET", "/policy?after=1&wait=60", headers=AUTHORIZED)
+    other.get("/policy")  # the server reads the question first
+    server.close()
+    assert asking.connection.getresponse().read().startswith(b'{"error": "unknown"')
+    until(lambda: not is_running(server.pid))
+
+
 def test_a_retired_version_waits_for_its_readers_and_is_gone_then(hosts: Hosts) -> None:
     server = hosts.start()
     publish_closed(server, 1, f=b"old")
@@ -204,7 +217,7 @@ def test_a_drop_ends_an_answer_on_its_way_and_its_reader_sees_too_few_bytes(host
     os.close(descriptor)
     server.commit(1, {"f": FileAt(nbytes, (server.address,))})
     connection = http.client.HTTPConnection(*server.address, timeout=60)
-    connection.request("GET", "/policy/1/f", headers={"Authorization": f"Bearer {TOKEN}"})
+    connection.request("GET", "/policy/1/f", headers=AUTHORIZED)
     answer = connection.getresponse()
     assert len(answer.read(1000)) == 1000
     assert server.drop(1, overdue=False) is True
@@ -221,7 +234,7 @@ def test_a_reader_that_dies_half_way_disturbs_nobody(hosts: Hosts) -> None:
     publish_closed(server, 1, f=data)
     for _ in range(5):
         dying = http.client.HTTPConnection(*server.address, timeout=60)
-        dying.request("GET", "/policy/1/f", headers={"Authorization": f"Bearer {TOKEN}"})
+        dying.request("GET", "/policy/1/f", headers=AUTHORIZED)
         dying.getresponse().read(10)
         dying.close()
     assert hosts.client(server).get("/policy/1/f").body == data

@@ -42,7 +42,9 @@ class Machine(RuleBasedStateMachine):
         self.count = 0
         self.versions: dict[int, Model] = {}
         self.last = -1
-        """The newest version that was committed or dropped."""
+        """The newest version that was committed, or retired and dropped."""
+        self.dropped = -1
+        """The newest of those that are dropped."""
 
     def visible(self) -> list[int]:
         found = self.versions.items()
@@ -77,13 +79,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(version=VERSIONS)
     def commit(self, version: int) -> None:
-        if version <= self.last:
+        if version <= self.last and version not in self.visible():
             with pytest.raises(RefusedError, match="not newer"):
                 self.table.commit(NAME, version, PLACE, {})
             return
-        self.table.commit(NAME, version, PLACE, {})
+        self.table.commit(NAME, version, PLACE, {"time": self.now})
+        assert self.table.versions(NAME)[version].info == {"time": self.now}
         self.versions.setdefault(version, Model()).is_complete = True
-        self.last = version
+        self.last = max(self.last, version)
 
     @rule(version=st.none() | VERSIONS)
     def lease(self, version: int | None) -> None:
@@ -134,11 +137,14 @@ class Machine(RuleBasedStateMachine):
                 self.table.drop(NAME, version)
             return
         assert self.table.drop(NAME, version) == Forgotten(NAME, version)
-        del self.versions[version]
-        self.last = max(self.last, version)
+        one = self.versions.pop(version)
+        is_known = one.is_complete or one.deadline is not None
+        if is_known:
+            self.last = max(self.last, version)
+            self.dropped = max(self.dropped, version)
         with pytest.raises(RefusedError) as caught:
             self.table.find(NAME, version, "f")
-        assert caught.value.kind == "gone"
+        assert (caught.value.kind == "gone") == (is_known or version <= self.dropped)
         assert caught.value.values["newest"] == max(self.visible(), default=None)
 
     @rule(seconds=SECONDS)
