@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckpt.deleting import delete
     from ckpt.diffing import diff
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
+    from ckpt.live.follow import LiveVersion, follow
     from ckpt.loading import load
     from ckpt.mapping.changes import read_mapping
     from ckpt.mapping.rules import TensorMapping
@@ -57,6 +58,8 @@ _WHERE = {
     "latest": "ckpt.newest",
     "open": "ckpt.lazy",
     "read": "ckpt.lazy",
+    "follow": "ckpt.live.follow",
+    "LiveVersion": "ckpt.live.follow",
     "Checkpoint": "ckpt.lazy",
     "TensorHandle": "ckpt.lazy",
     "convert": "ckpt.converting",
@@ -82,6 +85,7 @@ __all__ = [
     "Checkpointer",
     "Keep",
     "LeftOver",
+    "LiveVersion",
     "PerRank",
     "RunStep",
     "SaveHandle",
@@ -93,6 +97,7 @@ __all__ = [
     "delete",
     "diff",
     "events",
+    "follow",
     "gc",
     "latest",
     "limits",

@@ -14,6 +14,7 @@ __all__ = [
     "FormatName",
     "KindName",
     "ReplicaReads",
+    "UnchangedReads",
     "WhenBusy",
     "check_order",
     "check_word",
@@ -39,6 +40,8 @@ KindName = Literal["full", "sharded", "local"]
 """The kinds of state dicts (`sharding.kind`)."""
 ReplicaReads = Literal["auto", "read", "exchange"]
 """Whether each replica reads its elements, or the replicas read shares and exchange them."""
+UnchangedReads = Literal["auto", "read", "skip"]
+"""Whether a load reads chunks whose bytes the target has already."""
 WhenBusy = Literal["wait", "refuse"]
 """Whether a save waits for the background save of its process, or raises BusyError."""
 

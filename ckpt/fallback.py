@@ -28,6 +28,7 @@ from ckpt.errors import (
     ReplacedError,
     ReplacedLoadError,
     Skipped,
+    VersionGoneError,
 )
 from ckpt.newest import committed, natural
 from ckpt.stores.replacement_guard import TRIES
@@ -54,7 +55,7 @@ DAMAGE = {
     )
 }
 """The `kind` of the errors after which a load tries an older checkpoint, by class name."""
-REPLACED = (ReplacedError.__name__, ReplacedLoadError.__name__)
+REPLACED = tuple(kind.__name__ for kind in (ReplacedError, ReplacedLoadError, VersionGoneError))
 """The class names of the errors after which a load tries the same place again."""
 
 

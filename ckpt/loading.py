@@ -15,11 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 from warnings import warn
 
-from ckpt.arguments import CastingRule, ReplicaReads, check_order, check_word
+from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
 from ckpt.budget import memory_budget
 from ckpt.errors import StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
+from ckpt.live.address import is_live
+from ckpt.live.follow import one_version
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.casting import Casting, casting_of
 from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
@@ -38,6 +40,7 @@ from ckpt.transfer.read import ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
 from ckpt.transfer.run import FileSource, LoadRun, failed_elsewhere, half_loaded
 from ckpt.transfer.shared_targets import SharedTargets
+from ckpt.transfer.unchanged import Unchanged
 from formats.native.shard import Progress
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from sharding.agreement.channel import TIMEOUT_SECONDS
@@ -77,6 +80,7 @@ def load(
     group: Group = None,
     progress: Progress | None = None,
     replicas: ReplicaReads = "auto",
+    unchanged: UnchangedReads = "auto",
     fallback: bool | Url | Sequence[Url] = False,
     storage_options: Options = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -119,6 +123,10 @@ def load(
         replicas: whether ranks with the same elements "read" them each, or read a part each and
             "exchange" it. "auto" reads from local disks, whose page cache all ranks of a machine
             share, and exchanges otherwise.
+        unchanged: "skip" does not read a chunk whose bytes the target has already, by its checksum:
+            a whole chunk that is uncompressed, contiguous in the target and of its dtype. "read"
+            reads all. "auto" skips in live states on other hosts, until a range shows that it has
+            changed.
         fallback: the replacement for a damaged or missing checkpoint: True takes the newest sound
             one among older checkpoints beside it, a list of paths or URLs the first sound one of
             these. Rank 0 names the skipped ones with a FallbackWarning. A mismatch, a store that
@@ -159,6 +167,7 @@ def load(
     def checked() -> _LoadOptions:
         check_order(CALL, url, state)
         check_word("replicas", replicas, get_args(ReplicaReads))
+        check_word("unchanged", unchanged, get_args(UnchangedReads))
         return _LoadOptions(
             strict=strict,
             changes=Changes(mapping=mapping, parameters=parameters),
@@ -169,6 +178,7 @@ def load(
             group=own_group,
             progress=progress,
             replicas=replicas,
+            unchanged=unchanged,
             storage=storage_options,
         )
 
@@ -238,6 +248,7 @@ class _LoadOptions:
     group: ProcessGroup | None = None
     progress: Progress | None = None
     replicas: str = "auto"
+    unchanged: str = "auto"
     storage: Options = None
     by_host: bool = False
     """Whether hosts may open folders of their own, with the files of one save."""
@@ -248,6 +259,7 @@ class _LoadOptions:
 def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loaded:
     """Fills the target from one checkpoint. All ranks call this; communicates."""
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
+        url = one_version(ranks, url, options.storage)
         opening = partial(_matched, ranks, url, state, options, stack)
         matched, agreed = ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
         plans, budget = _agreed_plans(ranks, matched, agreed, options)
@@ -395,8 +407,10 @@ class _Run:
         self._ranks, self._match, self._plans = ranks, matched.match, plans
         self._url, self._budget, self._stage_bytes = matched.source.url, budget, matched.budget // 2
         self._sums = RecordSums(options.verify)
-        policy = ReadPolicy.within(self._stage_bytes, matched.source.store, ranks.world_size)
         store = matched.source.store
+        policy = ReadPolicy.within(self._stage_bytes, store, ranks.world_size)
+        is_far_live = is_live(store.url) and store.read_bytes > LOCAL_READ_BYTES
+        policy = replace(policy, unchanged=Unchanged.of(options.unchanged, is_far_live))
         self._source = FileSource(store, self._sums, policy, options.progress)
         self._run = LoadRun(matched.match.targets, options.group)
         self.names = plans.tensors.names

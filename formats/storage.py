@@ -31,8 +31,11 @@ class Reader(Protocol):
 
     url: str
     """The user's name of the folder, for messages."""
-    read_bytes: int
-    """The best size of a read: `LOCAL_READ_BYTES`, or a larger one for servers."""
+
+    @property
+    def read_bytes(self) -> int:
+        """The best size of a read: `LOCAL_READ_BYTES`, or a larger one for servers."""
+        ...
 
     def names(self) -> list[str]:
         """Returns the files directly in the folder, sorted."""

@@ -175,7 +175,7 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
     from ckpt.newest import natural
-    from ckpt.stores.store import is_file, open_store
+    from ckpt.stores.store import is_file, join_url, open_store
 
     if is_file(url, told):
         return
@@ -187,7 +187,7 @@ def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
         ]
         names = sorted([*files, *store.folders()], key=natural)
     for name in names:
-        row = _row(f"{url.removesuffix('/')}/{name}", name, told)
+        row = _row(join_url(url, name), name, told)
         if row is not None:
             yield row
 

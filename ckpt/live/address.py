@@ -18,6 +18,8 @@ from sharding.errors import ArgumentError
 
 SCHEME = "live"
 FORM = "live://host:port/name, with /version and ?token=… where they are needed"
+TOKEN = "?token="
+"""The start of the token in a URL."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FILE = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
 """The name of a file of a version: no separators, no `..`."""
@@ -36,7 +38,7 @@ class LiveUrl:
     token: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        return self.shown if self.token is None else f"{self.shown}?token={quote(self.token)}"
+        return self.shown if self.token is None else f"{self.shown}{TOKEN}{quote(self.token)}"
 
     @property
     def shown(self) -> str:

@@ -71,8 +71,6 @@ class _ReplacementGuard:
     """See `guarded`. Attributes that are not here are the store's."""
 
     def __init__(self, store: Store) -> None:
-        self.url = store.url
-        self.read_bytes = store.read_bytes
         self._store = store
         self._where = absolute(store.url)
         self._head: bytes | None = None
@@ -101,7 +99,7 @@ class _ReplacementGuard:
         if name == MANIFEST:
             head = data[:MANIFEST_HEAD_BYTES]
             if self._head is not None and self._head != head:
-                raise replaced(self.url, name, head)
+                raise replaced(self._store.url, name, head)
             self._head = head
         return data
 
@@ -134,4 +132,4 @@ class _ReplacementGuard:
         if self._head is not None:
             now = head_now(self._where, self._store)
             if now != self._head:
-                raise replaced(self.url, name, now) from error
+                raise replaced(self._store.url, name, now) from error

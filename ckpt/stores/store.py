@@ -1,7 +1,8 @@
 """Opens stores by path or URL. The only file that imports fsspec.
 
 `open_store(url)` returns a folder from which ranges are read and into which files are streamed. A
-path or a `file://` URL is a `ckpt.stores.local_store`. Any other URL is a
+path or a `file://` URL is a `ckpt.stores.local_store`, `live://` a `ckpt.stores.live_store`, and
+`http://` of `ckpt serve` a `ckpt.stores.served_store`. Any other URL is a
 `ckpt.stores.object_store` on the fsspec file system of its protocol.
 
 The commit protocol needs `commit`: an atomic write of a small file, without `replace` only if the
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.errors import NotACheckpointError, StoreError
+from ckpt.live.address import TOKEN, is_live
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
 from formats.storage import FileWriter, Reader
@@ -29,6 +31,7 @@ from sharding.url_secrets import cause_without_secrets, without_secrets
 
 Options = Mapping[str, Any] | None
 """Options of a driver: addresses, credentials. Never show or log them."""
+WEB = ("http://", "https://")
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 """The start of a URL that went through `pathlib.Path`."""
 
@@ -120,13 +123,16 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
     `options` are those of the fsspec driver; a local folder has none.
 
     Raises:
-        ArgumentError: as for `local_path`.
+        ArgumentError: as for `local_path`; or an option that a server of ckpt does not take.
         NotACheckpointError: the fsspec driver of the URL is not installed.
         StoreError: the driver refuses the URL or the options.
     """
     text, path = os.fspath(url), local_path(url)
     if path is not None:
         return LocalStore(path)
+    ours = _server(text, options or {})
+    if ours is not None:
+        return ours
     try:
         return _bucket(text, dict(options or {}))
     except ImportError as error:
@@ -204,6 +210,34 @@ def _is_protocol(word: str) -> bool:
     return word in fsspec.available_protocols()
 
 
+def _server(url: str, options: Mapping[str, Any]) -> Store | None:
+    """Returns the store of a URL whose server is one of ours."""
+    if is_live(url):
+        from ckpt.stores.live_store import LiveStore  # as below
+
+        return LiveStore(url, options)
+    if url.startswith(WEB):
+        from ckpt.stores.served_store import ServedStore, is_served  # as below
+
+        return ServedStore(url, options) if is_served(url, options) else None
+    return None
+
+
+def _token_apart(url: str, is_ours: bool) -> tuple[str, str]:
+    """Returns the URL of a server of ours without its token, and the token with its `?token=`.
+
+    >>> _token_apart("live://host:4000/policy/12?token=abc", True)
+    ('live://host:4000/policy/12', '?token=abc')
+    """
+    place, mark, token = url.partition(TOKEN) if is_ours else (url, "", "")
+    return place, mark + token
+
+
+def _is_known_served(url: str) -> bool:
+    module = sys.modules.get("ckpt.stores.served_store")  # it has seen the answers of servers
+    return url.startswith(WEB) and module is not None and bool(module.is_known_served(url))
+
+
 def _bucket(url: str, options: dict[str, Any]) -> Store:
     import fsspec  # these imports are here because a local disk needs none of them
 
@@ -239,12 +273,16 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     ('.', 'model.safetensors')
     >>> split_url("memory://model.safetensors")
     ('memory://', 'model.safetensors')
+    >>> split_url("live://host:4000/policy/12?token=abc")
+    ('live://host:4000/policy?token=abc', '12')
     """
-    text = os.fspath(url).rstrip("/")
+    text = os.fspath(url)
+    text, token = _token_apart(text, is_live(text) or _is_known_served(text))
+    text = text.rstrip("/")
     folder, _, name = text.rpartition("/")
     if not folder:
         folder = "/" if text.startswith("/") else "."
-    return (f"{folder}/" if folder.endswith(":/") and "://" in text else folder), name
+    return (f"{folder}/" if folder.endswith(":/") and "://" in text else f"{folder}{token}"), name
 
 
 def join_url(folder: str | os.PathLike[str], name: str) -> str:
@@ -254,8 +292,9 @@ def join_url(folder: str | os.PathLike[str], name: str) -> str:
     ('s3://bucket/runs/step-1', 'memory://step-1')
     """
     text = os.fspath(folder)
+    text, token = _token_apart(text, is_live(text) or text.startswith(WEB))
     above = text.rstrip("/")
-    return f"{text}{name}" if above.endswith(":") else f"{above}/{name}"
+    return f"{text}{name}" if above.endswith(":") else f"{above}/{name}{token}"
 
 
 def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
@@ -263,6 +302,8 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     path = local_path(url)
     if path is not None:
         return Path(path).is_file()
+    if is_live(os.fspath(url)):
+        return False
     folder, name = split_url(url)
     with open_store(folder, options) as store:
         return store.exists(name)

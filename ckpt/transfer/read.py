@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckpt.budget import memory_budget
 from ckpt.plan.read_plan import ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
 from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
+from ckpt.transfer.unchanged import Unchanged, changed_ranges
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
@@ -84,6 +85,7 @@ class ReadPolicy:
 
     workers: int
     limits: Limits
+    unchanged: Unchanged = Unchanged.READ
 
     @classmethod
     def within(cls, budget: int, reader: Reader, ranks_here: int = 1) -> ReadPolicy:
@@ -117,6 +119,7 @@ class RangeReader:
         self._reader = reader
         self._sums = sums
         self._workers, self._limits = policy.workers, policy.limits
+        self._unchanged = policy.unchanged
         self._scratch = threading.local()
 
     def run(
@@ -141,7 +144,7 @@ class RangeReader:
         self, ranges: list[ByteRange], targets: Targets, progress: Progress | None = None
     ) -> None:
         """Reads byte ranges, in the order of the files. Raises as `read_requests` does."""
-        groups = groups_of(ranges, self._limits)
+        groups = groups_of(changed_ranges(ranges, targets, self._unchanged), self._limits)
 
         def work(group: list[ByteRange]) -> None:
             self._do(group, targets)

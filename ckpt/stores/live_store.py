@@ -1,0 +1,345 @@
+"""The store of a live state: one version in the memory of other processes, read like a folder.
+
+Rules:
+
+1. The first read takes a lease from the home server, on the version of the URL or on the newest.
+   All reads of the store are of this version. `close` gives the lease back.
+2. A lease ends if the store reads nothing for a while. The next read then takes another one on the
+   same version. Once the version is retired, reads raise VersionGoneError with the newest version.
+3. Files of a server on this host are read by descriptors (`ckpt.stores.shared_files`), others by
+   ranges over HTTP, from the first of their servers that answers.
+4. Without a version in the URL, the versions are the folders of the store.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from errno import ENOENT
+from time import monotonic
+from typing import Any
+
+from ckpt.errors import NotACheckpointError, StoreError, UnreachableError, VersionGoneError
+from ckpt.live.address import parse, version_of
+from ckpt.live.process import HostServer
+from ckpt.live.protocol import Address, FileAt
+from ckpt.stores.http_client import Answer, HttpClient, HttpOptions, Place, past_end, path_of
+from ckpt.stores.live_answers import LeaseAnswer, NewsAnswer, lease_in, news_in, refused
+from ckpt.stores.read_only import ReadOnlyStore
+from ckpt.stores.shared_files import SharedFile
+from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
+from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
+
+RENEWALS = 3
+"""A lease is renewed once this part of it is over."""
+RELEASE_SECONDS = 2.0
+"""The longest wait of `close` for the server."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A lease on one version."""
+
+    version: int
+    key: str
+    seconds: float
+    files: Mapping[str, FileAt]
+    renewed: float
+    shared: dict[str, SharedFile | None] = field(default_factory=dict)
+    """The files that were looked for on this host; None for those of other hosts."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a renewal."""
+        return monotonic() - self.renewed > self.seconds / RENEWALS
+
+
+class LiveStore(ReadOnlyStore):
+    """A version of a live state, or the newest one. Safe to use from several threads."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        address = parse(url)
+        self._told = HttpOptions.of(options, address.token)
+        self.options: Mapping[str, Any] = self._told.stored()
+        self._live = replace(address, token=None)
+        self.url = self._live.shown
+        self._home: Address = (address.host, address.port)
+        self._clients: dict[Address, HttpClient] = {}
+        self._local: HostServer | None = None
+        """The server of this state on this host."""
+        self._looked: dict[Address, bool] = {}
+        """Whether an address is that of the server on this host."""
+        self._beside: dict[int, LiveStore] = {}
+        self._lease: _Lease | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def read_bytes(self) -> int:
+        """The best size of a read: that of a disk if all files are on this host."""
+        lease = self._leased()
+        is_here = all(self._shared(lease, name) is not None for name in lease.files)
+        return LOCAL_READ_BYTES if is_here else REMOTE_READ_BYTES
+
+    @property
+    def version(self) -> int:
+        """The version that the store reads."""
+        return self._leased().version
+
+    def names(self) -> list[str]:
+        """Returns the files of the version, sorted."""
+        return sorted(self._leased().files)
+
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files of the version; those of another version if `folder` is its number."""
+        if folder:
+            beside = self._other(f"{folder}/")
+            return [] if beside is None else beside[0].entries(beside[1])
+        return self.names()
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files, by name."""
+        return {name: one.size for name, one in sorted(self._leased().files.items())}
+
+    def folders(self) -> list[str]:
+        """Returns the versions, sorted by text; none for the URL of one version."""
+        if self._live.version is not None:
+            return []
+        return sorted(map(str, self.news().versions))
+
+    def news(self, after: int = -1, wait_seconds: float = 0.0) -> NewsAnswer:
+        """Returns the versions, once one is newer than `after`, or else after `wait_seconds`."""
+        query = f"?after={after}&wait={wait_seconds:g}" if wait_seconds else ""
+        path = path_of(self._live.name) + query
+        answer = self._client(self._home).ask("GET", path, wait_seconds=wait_seconds)
+        return news_in(self._sound(answer), self.url)
+
+    def exists(self, name: str) -> bool:
+        """Whether the version has this file."""
+        try:
+            self._file_at(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        """Returns the size of a file."""
+        return self._file_at(name).size
+
+    def modified(self, name: str) -> float:
+        """Returns 0: the server tells no times."""
+        self._file_at(name)
+        return 0.0
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """Reads all bytes of a file."""
+        size = self.size(name)
+        if size > limit:
+            raise TooLargeError(f"{self.url}/{name}", size, limit)
+        return self.read(name, 0, size)
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """Reads the last bytes of a file. Raises SizeError unless it has `size` bytes."""
+        found = self.size(name)
+        if found != size:
+            raise SizeError(f"{self.url}/{name}", found, size)
+        return self.read(name, size - length, length)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Reads exactly these bytes of a file."""
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fills the buffers end to end with the bytes from `offset` on.
+
+        Raises VersionGoneError once the version was replaced and its memory has other uses.
+        """
+        other = self._other(name)
+        if other is not None:
+            other[0].read_into(other[1], offset, *targets)
+            return
+        views = [target.cast("B") for target in targets if target.nbytes]
+        lease = self._renewed()
+        if name not in lease.files:
+            raise GoneError(f"{self.url}/{name}")
+        if not views:
+            return
+        shared = self._shared(lease, name)
+        if shared is None:
+            self._fetch(lease, name, offset, views)
+        elif shared.read_into(offset, views) < sum(map(len, views)):
+            self._renew(lease)  # raises if the memory was taken away
+            raise self._truncated(name, offset, views, shared.size)
+
+    def close(self) -> None:
+        """Gives the lease back, and closes connections and descriptors."""
+        with self._lock:
+            lease, self._lease = self._lease, None
+            beside, self._beside = self._beside, {}
+            local, self._local = self._local, None
+            self._looked.clear()
+        for store in beside.values():
+            store.close()
+        for one in self._clients.values():
+            one.close()
+        if local is not None:
+            local.close()
+        if lease is not None:  # last: bytes in flight are the server's memory
+            lease.shared.clear()
+            client = HttpClient(Place(*self._home), replace(self._told, seconds=RELEASE_SECONDS))
+            with suppress(StoreError):  # it ends by itself
+                client.ask("DELETE", self._lease_path(lease))
+            client.close()
+
+    def __enter__(self) -> LiveStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _leased(self) -> _Lease:
+        """Returns the lease; takes it if there is none (rule 1)."""
+        with self._lock:
+            if self._lease is None:
+                self._lease = self._take(self._live.version)
+            return self._lease
+
+    def _renewed(self) -> _Lease:
+        lease = self._leased()
+        if lease.is_due:
+            with self._lock:
+                if lease.is_due:
+                    self._renew(lease)
+        return lease
+
+    def _renew(self, lease: _Lease) -> None:
+        """Renews a lease, or takes another one on the same version (rule 2)."""
+        answer = self._client(self._home).ask("POST", self._lease_path(lease))
+        if answer.status == http.client.NOT_FOUND:
+            lease.key = self._take(lease.version).key
+        else:
+            self._sound(answer, lease.version)
+        lease.renewed = monotonic()
+
+    def _take(self, version: int | None) -> _Lease:
+        path, began = path_of(self._live.name, "leases"), monotonic()
+        answer = self._client(self._home).ask("POST", path, {"version": version})
+        try:
+            found: LeaseAnswer = lease_in(self._sound(answer, version), self.url)
+        except NotACheckpointError:
+            if version is not None and self._lease is not None:
+                raise VersionGoneError(self.url, version, None) from None  # its publisher has ended
+            raise
+        with suppress(StoreError):
+            self._local = self._local or HostServer.attach(self._live.name)
+        local = self._local
+        self._looked[self._home] = local is not None and local.server == found.server
+        return _Lease(found.version, found.key, found.seconds, found.files, began)
+
+    def _lease_path(self, lease: _Lease) -> str:
+        return path_of(self._live.name, "leases", lease.key)
+
+    def _file_at(self, name: str) -> FileAt:
+        other = self._other(name)
+        if other is not None:
+            return other[0]._file_at(other[1])
+        found = self._leased().files.get(name)
+        if found is None:
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), f"{self.url}/{name}")
+        return found
+
+    def _other(self, name: str) -> tuple[LiveStore, str] | None:
+        """Returns the store of the version in a name, `12/manifest.json`, and the file's name."""
+        folder, slash, file = name.removeprefix(BESIDE).partition("/")
+        if not slash:
+            return None
+        version = version_of(folder)
+        if version is None or (self._live.version is None) == name.startswith(BESIDE):
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), f"{self.url}/{name}")
+        with self._lock:
+            if version not in self._beside:
+                url = str(self._live.at(version))
+                self._beside[version] = LiveStore(url, self.options)
+            return self._beside[version], file
+
+    def _client(self, address: Address) -> HttpClient:
+        with self._lock:
+            if address not in self._clients:
+                self._clients[address] = HttpClient(Place(*address), self._told)
+            return self._clients[address]
+
+    def _shared(self, lease: _Lease, name: str) -> SharedFile | None:
+        """Returns a file of this host by its descriptors; None for a file of other hosts."""
+        if name in lease.shared:
+            return lease.shared[name]
+        with self._lock:
+            if name not in lease.shared:
+                lease.shared[name] = self._found_here(lease, name)
+            return lease.shared[name]
+
+    def _found_here(self, lease: _Lease, name: str) -> SharedFile | None:
+        local = self._local
+        if local is None or not any(map(self._is_here, lease.files[name].at)):
+            return None
+        token = self._told.token or ""
+        try:
+            segments = local.get(lease.version, name, token)
+        except VersionGoneError as error:  # it names the socket
+            raise VersionGoneError(self._live.shown, lease.version, error.newest) from None
+        return SharedFile(segments, local)
+
+    def _is_here(self, address: Address) -> bool:
+        """Whether the server of an address is the one on this host: their IDs are equal."""
+        if address not in self._looked:
+            local, is_here = self._local, False
+            if local is not None and local.address == address:
+                with suppress(StoreError):
+                    answer = self._client(address).ask("GET", path_of(self._live.name))
+                    is_here = news_in(self._sound(answer), self.url).server == local.server
+            self._looked[address] = is_here
+        return self._looked[address]
+
+    def _fetch(self, lease: _Lease, name: str, offset: int, views: Sequence[memoryview]) -> None:
+        """Reads a range by HTTP, from the first server that answers (rule 3)."""
+        path = path_of(self._live.name, str(lease.version), name)
+        lost: UnreachableError | None = None
+        for address in lease.files[name].at:
+            client, headers = self._client(address), {"Ckpt-Lease": lease.key}
+            for _ in range(2):  # a connection that breaks within an answer tells no reason
+                try:
+                    found = client.read_range(path, offset, views, headers)
+                except UnreachableError as error:
+                    lost = error
+                    continue
+                if not isinstance(found, int):
+                    raise self._unread(lease, name, offset, views, found)
+                return
+        raise lost or NotACheckpointError(f"{self.url}/{name}: no server has this file")
+
+    def _unread(
+        self, lease: _Lease, name: str, offset: int, views: Sequence[memoryview], answer: Answer
+    ) -> Exception:
+        """Returns the error for an answer without the bytes."""
+        size = past_end(answer)
+        if size is not None:
+            return self._truncated(name, offset, views, size)
+        return refused(answer, self.url, lease.version)
+
+    def _truncated(
+        self, name: str, offset: int, views: Sequence[memoryview], size: int
+    ) -> CorruptError:
+        return CorruptError(
+            f"{self.url}/{name}: bytes {offset}:{offset + sum(map(len, views))} are needed, the "
+            f"file ends at {size}: it was truncated"
+        )
+
+    def _sound(self, answer: Answer, version: int | None = None) -> Answer:
+        """Returns the answer, unless its status is an error."""
+        if answer.status < http.client.MULTIPLE_CHOICES:
+            return answer
+        raise refused(answer, self._live.shown, version)

@@ -1,0 +1,62 @@
+"""The half of a store that writes, for stores that are only read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+from ckpt.errors import StoreError
+from ckpt.stores.capabilities import StoreCapabilities, Unfinished
+from formats.storage import FileWriter
+
+
+class ReadOnlyStore:
+    """All calls that write raise StoreError. Subclasses read."""
+
+    url: str
+    options: Mapping[str, Any]
+    capabilities = StoreCapabilities(
+        put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
+    )
+
+    def __str__(self) -> str:
+        return self.url
+
+    def arrivals(self) -> dict[str, float]:
+        """Returns nothing: the server tells no times of its files."""
+        return {}
+
+    def unfinished(self) -> list[Unfinished]:
+        """Returns nothing: the server shows only complete files."""
+        return []
+
+    def abort(self, unfinished: Unfinished) -> None:
+        """Raises StoreError."""
+        self._refuse(unfinished.name)
+
+    def create(
+        self, name: str, rewritable: bool = False, replace: bool = True
+    ) -> AbstractContextManager[FileWriter]:
+        """Raises StoreError."""
+        self._refuse(name)
+
+    def commit(self, name: str, data: bytes, replace: bool) -> None:
+        """Raises StoreError."""
+        self._refuse(name)
+
+    def delete(self, name: str) -> None:
+        """Raises StoreError."""
+        self._refuse(name)
+
+    def remove_if_empty(self) -> None:
+        """Does nothing: the folder is the server's."""
+
+    def flush(self) -> None:
+        """Does nothing: nothing was written."""
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise StoreError(
+            f"{self.url}/{name}: this place is only read; ckpt.publish makes live states, and "
+            "ckpt serve offers the folder of another program"
+        )

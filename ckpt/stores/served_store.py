@@ -1,0 +1,227 @@
+"""The store of a folder that `ckpt serve` offers, by HTTP.
+
+Rules:
+
+1. A server is one of ours if its first answer says so in its header `Server`. A process asks each
+   server once; URLs of all other servers belong to the fsspec driver.
+2. Listings are JSON. Files are read by ranges, each range in one request.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from errno import ENOENT
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from ckpt.errors import StoreError
+from ckpt.live.address import TOKEN
+from ckpt.stores.http_client import (
+    Answer,
+    HttpClient,
+    HttpOptions,
+    Place,
+    json_of,
+    past_end,
+    path_of,
+)
+from ckpt.stores.read_only import ReadOnlyStore
+from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
+from formats.storage import BESIDE, REMOTE_READ_BYTES
+from sharding.errors import ArgumentError
+
+OUR_SERVERS = "ckpt/"
+"""The start of the header `Server` of our servers."""
+PORTS = {"http": 80, "https": 443}
+_ours: dict[Place, bool] = {}
+"""Whether a server is ours, as its first answer has told."""
+
+
+class ServedStore(ReadOnlyStore):
+    """A folder of a server. Safe to use from several threads."""
+
+    read_bytes = REMOTE_READ_BYTES
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        place, self._root, token = _parts(url)
+        told = HttpOptions.of(options, token)
+        self.url = url.partition(TOKEN)[0].rstrip("/")
+        self.options: Mapping[str, Any] = told.stored()
+        self._client = HttpClient(place, told)
+
+    def names(self) -> list[str]:
+        """Returns the files directly in the folder, sorted; none if the folder does not exist."""
+        return sorted(self.sizes())
+
+    def entries(self, folder: str = "") -> list[str]:
+        """Returns the files and, with a slash at the end, the folders in it or a sub-folder."""
+        files, folders = self._listing(folder)
+        return sorted([*files, *(f"{name}/" for name in folders)])
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files directly in the folder, by name, in one listing."""
+        return dict(sorted(self._listing()[0].items()))
+
+    def folders(self) -> list[str]:
+        """Returns the folders directly in the folder, sorted."""
+        return sorted(self._listing()[1])
+
+    def exists(self, name: str) -> bool:
+        """Whether the folder has this file."""
+        try:
+            self._head(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        """Returns the size of a file."""
+        return int(self._head(name).headers.get("content-length", 0))
+
+    def modified(self, name: str) -> float:
+        """Returns the time of a file's last write; 0 if the server does not tell it."""
+        told = self._head(name).headers.get("last-modified", "")
+        try:
+            return parsedate_to_datetime(told).timestamp()
+        except ValueError:
+            return 0.0
+
+    def read_whole(self, name: str, limit: int) -> bytes:
+        """Reads all bytes of a file in one request."""
+        found = self._client.read_whole(self._path(name), limit)
+        if isinstance(found, int):
+            raise TooLargeError(f"{self.url}/{name}", found, limit)
+        return self._sound(name, found).body
+
+    def read_end(self, name: str, size: int, length: int) -> bytes:
+        """Reads the last bytes of a file in one request. Raises SizeError unless it has `size`."""
+        target = bytearray(length)
+        found = self._range(name, size - length, memoryview(target))
+        if found != size:
+            raise SizeError(f"{self.url}/{name}", found, size)
+        return bytes(target)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Reads exactly these bytes of a file."""
+        target = bytearray(length)
+        self.read_into(name, offset, memoryview(target))
+        return bytes(target)
+
+    def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
+        """Fills the buffers end to end with the bytes from `offset` on, in one request."""
+        views = [target.cast("B") for target in targets if target.nbytes]
+        if not views:
+            return
+        end = offset + sum(map(len, views))
+        try:
+            size = self._range(name, offset, *views)
+        except FileNotFoundError as error:
+            raise GoneError(f"{self.url}/{name}") from error
+        if size < end:
+            raise CorruptError(
+                f"{self.url}/{name}: bytes {offset}:{end} are needed, the file ends at {size}: it "
+                "was truncated"
+            )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    def __enter__(self) -> ServedStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _range(self, name: str, lo: int, *views: memoryview) -> int:
+        """Fills the views if the file has these bytes. Returns the size of the file."""
+        found = self._client.read_range(self._path(name), lo, views, {})
+        if isinstance(found, int):
+            return found
+        size = past_end(found)
+        if size is None:
+            self._sound(name, found)
+            return self.size(name)
+        return size
+
+    def _listing(self, folder: str = "") -> tuple[dict[str, int], list[str]]:
+        place = f"{self.url}/{folder}"
+        answer = self._client.ask("GET", self._path(folder).rstrip("/") + "/")
+        if answer.status == http.client.NOT_FOUND:
+            return {}, []
+        found = json_of(self._sound(folder, answer), place)
+        files, folders = found.get("files"), found.get("folders")
+        if not isinstance(files, dict) or not isinstance(folders, list):
+            raise StoreError(f"{place}: the answer is no listing of a folder")
+        return {str(name): int(size) for name, size in files.items()}, [str(one) for one in folders]
+
+    def _head(self, name: str) -> Answer:
+        return self._sound(name, self._client.ask("HEAD", self._path(name)))
+
+    def _sound(self, name: str, answer: Answer) -> Answer:
+        """Returns the answer, unless its status is an error."""
+        if answer.status < http.client.MULTIPLE_CHOICES:
+            return answer
+        where = f"{self.url}/{name}"
+        if answer.status in (http.client.NOT_FOUND, http.client.MOVED_PERMANENTLY):
+            # A folder without its slash is moved.
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), where)
+        raise StoreError(f"{where}: the server says {answer.status} {answer.text()}")
+
+    def _path(self, name: str) -> str:
+        root = self._root
+        while name.startswith(BESIDE):
+            root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
+        return path_of(root, name)
+
+
+def is_served(url: str, options: Mapping[str, Any]) -> bool:
+    """Whether the server of an http URL is `ckpt serve` (rule 1).
+
+    False if the server does not answer, or lies behind a proxy: the driver then says so. With
+    `?token=` in the URL it is the caller's error.
+    """
+    place, path, token = _parts(url)
+    if place not in _ours:
+        try:
+            told = HttpOptions.of(options, token)
+        except ArgumentError:  # options of the driver
+            return False
+        if _has_proxy(url):
+            return False
+        client = HttpClient(place, told)
+        try:
+            first = client.answer("HEAD", path_of(path))
+        except StoreError:
+            if TOKEN in url:
+                raise
+            return False
+        finally:
+            client.close()
+        _ours[place] = first.headers.get("server", "").startswith(OUR_SERVERS)
+    return _ours[place]
+
+
+def is_known_served(url: str) -> bool:
+    """Whether `is_served` has found that the server of a URL is ours."""
+    return bool(_ours) and _ours.get(_parts(url)[0], False)
+
+
+def _parts(url: str) -> tuple[Place, str, str | None]:
+    """Returns the server of a URL, the path, and the token."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port or PORTS[parts.scheme]
+    except ValueError as error:
+        raise ArgumentError(f"{url}: {error}") from None
+    token = unquote(parts.query.removeprefix("token=")) if TOKEN in url else None
+    return Place(parts.hostname or "", port, parts.scheme == "https"), unquote(parts.path), token
+
+
+def _has_proxy(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in getproxies() and not proxy_bypass(parts.netloc)

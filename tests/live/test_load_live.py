@@ -1,0 +1,138 @@
+"""Jobs of several ranks load one version of a live state, with other names and dtypes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckpt
+from tests.kept_groups import kept
+from tests.live.offered import RUNTIME, Offer, offered
+
+ROWS, COLUMNS = 13, 5
+
+
+@pytest.fixture(scope="module")
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The folder of the servers' sockets, and an empty one, as of another host."""
+    found = {place: str(tmp_path_factory.mktemp(place)) for place in ("here", "elsewhere")}
+    for folder in found.values():
+        os.chmod(folder, 0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUNTIME, found["here"])
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints by version: all elements differ by the version."""
+    found = []
+    for version in range(12):
+        found.append(tmp_path_factory.mktemp("saved") / "c")
+        ckpt.save(found[-1], {"model.w": whole(version), "step": version})
+    return found
+
+
+@pytest.fixture
+def offer(folders: list[Path], sockets: dict[str, str]) -> Iterator[Offer]:
+    with offered(folders[1], name="loaded") as one:
+        yield one
+
+
+def whole(version: int) -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + version
+
+
+@kept
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def shards(dtype: torch.dtype) -> DTensor:
+    """The target of this rank: its columns, and none of the values."""
+    empty = torch.full((ROWS, COLUMNS), -1.0, dtype=dtype)
+    return distribute_tensor(empty, mesh(), [Shard(1)], src_data_rank=None)
+
+
+def loads(url: str, sockets: str, count: int) -> list[int]:
+    """On each rank: the versions of so many loads of the newest one, each of them whole."""
+    os.environ[RUNTIME] = sockets
+    found = []
+    for _ in range(count):
+        state = ckpt.load(url, {"w": shards(torch.float32), "step": -1}, rename={"model": ""})
+        expected = distribute_tensor(whole(state["step"]), mesh(), [Shard(1)], src_data_rank=None)
+        assert torch.equal(state["w"].to_local(), expected.to_local())
+        found.append(state["step"])
+    return found
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_all_ranks_load_the_same_version_while_others_come(
+    clusters: Callable[[int], Any],
+    offer: Offer,
+    folders: list[Path],
+    sockets: dict[str, str],
+    place: str,
+) -> None:
+    def publish() -> None:
+        for version in range(2, 12):
+            offer.publish(version, folders[version])
+            offer.retire(version - 1)
+
+    later = Thread(target=publish)
+    later.start()
+    found = clusters(3).run(loads, offer.url, sockets[place], 6)
+    later.join()
+    assert found[0] == found[1] == found[2]
+    assert found[0] == sorted(found[0])
+
+
+def cast(url: str, sockets: str) -> bool:
+    """On each rank: whether a load into bfloat16 by another name is that of the disk."""
+    os.environ[RUNTIME] = sockets
+    state = {"net": {"weight": shards(torch.bfloat16)}}
+    with pytest.raises(ckpt.MismatchError, match="dtype"):
+        ckpt.load(url, state, rename={"model.w": "net.weight"}, include="net.*")
+    ckpt.load(
+        url, state, rename={"model.w": "net.weight"}, include="net.*", dtype="target", verify="all"
+    )
+    expected = distribute_tensor(whole(1).bfloat16(), mesh(), [Shard(1)], src_data_rank=None)
+    return torch.equal(state["net"]["weight"].to_local(), expected.to_local())
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_an_engine_with_other_names_and_dtypes_loads_by_name(
+    clusters: Callable[[int], Any], offer: Offer, sockets: dict[str, str], place: str
+) -> None:
+    assert clusters(3).run(cast, offer.url, sockets[place]) == [True, True, True]
+
+
+def no_version_yet(url: str, sockets: str) -> str:
+    """On each rank: the error of a load before the first version."""
+    os.environ[RUNTIME] = sockets
+    try:
+        ckpt.load(url, {"step": 0})
+    except ckpt.CkptError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_state_without_a_version_is_an_error_on_all_ranks(
+    clusters: Callable[[int], Any], sockets: dict[str, str]
+) -> None:
+    one = Offer("empty")
+    try:
+        errors = clusters(2).run(no_version_yet, one.url, sockets["here"])
+    finally:
+        one.close()
+    assert all("NotACheckpointError" in error for error in errors), errors
+    assert all("has no version yet" in error for error in errors), errors
