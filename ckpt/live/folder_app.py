@@ -23,7 +23,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
-from ckpt.live.http_server import HttpAnswer, HttpRequest, json_answer
+from ckpt.live.http_server import HttpAnswer, HttpConnection, HttpRequest, json_answer
 from ckpt.live.protocol import RefusedError, Segment
 from ckpt.live.ranges import file_answer
 from ckpt.live.tokens import check_token
@@ -80,6 +80,9 @@ class FolderApp:
         if request.method not in ("GET", "HEAD"):
             raise RefusedError("method", f"{request.method}: the folder is read-only")
         return await asyncio.to_thread(self._answer, request)
+
+    def ended(self, connection: HttpConnection) -> None:
+        """Returns at once: the bytes of a disk do not change in the system's buffers."""
 
     def _answer(self, request: HttpRequest) -> HttpAnswer:
         parts = _parts(request.path)

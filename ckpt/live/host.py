@@ -41,6 +41,8 @@ class Host:
         self.server = secrets.token_hex(8)
         self.files: dict[tuple[str, int, str], MemoryFile] = {}
         self.connections: Iterable[HttpConnection] = ()
+        self._left: set[tuple[str, int, bool]] = set()
+        """The versions with a connection that ended after an answer, and whether it had a lease."""
         self.is_done = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -87,11 +89,22 @@ class Host:
             connection.wire.abort()
         for key in self._keys(gone.name, gone.version):
             self.files.pop(key).give()
+        self._left -= {(gone.name, gone.version, is_leased) for is_leased in (False, True)}
         self._end_if_idle()
+
+    def left(self, connection: HttpConnection) -> None:
+        """Takes notice of a connection that has ended, perhaps before all its bytes were read."""
+        for name, version, file in self.files:
+            if self.files[name, version, file] is connection.content:
+                self._left.add((name, version, connection.is_leased))
 
     def is_in_flight(self, name: str, version: int, overdue: bool) -> bool:
         """Whether bytes of the version may be on their way to a reader that wants them."""
-        return any(overdue or not one.is_leased for one in self._senders(name, version))
+        leases = {one.is_leased for one in self._senders(name, version)}
+        leases |= {
+            is_leased for is_leased in (False, True) if (name, version, is_leased) in self._left
+        }
+        return False in leases or (overdue and True in leases)
 
     def close(self) -> None:
         """Closes all files."""

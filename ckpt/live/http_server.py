@@ -7,7 +7,8 @@ Rules:
 2. A connection that says nothing costs a task and a descriptor until its time is over. If there are
    too many connections, the one that is silent for longest makes place for the next.
 3. `HttpConnection.content` is the content of the last answer, until the connection asks again: the
-   reader may not yet have taken all bytes out of the system's buffers.
+   reader may not yet have taken all bytes out of the system's buffers, not even at the end of the
+   connection.
 4. An unexpected exception ends one connection, by an answer with status 500, and never the server.
 """
 
@@ -104,6 +105,9 @@ class App(Protocol):
 
     async def answer(self, request: HttpRequest) -> HttpAnswer:
         """Returns the answer."""
+
+    def ended(self, connection: HttpConnection) -> None:
+        """Takes notice of the end of a connection, with the content of its last answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +211,7 @@ class HttpServer:
             self.connections.discard(connection)
             self._crowd.leave(wire)
             wire.close()
+            self._app.ended(connection)
 
     async def _serve_all(self, connection: HttpConnection) -> None:
         seconds = REQUEST_SECONDS

@@ -37,7 +37,7 @@ async def pull(
             return await _copy(wire, where, source, path, token, reserve)
         finally:
             wire.close()
-    except (OSError, EOFError, KeyError, ValueError, h11.ProtocolError) as error:
+    except (OSError, EOFError, KeyError, OverflowError, ValueError, h11.ProtocolError) as error:
         said = str(error) or type(error).__name__
         raise RefusedError("pull", f"{where}: the copy failed: {said}") from None
 
@@ -74,6 +74,8 @@ async def _copy(
         ("host", authority(*source)),
         ("authorization", f"Bearer {token}"),
         ("connection", "close"),
+        # The bytes count as read once this server has answered, as those of a released lease do.
+        ("ckpt-lease", "copy"),
     ]
     asks = parser.send(h11.Request(method="GET", target=path, headers=headers))
     await wire.send(asks, STALL_SECONDS)

@@ -20,7 +20,7 @@ from time import monotonic
 
 from ckpt.live.address import FILE, NAME, version_of
 from ckpt.live.host import Host
-from ckpt.live.http_server import HttpAnswer, HttpRequest, json_answer
+from ckpt.live.http_server import HttpAnswer, HttpConnection, HttpRequest, json_answer
 from ckpt.live.protocol import (
     WAIT_SECONDS,
     RefusedError,
@@ -63,6 +63,10 @@ class LiveApp:
             self._host.changed()
             return json_answer({})
         return await self._file(request, name, version, rest[1])
+
+    def ended(self, connection: HttpConnection) -> None:
+        """Takes notice of the end of a connection, whose reader may still have bytes to read."""
+        self._host.left(connection)
 
     async def _newest(self, request: HttpRequest, name: str) -> HttpAnswer:
         after, until = _after(request), monotonic() + _wait(request)

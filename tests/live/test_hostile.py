@@ -282,6 +282,54 @@ def test_a_long_message_that_is_none_is_refused(serving: HostServer) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def saying(answer: bytes) -> Iterator[list[object]]:
+    """A server that says this to each connection, and closes it; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield list(listener.getsockname())
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(SECONDS)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense",
+        b"HTTP/1.1 200 \r\n\r\n",
+        b"HTTP/1.1 200 \r\nContent-Length: 10\r\n\r\n12345",
+        b"HTTP/1.1 200 \r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 \r\nContent-Length: %d\r\n\r\n" % 10**18,
+        b"HTTP/1.1 200 \r\nContent-Length: %d\r\n\r\n" % 10**19,
+        b"HTTP/1.1 200 \r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 302 \r\nLocation: http://127.0.0.1/\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 500 \r\n\r\n",
+        b"HTTP/1.1 200 \r\n" + b"a: b\r\n" * 100_000,
+    ],
+    ids=lambda answer: answer[:50],
+)
+def test_a_copy_from_a_server_that_says_nonsense_fails_by_name(
+    hosts: Hosts, serving: HostServer, answer: bytes
+) -> None:
+    with undisturbed(serving), saying(answer) as source:
+        with Client(serving.address) as client:
+            found = client.ask("POST", "/policy/2/f", {"from": source})
+        assert (found.status, found.json["error"]) == (502, "pull")
+    assert list(serving.versions()) == [1]
+    assert log_of(serving) == ""
+
+
 def test_connections_that_end_at_any_moment_leave_nothing(serving: HostServer) -> None:
     ask = f"GET /policy/1/f HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     reset = struct.pack("ii", 1, 0)

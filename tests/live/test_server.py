@@ -17,6 +17,7 @@ from ckpt.live.protocol import FileAt, RefusedError, Segment
 from ckpt.live.ranges import byte_range
 from tests.live.hosts import (
     TOKEN,
+    Client,
     Hosts,
     is_running,
     memory,
@@ -208,6 +209,26 @@ def test_a_drop_says_whether_bytes_may_be_in_flight(hosts: Hosts) -> None:
     assert server.drop(4, overdue=server.retire(4, 0.05)) is True
 
 
+def test_a_drop_counts_connections_that_ended_after_their_answer(hosts: Hosts) -> None:
+    server = hosts.start()
+    for version in (1, 2, 3):
+        publish_closed(server, version, f=random_bytes(1000))
+    client = hosts.client(server)
+
+    def read(version: int, **headers: str) -> None:
+        with Client(server.address) as once:
+            assert once.get(f"/policy/{version}/f", Connection="close", **headers).status == 200
+
+    read(1)
+    assert server.drop(1, overdue=False) is True
+    for version, is_late in ((2, False), (3, True)):
+        lease = client.lease("policy", version)
+        read(version, Ckpt_Lease=lease)
+        if not is_late:
+            client.ask("DELETE", f"/policy/leases/{lease}")
+        assert server.drop(version, overdue=server.retire(version, 0.05)) is is_late
+
+
 def test_a_drop_ends_an_answer_on_its_way_and_its_reader_sees_too_few_bytes(hosts: Hosts) -> None:
     server = hosts.start()
     nbytes = 64 << 20
@@ -279,6 +300,7 @@ def test_copies_of_files_are_served_by_the_server_that_made_them(
     assert client.ask("POST", "/policy/1/f", source).json == {"size": len(data)}
     assert client.ask("POST", "/policy/1/empty", source).json == {"size": 0}
     assert client.ask("POST", "/policy/1/f", source).status == 409
+    assert one.drop(1, overdue=False) is False  # who copied it has it whole
     os.ftruncate(descriptors["f"], 0)  # a copy, and not the same memory
     assert client.get("/policy/1/f").body == data
     two.commit(1, {"f": FileAt(len(data), (two.address,))})
