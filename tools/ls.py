@@ -88,12 +88,15 @@ def run(options: Options) -> int:
     """Prints the list. Raises NotACheckpointError if there is nothing to list."""
     from ckpt.sources import open_source
 
+    told = mapping(options.storage_options)
     try:
-        with open_source(options.url, mapping(options.storage_options)) as source:
-            _print_tensors(options, source.catalog)
-            return ExitCode.FINE
+        with open_source(options.url, told) as source:
+            if source.catalog.format == "ckpt" or not _is_run(options.url, told):
+                _print_tensors(options, source.catalog)
+                return ExitCode.FINE
+            rows = list(_checkpoints(options.url, told))
     except (NotACheckpointError, FormatError):
-        rows = list(_checkpoints(options.url, mapping(options.storage_options)))
+        rows = list(_checkpoints(options.url, told))
         if not rows:
             raise
     if options.as_json:
@@ -170,6 +173,17 @@ def _print_tensors(options: Options, catalog: Catalog) -> None:
     ]
     for line in columns(cells, right=[3]):
         print(line)
+
+
+def _is_run(url: str, told: Mapping[str, object] | None) -> bool:
+    """Whether a place is the folder of a run, in which a converted file may lie too."""
+    from ckpt.run.history import step_of
+    from ckpt.stores.store import is_file, open_store
+
+    if is_file(url, told):
+        return False
+    with open_store(url, told) as store:
+        return any(step_of(name) is not None for name in store.folders())
 
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:

@@ -123,6 +123,17 @@ def test_the_checkpoints_of_a_run_show_steps_ages_soundness_and_metrics(run, tmp
     assert lines[4].split()[3] == "s"
 
 
+def test_a_file_that_was_converted_into_the_folder_of_a_run_hides_no_checkpoint(run, tmp_path):
+    trained(tmp_path)
+    ckpt.convert(tmp_path / "step-30", tmp_path / "model.safetensors")
+    lines = run("ls", tmp_path).out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        "model.safetensors",
+        *("step-10", "step-20", "step-30"),
+    ]
+    assert run("ls", tmp_path / "model.safetensors").out.split()[:2] == ["w", "float32"]
+
+
 def test_the_program_of_a_run_is_shown_on_request(run, tmp_path):
     trained(tmp_path)
     assert "command: " not in run("ls", tmp_path).out
