@@ -257,7 +257,7 @@ MUTATIONS = (
         "engine: shards that changed are gathered again",
         "return self.is_gathered and self._gathered_versions != self.versions()",
         "return False",
-        TRAINING,
+        f"{TRAINING} sharding/fully_shard_api",
     ),
     Mutation(
         "engine: a backward that failed is forgotten",

@@ -84,6 +84,15 @@ def test_leaving_one_of_them_out_is_a_way(tmp_path: Path) -> None:
     assert (target["a"] == 1).all()
 
 
+def test_a_tensor_with_two_names_is_read_once(tmp_path: Path) -> None:
+    saved, target = torch.arange(1000.0), torch.zeros(1000)
+    ckpt.save(tmp_path, {"a": saved, "b": saved})
+    told: list[int] = []
+    ckpt.load(tmp_path, {"a": target, "b": target}, progress=told.append)
+    assert torch.equal(target, saved)
+    assert sum(told) == saved.nbytes
+
+
 def test_views_that_share_a_buffer_and_no_element_are_filled(tmp_path: Path) -> None:
     y, grid, numbers = torch.zeros(10), torch.zeros(6, 6), np.zeros((4, 4), np.float32)
     target: dict[str, Any] = {

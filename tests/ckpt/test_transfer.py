@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from ckpt.budget import memory_budget
-from ckpt.plan.read_plan import BoxCopies, Limits, ReadRequest, requests_for
+from ckpt.plan.read_plan import BoxCopies, ByteRange, Limits, ReadRequest, groups_of, requests_for
 from ckpt.stores.local_store import LocalStore
 from ckpt.transfer.read import SCRATCH_BYTES, ReadPolicy, bytes_of, read_requests
 from formats.catalog import Catalog, Chunk, Extent, PieceTable, StoredPiece, TensorRecord, TensorRef
@@ -640,3 +640,10 @@ def test_replicas_of_a_layout_are_stored_once_and_read_once(tmp_path: Path) -> N
         opened = Opened(CountingReader(store))
         assert np.array_equal(opened.read("w", Box.whole(shape)), numbers(shape))
         assert opened.reader.nbytes == 64 * 64 * 4
+
+
+@pytest.mark.parametrize(("gap", "reads"), [(SMALL.gap_bytes, 1), (SMALL.gap_bytes + 1, 2)])
+def test_one_read_covers_no_gap_that_is_larger_than_its_bound(gap: int, reads: int) -> None:
+    request: ReadRequest = object()  # type: ignore[assignment] # groups do not look at it
+    ranges = [ByteRange("f", lo, lo + 8, request, True, 0, 0, None) for lo in (0, 8 + gap)]
+    assert len(list(groups_of(ranges, SMALL))) == reads

@@ -151,7 +151,23 @@ def after_a_step() -> None:
             torch.testing.assert_close(mine, other)
 
 
+def after_a_change() -> None:
+    """What stays gathered is gathered again once the shards have changed."""
+    model, replica = pair(Owner)
+    sharded(model)
+    block, plain = model.blocks[0], replica.blocks[0]
+    shards = list(block.parameters())
+    block.unshard()
+    with torch.no_grad():
+        for shard in shards:
+            shard.mul_(2)
+    block.unshard()
+    for mine, theirs in zip(block.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, 2 * theirs)
+
+
 def test_parameters_are_gathered_and_freed_by_hand(clusters: Callable) -> None:
+    clusters(2).run(after_a_change)
     clusters(2).run(by_hand)
     clusters(2).run(handles_out_of_order)
     clusters(2).run(after_a_step)
