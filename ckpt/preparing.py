@@ -44,13 +44,13 @@ def prepare(state: object, *, group: Group = None, timeout: float = TIMEOUT_SECO
     """
     ranks = Ranks(group, timeout)
     with ranks.call("ckpt.prepare"), collected_later(), ExitStack() as stack:
-        in_flight.wait()
+        in_flight.saves.wait()
         turn = object()
         for _ in range(2):  # an interrupt may come while the turn is given up
-            stack.callback(in_flight.leave_turn, turn)
+            stack.callback(in_flight.saves.leave_turn, turn)
 
         def described() -> FlatState:
-            check_free("wait", turn, ranks.is_single_process)
+            check_free(in_flight.saves, "wait", turn, ranks.is_single_process)
             return flatten(state, ranks.mesh)
 
         held = agree_on_state(ranks, "describing the state", described)

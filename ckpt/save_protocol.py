@@ -38,7 +38,7 @@ from ckpt.transfer.commit import check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
-from formats.native.manifest import MANIFEST, Manifest
+from formats.native.manifest import MANIFEST, Base, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
@@ -95,7 +95,7 @@ class SaveAttempt:
 
 
 def agreed_attempt(
-    ranks: Ranks, store: Store, state: object, options: SaveOptions, check: Callable[[], None]
+    ranks: Ranks, state: object, options: SaveOptions, check: Callable[[], None]
 ) -> tuple[SaveAttempt, Sequence[Leaf]]:
     """Returns an attempt to save `state`, and this rank's tensors by their numbers in its plan.
 
@@ -105,7 +105,6 @@ def agreed_attempt(
 
     def described() -> FlatState:
         check()
-        _check_arguments(ranks, store, options)
         flat = flatten(state, ranks.mesh)
         _last_check(spec_of(flat).tensors, ranks.mesh)
         return flat
@@ -149,7 +148,8 @@ def check_place(store: Store, overwrite: bool) -> None:
         check_unused(store.url, store.options)
 
 
-def _check_arguments(ranks: Ranks, store: Store, options: SaveOptions) -> None:
+def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
+    """Raises if this rank's options are wrong, or if the place is taken. All ranks call this."""
     if ranks.rank == 0:
         check_place(store, options.overwrite)
     if options.compress not in (False, True, "delta"):
@@ -270,22 +270,30 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
     Rank 0 alone calls this, or one rank of each host, when all ranks have written.
     """
     options = attempt.options
-    files = []
+    summaries = {rank: unpacked(record) for rank, record in enumerate(records) if record}
     used: dict[str, int] = {}
-    for rank, record in enumerate(records):
-        if record:
-            summary = unpacked(record)
-            files.append(summary.named(attempt.file_of(rank), attempt.mesh.rank((rank,))))
-            if summary.used:
-                used[summary.base_digest] = used.get(summary.base_digest, 0) | summary.used
-    writer = writer_of(attempt.mesh.size, options.metadata)
+    for summary in summaries.values():
+        if summary.used:
+            used[summary.base_digest] = used.get(summary.base_digest, 0) | summary.used
     base = options.base
     bases = bases_used(store.url, base, used, store.options) if base is not None else ()
-    d = attempt.described
-    manifest = Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
+    manifest = manifest_of(attempt, summaries, bases)
     was = None if base is None or not used else (base, next(iter(used)))
-    here = [file for file in files if not options.host or file.rank in options.host]
+    here = [file for file in manifest.files if not options.host or file.rank in options.host]
     commit(store, manifest, attempt.began, options.overwrite, was, here)
+
+
+def manifest_of(
+    attempt: SaveAttempt, summaries: Mapping[int, ShardSummary], bases: Sequence[Base | None] = ()
+) -> Manifest:
+    """Returns the manifest of an attempt's files; `summaries` has them by the rank's position."""
+    files = [
+        summary.named(attempt.file_of(rank), attempt.mesh.rank((rank,)))
+        for rank, summary in summaries.items()
+    ]
+    writer = writer_of(attempt.mesh.size, attempt.options.metadata)
+    d = attempt.described
+    return Manifest(d.tensors, d.aliases, d.tree, files, writer, bases)
 
 
 def writer_of(world_size: int, metadata: Mapping[str, str]) -> dict[str, str]:

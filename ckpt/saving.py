@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal, get_args, overload
 
 from ckpt import in_flight
 from ckpt.arguments import WhenBusy, check_order, check_word
-from ckpt.background.save import begin
+from ckpt.background.save import Folder, begin, lasting
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import When
 from ckpt.errors import BusyError, RankError
 from ckpt.garbage import collected_later
-from ckpt.save_protocol import SaveAttempt, SaveOptions, agreed_attempt, finish
+from ckpt.save_protocol import SaveAttempt, SaveOptions, agreed_attempt, check_options, finish
 from ckpt.state.flatten import Leaf
 from ckpt.stores.local_store import LocalStore
 from ckpt.stores.store import Options, Store, absolute, open_store
@@ -196,18 +196,19 @@ def save_with(
         check_order("ckpt.save", url, state)
         options = make_options()
         if when_busy == "wait":
-            in_flight.wait()
+            in_flight.saves.wait()
         with open_store(url, storage_options) as store, collected_later(), ExitStack() as stack:
 
             def check() -> None:
                 turn = None if blocking else object()
                 for _ in range(2):  # an interrupt may come while the turn is given up
-                    stack.callback(in_flight.leave_turn, turn)
+                    stack.callback(in_flight.saves.leave_turn, turn)
                 check_word("staging", staging, get_args(When))
-                check_free(when_busy, turn, ranks.is_single_process)
+                check_free(in_flight.saves, when_busy, turn, ranks.is_single_process)
+                check_options(ranks, store, options)
 
             try:
-                attempt, leaves = agreed_attempt(ranks, store, state, options, check)
+                attempt, leaves = agreed_attempt(ranks, state, options, check)
             except RankError as error:
                 if error.error == BusyError.__name__:
                     raise BusyError(str(error)) from error
@@ -216,7 +217,8 @@ def save_with(
             if later is not None:
                 later.connect()
                 begun.append(handle)
-                begin(handle, state, attempt, leaves, later, progress, store.options, staging)
+                target = Folder(handle, lasting(attempt), store.options, progress)
+                begin(target, state, leaves, later, staging)
                 return handle
             ranks.doing("writing")
             written, failed = result_or_error(lambda: _write(store, attempt, leaves, progress))
@@ -226,23 +228,23 @@ def save_with(
             return None if blocking else handle
 
 
-def check_free(when_busy: WhenBusy, turn: object, alone: bool) -> None:
-    """Raises if this rank cannot save now; a background save takes the turn `turn`.
+def check_free(lane: in_flight.Lane, when_busy: WhenBusy, turn: object, alone: bool) -> None:
+    """Raises if this rank cannot save now; a background save takes the turn `turn` of its lane.
 
     Another thread may have begun a save since this one waited. Several ranks do not wait for it
     here: each could wait for a save that another rank's threads are about to begin.
     """
     check_word("when_busy", when_busy, get_args(WhenBusy))
-    while in_flight.is_busy() if turn is None else not in_flight.take_turn(turn):
+    while lane.is_busy() if turn is None else not lane.take_turn(turn):
         if when_busy == "refuse" or not alone:
-            what = in_flight.url() if in_flight.is_busy() else "another thread's checkpoint"
+            what = lane.url() if lane.is_busy() else "another thread's checkpoint"
             todo = 'pass when_busy="wait"' if when_busy == "refuse" else "save from one thread"
             raise BusyError(
                 f"{what} is still being saved; nothing else was saved. Wait for it with its "
                 f"handle, or {todo}"
             )
-        in_flight.wait() if turn is None else in_flight.wait_turn()
-    in_flight.raise_untold()
+        lane.wait() if turn is None else lane.wait_turn()
+    lane.raise_untold()
 
 
 def _write(

@@ -58,7 +58,7 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
     """
     text = os.fspath(url)
     current()  # raises for wrong limits before it reads the checkpoint
-    in_flight.before_loading(text)
+    in_flight.saves.before_loading(text)
     with open_store(text, options) as opened:
         store = guarded(opened)
         # The most likely format comes first: each look at a server is a request.

@@ -38,8 +38,8 @@ REMEMBERED = 4
 class Arena:
     """The arena's owner: the process that stages."""
 
-    def __init__(self, before_remapping: Callable[[], None] = lambda: None) -> None:
-        self.descriptor = _shared_memory()
+    def __init__(self, before_remapping: Callable[[int], None] = lambda address: None) -> None:
+        self.descriptor = shared_memory("ckpt-arena")
         self._before_remapping = before_remapping
         self._map: mmap.mmap | None = None
         self._needs: deque[int] = deque(maxlen=REMEMBERED)
@@ -107,8 +107,14 @@ class Arena:
         return self._map
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Frees the memory, unless another process has it open."""
         self._unmap()
+        os.close(self.descriptor)
+
+    def discard(self) -> None:
+        """Frees the memory, whoever has it open: they find it empty."""
+        self._unmap()
+        os.ftruncate(self.descriptor, 0)
         os.close(self.descriptor)
 
     def _remap(self, nbytes: int) -> None:
@@ -119,9 +125,9 @@ class Arena:
         self._map = mapped(self.descriptor)
 
     def _unmap(self) -> None:
-        self._before_remapping()
         before, self._map = self._map, None  # first: an interrupt may come before the close
         if before is not None:
+            self._before_remapping(ctypes.addressof(ctypes.c_char.from_buffer(before)) + HEAD_BYTES)
             with suppress(BufferError):  # a remaining view keeps the mapping alive
                 before.close()
 
@@ -152,8 +158,9 @@ def get_progress(head: mmap.mmap) -> int:
     return int.from_bytes(head[:8], "little")
 
 
-def _shared_memory() -> int:
+def shared_memory(name: str) -> int:
+    """Returns a descriptor of new memory; `name` is shown in the system's lists of open files."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("ckpt-arena", os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -1,6 +1,6 @@
 """Copies from CUDA memory into the arena, on separate streams.
 
-The arena is registered with CUDA, page-locked, so that a device copies into it while the device's
+An arena is registered with CUDA, page-locked, so that a device copies into it while the device's
 other streams compute. If CUDA refuses the registration, the copies are correct, and slower.
 """
 
@@ -49,28 +49,25 @@ class DeviceCopies:
         self._kept.clear()
 
 
-_locked: tuple[int, int] | None = None
-"""Address and size of the registered arena."""
+_locked: dict[int, int] = {}
+"""The sizes of registered arenas, by their addresses."""
 
 
 def page_lock(data: memoryview) -> None:
-    """Registers the arena's memory with CUDA, unless it is registered."""
-    global _locked
+    """Registers an arena's memory with CUDA, unless it is registered."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-    if _locked is not None and _locked[0] == address and _locked[1] >= len(data):
+    if _locked.get(address, 0) >= len(data):
         return
-    release()
+    release(address)
     with suppress(RuntimeError, AttributeError):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, len(data), 0)) == 0:
-            _locked = (address, len(data))
+            _locked[address] = len(data)
 
 
-def release() -> None:
-    """Undoes the registration, before the arena's memory is mapped anew."""
-    global _locked
-    if _locked is not None:
+def release(address: int) -> None:
+    """Undoes the registration of an arena, before its memory is mapped anew."""
+    if _locked.pop(address, 0):
         with suppress(RuntimeError, AttributeError):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(_locked[0])
-    _locked = None
+            runtime.cudaHostUnregister(address)

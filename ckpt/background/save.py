@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ckpt import in_flight
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.slots import slots
 from ckpt.background.staging import OVERLAPPED, Staging, When
@@ -20,6 +19,7 @@ from ckpt.background.step_hooks import held_storages
 from ckpt.background.workplace import Workplace, workplace
 from ckpt.background.writers import write_here
 from ckpt.errors import CkptError
+from ckpt.in_flight import Lane, saves
 from ckpt.save_protocol import SaveAttempt, finish
 from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
@@ -33,28 +33,100 @@ CALL = "a save in the background"
 """The name of the call in other ranks' errors."""
 
 
+def lasting(attempt: SaveAttempt) -> SaveAttempt:
+    """Returns an attempt that does not depend on the caller's arguments and current folder."""
+    options, base = attempt.options, attempt.options.base
+    base = None if base is None else absolute(base)
+    kept = replace(options, metadata=dict(options.metadata), base=base)
+    return replace(attempt, options=kept)
+
+
+class Target(Protocol):
+    """The place that a background save goes to."""
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The save's handle."""
+        ...
+
+    @property
+    def attempt(self) -> SaveAttempt:
+        """The ranks' agreement."""
+        ...
+
+    @property
+    def lane(self) -> Lane:
+        """The saves that this one follows."""
+        ...
+
+    def workplace(self) -> Workplace:
+        """Returns the arena to stage in, and its writer."""
+        ...
+
+    def write(self, data: memoryview, place: Workplace) -> ShardSummary:
+        """Returns the facts of this rank's file, with the staged bytes `data` in it."""
+        ...
+
+    def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
+        """Returns once the checkpoint exists; if a rank has failed, raises on all ranks.
+
+        All ranks call this in one call of `ranks`, each with its file's facts or its error.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of a store."""
+
+    handle: SaveHandle
+    attempt: SaveAttempt
+    options: Mapping[str, Any] = field(repr=False)
+    """The options of the store's driver."""
+    progress: Progress | None
+    lane: Lane = saves
+
+    def workplace(self) -> Workplace:
+        """Returns the workplace of all saves to stores."""
+        return workplace()
+
+    def write(self, data: memoryview, place: Workplace) -> ShardSummary:
+        """Writes this rank's shard file, by the writer process if it can reach the store."""
+        elsewhere = place_elsewhere(self.handle.url, self.options)
+        job = self.attempt.job(*(elsewhere or (self.handle.url, self.options)))
+        if elsewhere is None:
+            return write_here(job, data, place.arena, self.progress)
+        return place.writer().write(job, self.progress)
+
+    def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
+        """Commits the checkpoint."""
+        with open_store(self.handle.url, self.options) as store:
+            finish(store, ranks, self.attempt, written, error)
+
+
 def begin(
-    handle: SaveHandle,
+    target: Target,
     state: object,
-    attempt: SaveAttempt,
     leaves: Sequence[Leaf],
     ranks: Ranks,
-    progress: Progress | None,
-    options: Mapping[str, Any],
     when: When,
+    in_thread: bool = True,
 ) -> None:
     """Copies the tensors that the call must copy, and starts the rest of the save in a thread.
+
+    Without `in_thread` the call does the rest too.
 
     `ranks` are those of the continuation, which hear the thread's result. Raises no error: from
     here on errors are the handle's, because the other ranks wait for this rank's report.
     """
+    handle = target.handle
     staged: list[_Staged] = []
     to_do = [None]
     """The token of the save: the thread takes it and goes on, or an interrupted call does and ends
     the save."""
 
     def stage() -> None:
-        staged.append(_stage(attempt, leaves, state, when))
+        staged.append(_stage(target, leaves, state, when))
         if not staged[0].staging.is_done:
             handle.staging(staged[0].staging.help)
             staged[0].staging.hold_steps()
@@ -63,29 +135,24 @@ def begin(
 
     try:
         _, error = result_or_error(stage)
-        save = _Save(handle, _lasting(attempt), ranks, progress, options, to_do)
-        # A daemon, because `in_flight` waits for it at exit, while it can still finish.
+        save = _Save(target, ranks, to_do)
+        # A daemon, because `ckpt.in_flight` waits for it at exit, while it can still finish.
         thread = threading.Thread(
             target=save.run, args=(staged, error), name="ckpt-save", daemon=True
         )
         try:
-            in_flight.begin(handle, thread)
-            thread.start()
+            target.lane.begin(handle, thread)
+            if in_thread:
+                thread.start()
         except RuntimeError:  # no thread can be started, for example because the interpreter ends
+            in_thread = False
+        if not in_thread:
             save.run(staged, error)
     except BaseException:  # KeyboardInterrupt, for example
         with suppress(IndexError):
             to_do.pop()
             _abandon(handle, staged)
         raise
-
-
-def _lasting(attempt: SaveAttempt) -> SaveAttempt:
-    """Returns an attempt that does not depend on the caller's arguments and current folder."""
-    options, base = attempt.options, attempt.options.base
-    base = None if base is None else absolute(base)
-    kept = replace(options, metadata=dict(options.metadata), base=base)
-    return replace(attempt, options=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +164,12 @@ class _Staged:
     data: memoryview
 
 
-def _stage(attempt: SaveAttempt, leaves: Sequence[Leaf], state: object, when: When) -> _Staged:
-    place, found = workplace(), slots(attempt.plan, leaves)
-    data = place.reserve(attempt.plan.nbytes)
+def _stage(target: Target, leaves: Sequence[Leaf], state: object, when: When) -> _Staged:
+    plan = target.attempt.plan
+    place, found = target.workplace(), slots(plan, leaves)
+    data = place.reserve(plan.nbytes)
     held = held_storages(state) if when == OVERLAPPED else set()
-    workers = workers_for(attempt.mesh.size)
+    workers = workers_for(target.attempt.mesh.size)
     return _Staged(place, Staging(found, data, place.arena, held, workers), data)
 
 
@@ -109,11 +177,8 @@ def _stage(attempt: SaveAttempt, leaves: Sequence[Leaf], state: object, when: Wh
 class _Save:
     """The part of a save that one thread does."""
 
-    _handle: SaveHandle
-    _attempt: SaveAttempt
+    _target: Target
     _ranks: Ranks
-    _progress: Progress | None
-    _options: Mapping[str, Any] = field(repr=False)
     _to_do: list[None]
 
     def run(self, staged: list[_Staged], error: Exception | None) -> None:
@@ -122,43 +187,38 @@ class _Save:
             self._to_do.pop()
         except IndexError:  # an interrupt ended the call before this thread ran
             return
+        handle = self._target.handle
         if not self._ranks.begin():  # the call was interrupted, and tells the other ranks itself
-            _abandon(self._handle, staged)
+            _abandon(handle, staged)
             return
+        place = staged[0].workplace if staged else None
         written: list[ShardSummary | None] = []
         if error is None:
             written, error = _attempt(lambda: self._write(staged.pop()))
         _let_go(staged)
-        self._handle.mark_staged()
+        handle.mark_staged()
         _, ended = _attempt(lambda: self._end(written[0] if written else None, error))
-        _attempt(self._touch)
-        self._handle.mark_finished(ended)
+        if place is not None:
+            _attempt(lambda: self._touch(place))
+        handle.mark_finished(ended)
 
     def _write(self, staged: _Staged) -> ShardSummary | None:
         """Writes this rank's shard file; returns None if the rank has nothing to write."""
-        url, place = self._handle.url, staged.workplace
+        handle, place = self._target.handle, staged.workplace
         staged.staging.finish()  # first, because the training may wait for the copies
-        self._handle.mark_staged()
-        if not self._attempt.plan.items:
+        handle.mark_staged()
+        if not self._target.attempt.plan.items:
             return None
-        elsewhere = place_elsewhere(url, self._options)
-        self._handle.follow(place.arena.progress)
-        job = self._attempt.job(*(elsewhere or (url, self._options)))
-        if elsewhere is None:
-            return write_here(job, staged.data, place.arena, self._progress)
-        return place.writer().write(job, self._progress)
+        handle.follow(place.arena.progress)
+        return self._target.write(staged.data, place)
 
-    def _touch(self) -> None:
+    def _touch(self, place: Workplace) -> None:
         """Touches the arena if this save filled new memory: the next save has no page faults."""
-        workplace().arena.touch(workers_for(self._attempt.mesh.size))
+        place.arena.touch(workers_for(self._target.attempt.mesh.size))
 
     def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
-        """Returns once the checkpoint exists; if a rank has failed, raises on all ranks."""
-        with (
-            self._ranks.call(CALL),
-            open_store(self._handle.url, self._options) as store,
-        ):
-            finish(store, self._ranks, self._attempt, written, error)
+        with self._ranks.call(CALL):
+            self._target.end(self._ranks, written, error)
 
 
 def _abandon(handle: SaveHandle, staged: list[_Staged]) -> None:

@@ -1,4 +1,7 @@
-"""The arena and the writer process, which all background saves of a process share."""
+"""The arena and the writer process that background saves share.
+
+All saves to stores share one workplace. Each live state has one of its own, and two arenas in turn.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from ckpt.background.writers import WriterProcess
 class Workplace:
     """The arena, and the process that writes from it."""
 
-    def __init__(self) -> None:
-        self.arena = Arena(before_remapping=device_copies.release)
+    def __init__(self, arena: Arena | None = None) -> None:
+        self.arena = arena or new_arena()
         self._writer: WriterProcess | None = None
         self._preparing: threading.Thread | None = None
         atexit.register(self.close)
@@ -58,12 +61,22 @@ class Workplace:
             self._preparing.join()
             self._preparing = None
 
+    def use(self, arena: Arena) -> None:
+        """Stages the next saves in another arena."""
+        self.wait_prepared()
+        self.arena = arena
+
     def close(self) -> None:
         """Ends the writer, and waits for its end."""
         self.wait_prepared()
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+def new_arena() -> Arena:
+    """Returns an arena that copies from devices can use."""
+    return Arena(before_remapping=device_copies.release)
 
 
 _workplace: Workplace | None = None

@@ -11,7 +11,8 @@ Rules:
    because Linux may weigh niceness within a session only.
 2. The process ends when the trainer's end of the connection is closed in any way, and removes the
    file that it is writing. It ignores signals to the whole job: the trainer may want to finish.
-3. The process does one job at a time, and gives one answer to each.
+3. The process does one job at a time, and gives one answer to each. A job of a live state comes
+   with its own arena.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ import threading
 from contextlib import suppress
 from mmap import mmap
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 
 from ckpt.background.arena import HEAD_BYTES, mapped, set_progress
-from ckpt.transfer.write_job import error_message, read_job, summary_message, write_staged
+from ckpt.transfer.write_job import (
+    error_message,
+    is_seal_job,
+    read_job,
+    summary_message,
+    write_staged,
+)
+from formats.native.shard import ShardSummary
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals to a whole job; `ckpt.background.writers` starts this process with them blocked."""
 NICE = 15
 """Takes 4 % of a core that the training needs; 10 takes 11 %, and 19 takes 2 %, a slow save."""
+KNOWN_ARENAS = 2
+"""The arenas that stay mapped: as many as a live state has."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """The number of the system call, by machine."""
 _IDLE_CLASS = 3 << 13  # <linux/ioprio.h>
@@ -49,13 +60,14 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()  # before any thread starts: each thread has a niceness of its own
-    jobs: SimpleQueue[bytes | None] = SimpleQueue()
+    jobs: SimpleQueue[tuple[bytes, int] | None] = SimpleQueue()
     is_abandoned = threading.Event()
-    worker = threading.Thread(target=_work, args=(connection, arena, jobs, is_abandoned))
+    worker = threading.Thread(target=_work, args=(connection, jobs, is_abandoned))
     worker.start()
     with suppress(EOFError, OSError):
         while True:
-            jobs.put(connection.recv_bytes())
+            message = connection.recv_bytes()
+            jobs.put((message, recv_handle(connection) if is_seal_job(message) else arena))
     is_abandoned.set()
     jobs.put(None)
     worker.join()
@@ -63,30 +75,50 @@ def main() -> None:
 
 def _work(
     connection: Connection,
-    arena: int,
-    jobs: SimpleQueue[bytes | None],
+    jobs: SimpleQueue[tuple[bytes, int] | None],
     is_abandoned: threading.Event,
 ) -> None:
-    memory: mmap | None = None
+    known: dict[int, mmap] = {}
 
-    def advance(done_bytes: int) -> None:
-        if is_abandoned.is_set():
-            raise AbandonedError
-        assert memory is not None
-        set_progress(memory, done_bytes)
+    def do(message: bytes, arena: int) -> ShardSummary:
+        memory = _memory(arena, known)
 
-    while (message := jobs.get()) is not None:
+        def advance(done_bytes: int) -> None:
+            if is_abandoned.is_set():
+                raise AbandonedError
+            set_progress(memory, done_bytes)
+
+        data = memoryview(memory)[HEAD_BYTES:]
+        if not is_seal_job(message):
+            return write_staged(read_job(message), data, advance)
+        from ckpt.live.sealing import read_seal_job, seal  # the other saves need no servers
+
         try:
-            if memory is None or len(memory) != os.fstat(arena).st_size:
-                memory = mapped(arena)
-            summary = write_staged(read_job(message), memoryview(memory)[HEAD_BYTES:], advance)
-            answer = summary_message(summary)
+            return seal(read_seal_job(message), data, arena, advance)
+        finally:
+            os.close(arena)
+
+    while (job := jobs.get()) is not None:
+        try:
+            answer = summary_message(do(*job))
         except AbandonedError:
             return
         except Exception as error:
             answer = error_message(error)
         with suppress(OSError):
             connection.send_bytes(answer)
+
+
+def _memory(arena: int, known: dict[int, mmap]) -> mmap:
+    """Returns the mapping of an arena; `known` has the last ones by the numbers of their files."""
+    about = os.fstat(arena)
+    found = known.pop(about.st_ino, None)
+    if found is None or len(found) != about.st_size:
+        found = mapped(arena)
+    while len(known) >= KNOWN_ARENAS:
+        del known[next(iter(known))]
+    known[about.st_ino] = found
+    return found
 
 
 def _yield_to_training() -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 
 from ckpt.background.arena import Arena, set_progress
 from ckpt.background.writer_process import IGNORED
@@ -73,9 +74,20 @@ class WriterProcess:
 
         An exception of `progress` passes through; the process has then ended without its file.
         """
-        where = f"{job.url}/{job.name}"
+        return self._do(job_message(job), None, progress, f"{job.url}/{job.name}")
+
+    def seal(self, job: bytes, arena: Arena, where: str) -> ShardSummary:
+        """As `write`, for a live state's part in `arena`, which goes to the server of this host.
+
+        `job` is a message of `ckpt.live.sealing`; `where` is the file, for errors.
+        """
+        return self._do(job, arena, None, where)
+
+    def _do(
+        self, message: bytes, arena: Arena | None, progress: Progress | None, where: str
+    ) -> ShardSummary:
         try:
-            answer = self._answer(job, progress)
+            answer = self._answer(message, arena, progress)
         except (EOFError, OSError) as error:
             status = self.process.wait()
             raise StoreError(
@@ -84,10 +96,12 @@ class WriterProcess:
             ) from error
         return read_answer(answer, where)
 
-    def _answer(self, job: WriteJob, progress: Progress | None) -> bytes:
+    def _answer(self, message: bytes, arena: Arena | None, progress: Progress | None) -> bytes:
         """Returns the answer. An error ends the process: its answer would be taken for the next."""
         try:
-            self._connection.send_bytes(job_message(job))
+            self._connection.send_bytes(message)
+            if arena is not None:
+                send_handle(self._connection, arena.descriptor, self.process.pid)
             _follow(self._connection, self._arena, progress)
             return self._connection.recv_bytes()
         except BaseException:

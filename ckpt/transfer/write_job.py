@@ -28,7 +28,8 @@ from formats.outgoing import OutgoingTensor
 
 STEP_BYTES = 8 << 20
 """Bytes between two calls of `advance`: a whole number of chunks."""
-
+SEAL = b'{"seal":'
+"""The start of the messages with jobs of `ckpt.live.sealing`."""
 
 Compress = bool | Literal["delta"]
 """Whether chunks are compressed; "delta" also stores differences from a base's chunks."""
@@ -108,10 +109,31 @@ def _stream(
     return blocks
 
 
+def is_seal_job(message: bytes) -> bool:
+    """Whether a message to the writer process is a job of `ckpt.live.sealing`."""
+    return message.startswith(SEAL)
+
+
+def plan_json(plan: SavePlan) -> list[WriteItem]:
+    """Returns a plan as JSON."""
+    return [item._replace(dtype=item.dtype.name) for item in plan.items]  # type: ignore[arg-type]
+
+
+def read_plan(rows: Sequence[Sequence[Any]]) -> SavePlan:
+    """Returns the plan that `plan_json` made into JSON."""
+    items = (WriteItem(*values) for values in rows)
+    return SavePlan(
+        tuple(
+            item._replace(dtype=dtype_named(str(item.dtype), item.name), shape=tuple(item.shape))
+            for item in items
+        )
+    )
+
+
 def job_message(job: WriteJob) -> bytes:
     """Returns a job as bytes for the writer process."""
     fields = {field.name: getattr(job, field.name) for field in dataclass_fields(job)}
-    fields["plan"] = [item._replace(dtype=item.dtype.name) for item in job.plan.items]  # type: ignore[arg-type]
+    fields["plan"] = plan_json(job.plan)
     named: Tree = {name: TensorRef(name) for name in job.layouts}
     fields["layouts"] = dump(Manifest(job.layouts, {}, named, ())).decode()
     return json.dumps(fields, separators=(",", ":")).encode()
@@ -120,13 +142,7 @@ def job_message(job: WriteJob) -> bytes:
 def read_job(message: bytes) -> WriteJob:
     """Returns the job in the bytes of `job_message`."""
     fields = json.loads(message)
-    items = (WriteItem(*values) for values in fields["plan"])
-    plan = SavePlan(
-        tuple(
-            item._replace(dtype=dtype_named(str(item.dtype), item.name), shape=tuple(item.shape))
-            for item in items
-        )
-    )
+    plan = read_plan(fields["plan"])
     layouts = load(fields["layouts"].encode(), "the layouts of a job", stored=False).tensors
     return WriteJob(**{**fields, "plan": plan, "layouts": layouts})
 

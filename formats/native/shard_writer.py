@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import xxhash
 
+from formats.dtypes import DType
 from formats.file_plan import FilePlan, Late, length_of
 from formats.native.borrowed import Lent
 from formats.native.shard import (
@@ -54,13 +56,13 @@ def write_shard(
         return write_as_it_comes(file, ordered, codec, lent, deltas and compress, progress)
     chunk_bytes = chunk_bytes_of(codec)
     sizes = [tensor.nbytes for tensor in ordered]
-    header, _ = _header(ordered, sizes)
+    header, _ = raw_header(ordered)
     records: list[bytes] = []
     with Gather(file, overlap) as out:
         out.add(header)
         for tensor, nbytes in zip(ordered, sizes, strict=True):
             for run, ends_block in chunks_of(tensor, nbytes, chunk_bytes, WRITE_BYTES):
-                records += _records(run, chunk_bytes)
+                records += records_of(run, chunk_bytes)
                 out.add(run)
                 if ends_block and not tensor.stable:
                     out.flush()
@@ -72,7 +74,7 @@ def write_shard(
 def plan_shard(name: str, tensors: Sequence[OutgoingTensor]) -> FilePlan:
     """Plans an uncompressed shard file, whose chunk table comes last."""
     ordered = stored_order(tensors)
-    header, table_bytes = _header(ordered, [tensor.nbytes for tensor in ordered])
+    header, table_bytes = raw_header(ordered)
     table = Late(table_bytes, lambda records: records)
     return FilePlan(name, [header, *ordered, table], CHUNK_BYTES)
 
@@ -87,18 +89,42 @@ def planned_summary(plan: FilePlan, table: bytes) -> ShardSummary:
     return ShardSummary(size, len(header), len(table), hasher.hexdigest())
 
 
-def _header(tensors: Sequence[OutgoingTensor], sizes: Sequence[int]) -> tuple[bytes, int]:
-    """Returns the header of an uncompressed file, and the size of its chunk table."""
-    entries = [
-        (t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), nbytes)
-        for t, nbytes in zip(tensors, sizes, strict=True)
-    ]
-    table = table_entry(sum(-(-nbytes // CHUNK_BYTES) for nbytes in sizes))
+class Sized(Protocol):
+    """A tensor whose bytes are known in number."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its entry."""
+        ...
+
+    @property
+    def dtype(self) -> DType:
+        """Its dtype."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its data."""
+        ...
+
+
+def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:
+    """Returns the header of an uncompressed file, and the size of its chunk table.
+
+    The tensors are in the file's order.
+    """
+    entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered]
+    table = table_entry(sum(-(-t.nbytes // CHUNK_BYTES) for t in ordered))
     header, _ = build([*entries, table], metadata_of("raw"), align=ALIGN)
     return header, table[-1]
 
 
-def _records(run: memoryview, chunk_bytes: int) -> list[bytes]:
+def records_of(run: memoryview, chunk_bytes: int) -> list[bytes]:
     """Returns the table's records of a run of uncompressed chunks, which begins with a chunk."""
     digest, size = xxhash.xxh3_128_digest, len(run)
     if size <= chunk_bytes:

@@ -141,7 +141,7 @@ def test_after_an_interrupt_before_the_thread_runs_steps_and_saves_go_on(
 def test_an_interrupt_while_the_turn_to_save_is_given_back_leaves_it_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave, interrupted = in_flight.leave_turn, []
+    leave, interrupted = in_flight.saves.leave_turn, []
 
     def leaving(turn: object) -> None:
         if not interrupted:
@@ -149,10 +149,10 @@ def test_an_interrupt_while_the_turn_to_save_is_given_back_leaves_it_free(
             raise KeyboardInterrupt
         leave(turn)
 
-    monkeypatch.setattr(in_flight, "leave_turn", leaving)
+    monkeypatch.setattr(in_flight.saves, "leave_turn", leaving)
     with pytest.raises(KeyboardInterrupt):
         ckpt.save(tmp_path / "a", {"w": torch.ones(2)}, blocking=False)
-    in_flight.wait()
+    in_flight.saves.wait()
     # Refused, not waited for: where the turn stays taken, to wait takes for ever.
     handle = ckpt.save(tmp_path / "b", {"w": torch.ones(2)}, blocking=False, when_busy="refuse")
     handle.wait(SECONDS)

@@ -45,7 +45,7 @@ def test_steps_and_saves_go_on_wherever_a_save_in_the_background_was_interrupted
         where = interrupted(at).where
         optimizer.step()
         ckpt.save(tmp_path / "next", state, blocking=False, overwrite=True).wait(SECONDS)
-        assert not in_flight.is_busy(), where
+        assert not in_flight.saves.is_busy(), where
         assert ckpt.open(tmp_path / "next")["model.weight"][:].equal(model.weight), where
         if (tmp_path / f"new-{at}" / "manifest.json").exists():
             assert ckpt.verify(tmp_path / f"new-{at}").sound, where
@@ -68,7 +68,7 @@ def test_an_interrupted_save_leaves_no_error_to_tell(
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(tmp_path / "file" / "a", {"w": torch.ones(3)}, blocking=False)
     started[-1].join(SECONDS)
-    failed = in_flight._last
+    failed = in_flight.saves._last
     assert failed is not None
     assert "failed" in repr(failed)
     assert failed.untold() is None  # at exit

@@ -72,7 +72,7 @@ def play(call: str, victim: int, first: int, step: int, sample: int, folder: str
         place = f"place {at}, {interrupt.where}"
         if said and said not in (["KeyboardInterrupt"] if rank == victim else told):
             wrong.append(f"{place}: {said}")
-        if in_flight.is_busy() and not in_flight._last.finished(SECONDS):  # type: ignore[union-attr]
+        if in_flight.saves.is_busy() and not in_flight.saves._last.finished(SECONDS):  # type: ignore[union-attr]
             wrong.append(f"{place}: a save is in flight for ever")
         if not gc.isenabled():
             wrong.append(f"{place}: garbage is not collected any more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_the_memory_that_is_copied_into_is_page_locked_until_it_is_released() ->
         seen = torch.frombuffer(data, dtype=torch.uint8)
         assert seen.is_pinned()
         device_copies.page_lock(data)  # again: nothing to be done
-        device_copies.release()
+        device_copies.release(ctypes.addressof(ctypes.c_char.from_buffer(data)))
         assert not seen.is_pinned()
         del seen
         data.release()
