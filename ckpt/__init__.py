@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckpt.diffing import diff
     from ckpt.lazy import Checkpoint, TensorHandle, open, read
     from ckpt.live.follow import LiveVersion, follow
+    from ckpt.live.publish import LiveState, publish
     from ckpt.loading import load
     from ckpt.mapping.changes import read_mapping
     from ckpt.mapping.rules import TensorMapping
@@ -71,6 +72,8 @@ _WHERE = {
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
     "limits": "formats.limits",
+    "LiveState": "ckpt.live.publish",
+    "publish": "ckpt.live.publish",
     "Checkpointer": "ckpt.run.checkpointer",
     "Keep": "ckpt.run.retention",
     "RunStep": "ckpt.run.retention",
@@ -85,6 +88,7 @@ __all__ = [
     "Checkpointer",
     "Keep",
     "LeftOver",
+    "LiveState",
     "LiveVersion",
     "PerRank",
     "RunStep",
@@ -105,6 +109,7 @@ __all__ = [
     "open",
     "per_rank",
     "prepare",
+    "publish",
     "read",
     "read_mapping",
     "rng",

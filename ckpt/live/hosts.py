@@ -1,0 +1,194 @@
+"""The servers of one live state: one on each host of its publisher.
+
+The *leader* of a host is its lowest rank: it starts the host's server, owns the name there, and
+commits and drops versions. The server of rank 0's host is the *home*, which readers ask first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import ArgumentError, NotACheckpointError
+from ckpt.live.address import LiveUrl
+from ckpt.live.process import HostServer
+from ckpt.live.protocol import Address
+from ckpt.live.runtime import runtime_folder
+from sharding.agreement.ranks import Ranks, result_or_error
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
+TOKEN_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The user's options of the servers."""
+
+    name: str
+    address: str | None
+    """The address to listen at; None is the loopback."""
+    lease_seconds: float
+    keep_seconds: float = 0.0
+    """The seconds that the state outlives its publisher."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a publisher, by one of its ranks."""
+
+    name: str
+    token: str = field(repr=False)
+    host_of: Sequence[int]
+    """The number of the host of each rank, by the rank's position."""
+    addresses: Sequence[Address]
+    """The server of each host."""
+    rank: int
+    server: HostServer | None
+    """The connection to the server of this host; only on its leader."""
+
+    @property
+    def here(self) -> int:
+        """The number of this rank's host."""
+        return self.host_of[self.rank]
+
+    @property
+    def url(self) -> LiveUrl:
+        """The address of the newest version."""
+        host, port = self.addresses[0]
+        return LiveUrl(host, port, self.name, None, self.token)
+
+    def at(self, rank: int) -> Address:
+        """Returns the server that has a rank's file."""
+        return self.addresses[self.host_of[rank]]
+
+    def close(self) -> None:
+        """Lets the names of this rank's server go: their versions end with their leases."""
+        if self.server is not None:
+            self.server.close()
+
+
+Start = Callable[[str], HostServer]
+"""Starts or finds the server of this host, with a token."""
+
+
+def serve(ranks: Ranks, how: Listening) -> Hosts:
+    """Returns the servers of a new live state, once they all listen. All ranks call this.
+
+    Raises ExistsError if the name is served on a host, ArgumentError if ranks on several hosts
+    give no address, RankError for another rank's error.
+    """
+
+    def start(token: str) -> HostServer:
+        return started(how, token)
+
+    rows = told(ranks, [*place_of_rank(), how.address, new_token()])
+    networks = {row[1] for row in rows}
+
+    def checked() -> None:
+        if len(networks) > 1 and how.address is None:
+            raise ArgumentError(
+                f"the ranks that publish {how.name} are on {len(networks)} hosts, and their "
+                'servers would listen on the loopback: pass address="0.0.0.0", or the address of '
+                "each host in the network of its readers"
+            )
+
+    ranks.run_on_all("choosing an address", checked)
+    return led(ranks, how, [row[0] for row in rows], rows[0][3], start)
+
+
+def led(ranks: Ranks, how: Listening, places: Sequence[str], token: str, start: Start) -> Hosts:
+    """Returns the servers that the leaders start; `places` has the host of each rank.
+
+    All ranks call this. If a leader fails, the servers of the others end.
+    """
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    host_of = tuple(numbers[place] for place in places)
+    leads = host_of.index(host_of[ranks.rank]) == ranks.rank
+    found: list[HostServer] = []
+
+    def begin() -> None:
+        if leads:
+            found.append(start(token))
+            is_home = host_of[ranks.rank] == host_of[0]
+            # Readers renew their leases at home. The others' files stay as long as these.
+            found[0].own(how.keep_seconds if is_home else max(how.keep_seconds, how.lease_seconds))
+
+    try:
+        ranks.run_on_all("starting the servers", begin)
+        rows = told(ranks, list(found[0].address) if found else None)
+    except BaseException:
+        for server in found:
+            with suppress(OSError):
+                server.close()
+        raise
+    addresses = [(str(row[0]), int(row[1])) for row in rows if row is not None]
+    return Hosts(how.name, token, host_of, addresses, ranks.rank, found[0] if found else None)
+
+
+def started(how: Listening, token: str) -> HostServer:
+    """Returns a new server on this host. Raises ExistsError if the name is served here."""
+    address = how.address or LOOPBACK
+    return HostServer.start(
+        how.name,
+        token=token,
+        address=address,
+        advertise=own_address() if address in EVERYWHERE else None,
+        lease_seconds=how.lease_seconds,
+    )
+
+
+def told(ranks: Ranks, mine: object) -> list[Any]:
+    """Returns what each rank tells. All ranks call this."""
+    record = json.dumps(mine).encode()
+
+    def join(records: Sequence[bytes]) -> bytes:
+        return b"[" + b",".join(records) + b"]"
+
+    rows: list[Any] = json.loads(ranks.joined("meeting", record, join))
+    return rows
+
+
+def new_token() -> str:
+    """Returns a new token for readers."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def place_of_rank() -> tuple[str, str]:
+    """Returns texts that ranks of one host share, and that ranks share who meet at the loopback."""
+    network = socket.gethostname()
+    with suppress(OSError):
+        network += f" {os.readlink('/proc/self/ns/net')}"
+    return f"{network} {runtime_folder()}", network
+
+
+def own_address() -> str:
+    """Returns the address of this host for others: CKPT_HOST, or that of the way to rank 0."""
+    given = os.environ.get("CKPT_HOST")
+    if given:
+        return given
+    for far in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1", "2001:db8::1"):
+        with suppress(OSError):
+            for family, _, _, _, address in socket.getaddrinfo(far, 9, type=socket.SOCK_DGRAM):
+                with socket.socket(family, socket.SOCK_DGRAM) as towards:
+                    towards.connect(address)  # sends nothing, and only chooses an address
+                    own = str(towards.getsockname()[0])
+                if far and not own.startswith("127.") and own != "::1":
+                    return own
+    return socket.gethostname()
+
+
+def dropped(hosts: Hosts, version: int, overdue: bool) -> bool:
+    """Drops a version on this host, and returns whether a reader still has its memory."""
+    if hosts.server is None:
+        return False
+    held, error = result_or_error(lambda: hosts.server.drop(version, overdue))  # type: ignore[union-attr]
+    if isinstance(error, NotACheckpointError):  # it never came here
+        return False
+    return not held or held[0]  # without an answer a reader may have it

@@ -1,0 +1,399 @@
+"""Publishes a state: the versions of it are read like checkpoints, while the training goes on.
+
+A version is a background save whose shard files lie in memory (`ckpt.live.sealing`). Rules:
+
+1. A live state has two arenas, and at most two versions. The update after them retires the older
+   version: it waits until the readers have given back their leases, then all hosts drop it.
+2. Memory is not written again while a reader may read it. If a reader still has it, its pages go
+   back to the system, and the update takes new memory.
+3. A version is visible from the commit at its home. A publisher that fails or is killed before the
+   commit leaves the last version as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckpt.background.arena import Arena
+from ckpt.background.save import begin
+from ckpt.background.save_handle import SaveHandle
+from ckpt.background.staging import COPIED
+from ckpt.background.workplace import Workplace, new_arena
+from ckpt.errors import ClosedError
+from ckpt.garbage import collected_later
+from ckpt.in_flight import Lane, told_by_this_call
+from ckpt.live.address import MOST_VERSION, NAME
+from ckpt.live.hosts import Hosts, Listening, dropped, serve
+from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
+from ckpt.live.replicas import copied_from
+from ckpt.live.sealing import SealJob, in_memory, seal_job_message
+from ckpt.save_protocol import (
+    SaveAttempt,
+    SaveOptions,
+    agreed_attempt,
+    manifest_of,
+    packed,
+    unpacked,
+)
+from ckpt.saving import check_free
+from formats.native.manifest import MANIFEST, dump
+from formats.native.shard import ShardSummary
+from sharding.agreement.channel import TIMEOUT_SECONDS
+from sharding.agreement.ranks import Ranks, result_or_error
+from sharding.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from sharding.agreement.ranks import Group
+
+__all__ = ["LiveState", "publish"]
+
+
+def publish(
+    state: object,
+    name: str = "policy",
+    *,
+    group: Group = None,
+    address: str | None = None,
+    lease_seconds: float = LEASE_SECONDS,
+    timeout: float = TIMEOUT_SECONDS,
+) -> LiveState:
+    """Returns, on every rank, once the first version of `state` can be read at the result's `url`.
+
+    All ranks of `group` call this, with any state that `ckpt.save` takes. `ckpt.load(url, model)`
+    and every other call that reads checkpoints read it in other jobs, on any number of ranks. Each
+    host gets one server process. A rank keeps up to two copies of its part in memory.
+
+    Args:
+        name: the name in the URL: letters, digits, `.`, `_` and `-`. One publisher on a host has
+            a name.
+        address: where the servers listen: the loopback by default, "0.0.0.0" for all networks of
+            the host, or one of its addresses. Ranks on several hosts need it.
+        lease_seconds: a reader that says nothing for so long loses its version. An update waits
+            for readers at most so long.
+        timeout: the most seconds that a rank waits for another.
+
+    Raises:
+        ArgumentError: an option does not have such a value.
+        ExistsError: this host has a live state of this name; the error names the process.
+        StateError: a value cannot be stored; the error names its key path.
+        RankError: another rank failed; the error names the rank and its error.
+
+    >>> import ckpt, torch
+    >>> state = {"w": torch.ones(2), "step": 1}
+    >>> with ckpt.publish(state, "docs-publish") as live:
+    ...     state["w"] += 1
+    ...     live.update().wait()
+    ...     live.version, ckpt.load(live.url, {"w": torch.zeros(2), "step": 0})
+    (2, {'w': tensor([2., 2.]), 'step': 1})
+    """
+    ranks = Ranks(group, timeout)
+
+    def checked() -> None:
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ArgumentError(f"name is {name!r:.80}; it has letters, digits, '.', '_' and '-'")
+        if not 0.1 <= lease_seconds <= MOST_LEASE_SECONDS:
+            raise ArgumentError(
+                f"lease_seconds is {lease_seconds!r}; it can be 0.1 to {MOST_LEASE_SECONDS}"
+            )
+
+    with ranks.call("ckpt.publish"):
+        ranks.run_on_all("checking arguments", checked)
+        hosts = serve(ranks, Listening(name, address, lease_seconds))
+    live = LiveState(hosts, state, group, lease_seconds, timeout)
+    try:
+        live.update().wait()
+    except BaseException:
+        live.end()
+        raise
+    return live
+
+
+MOST_LEASE_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """An arena, and the version whose bytes it has."""
+
+    arena: Arena = field(default_factory=new_arena)
+    version: int | None = None
+
+
+class LiveState:
+    """A published state. Use it in a `with` statement, or close it; all ranks call all methods."""
+
+    def __init__(
+        self, hosts: Hosts, state: object, group: Group, lease_seconds: float, timeout: float
+    ) -> None:
+        """`ckpt.publish` makes live states."""
+        self.hosts = hosts
+        self.version = 0
+        """The newest version that this rank has seen complete; 0 before the first."""
+        self.replicas: int | None = None
+        """The hosts beside its own that keep each file; with None only the home commits."""
+        self._state, self._group = state, group
+        self._lease_seconds, self._timeout = lease_seconds, timeout
+        self._slots = (_Slot(), _Slot())
+        """Equal versions on all ranks."""
+        self._workplace = Workplace(self._slots[0].arena)
+        self._lane = Lane()
+        self._is_closed = False
+
+    @property
+    def url(self) -> str:
+        """The URL of the newest version, with the token that readers need."""
+        return str(self.hosts.url)
+
+    def __repr__(self) -> str:
+        return f"<LiveState {self.hosts.url.shown}: version {self.version}>"
+
+    def __enter__(self) -> LiveState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.end()
+
+    def update(self, version: int | None = None) -> SaveHandle:
+        """Returns a handle as soon as the state is copied; its `wait` returns once it can be read.
+
+        The state of this call becomes version `version`, by default the next one. All ranks call
+        this. If an update fails, readers keep the last version.
+
+        Raises:
+            ArgumentError: `version` is not above the newest version.
+            ClosedError: the live state is closed.
+            BackgroundError: an earlier update failed, and no caller has seen its error.
+            StateError: a value cannot be stored; the error names its key path.
+            RankError: another rank failed; the error names the rank and its error.
+        """
+        return self.updated(self._state, version, {}, {})
+
+    def updated(
+        self,
+        state: object,
+        version: int | None,
+        metadata: Mapping[str, str],
+        info: Mapping[str, object],
+    ) -> SaveHandle:
+        """As `update`, of any state, with metadata for its manifest and info for the servers."""
+        started = time.perf_counter()
+        ranks = Ranks(self._group, self._timeout)
+        later: Ranks | None = Ranks(self._group, self._timeout, f"versions of {self.hosts.name}")
+        if later is not None and not later.from_any_thread:
+            later = None
+        with told_by_this_call() as begun, ranks.call("LiveState.update", later):
+            self._lane.wait()
+            with collected_later(), ExitStack() as stack:
+                turn = object()
+                for _ in range(2):  # an interrupt may come while the turn is given up
+                    stack.callback(self._lane.leave_turn, turn)
+                number, slot = self._chosen(ranks, version)
+
+                def check() -> None:
+                    self._check(version, number)
+                    check_free(self._lane, "wait", turn, ranks.is_single_process)
+
+                options = SaveOptions(False, False, dict(metadata))
+                attempt, leaves = agreed_attempt(ranks, state, options, check)
+                held = self._reclaimed(ranks, self._slots[slot].version)
+                shown = self.hosts.url.at(number).shown
+                handle = SaveHandle(shown, attempt.plan.nbytes, started)
+                target = _Version(handle, attempt, self._lane, self, number, slot, held, info)
+                if later is not None:
+                    later.connect()
+                begun.append(handle)
+                begin(target, state, leaves, later or ranks, COPIED, later is not None)
+                return handle
+
+    def close(self) -> None:
+        """Ends the live state once its last update is over; readers keep their leases.
+
+        The servers end when no lease is left. Raises BackgroundError if the last update failed, and
+        no caller has seen its error. May be called twice.
+        """
+        if not self._is_closed:
+            self.end()
+            self._lane.raise_untold()
+
+    def end(self) -> None:
+        """As `close`, without an error of the last update."""
+        self._is_closed = True
+        self._lane.wait()
+        self.hosts.close()
+        self._workplace.close()
+        for slot in self._slots:
+            slot.arena.close()
+
+    def _chosen(self, ranks: Ranks, version: int | None) -> tuple[int, int]:
+        """Returns rank 0's choice of the version and the slot. All ranks call this."""
+
+        def choose() -> list[int]:
+            if ranks.rank or self._is_closed:
+                return []
+            assert self.hosts.server is not None
+            known = self.hosts.server.versions()
+            newest = max((v for v, found in known.items() if found.complete), default=0)
+            tried = max((slot.version or 0 for slot in self._slots), default=0)
+            slot = 1 if self._slots[0].version == newest else 0
+            self.version = max(self.version, newest)
+            return [max(newest, tried) + 1 if version is None else version, slot]
+
+        mine = ranks.run_on_all("choosing a version", choose)
+        chosen: list[int] = json.loads(ranks.broadcast(json.dumps(mine).encode()) or b"[]")
+        return (chosen[0], chosen[1]) if chosen else (0, 0)
+
+    def _check(self, version: int | None, number: int) -> None:
+        if self._is_closed:
+            raise ClosedError(f"{self.hosts.url.shown} is closed; publish the state again")
+        if version is not None and (type(version) is not int or version != number):
+            raise ArgumentError(
+                f"{self.hosts.url.shown}: this rank updates to version {version!r:.80}, and rank 0 "
+                f"to {number!r:.80}; give all ranks the same whole number"
+            )
+        if not self.version < number <= MOST_VERSION:
+            raise ArgumentError(
+                f"{self.hosts.url.shown}: version {number} is not above {self.version}, the newest"
+            )
+
+    def _reclaimed(self, ranks: Ranks, version: int | None) -> bool:
+        """Retires and drops a version; returns whether its arena cannot be written again.
+
+        All ranks call this. No error: a server that fails here fails the update later.
+        """
+        if version is None:
+            return False
+        overdue = True
+        if self.hosts.server is not None and ranks.rank == 0:
+            retired, error = result_or_error(
+                lambda: self.hosts.server.retire(version, self._lease_seconds)  # type: ignore[union-attr]
+            )
+            overdue = retired[0] if retired else error is not None
+        overdue = ranks.broadcast(bytes([overdue])) == b"\1"
+        held = dropped(self.hosts, version, overdue)
+        everyone = ranks.joined("dropping a version", bytes([held]), b"".join)
+        return any(
+            is_held and host == self.hosts.here
+            for is_held, host in zip(everyone, self.hosts.host_of, strict=True)
+        )
+
+    def drop_others(self) -> None:
+        """Drops the versions on this host that an earlier publisher has left.
+
+        A memory tier calls this once it has committed a version of its own.
+        """
+        server, mine = self.hosts.server, {slot.version for slot in self._slots}
+        assert server is not None
+        for number in server.versions().keys() - mine:
+            server.drop(number)
+
+    def _place(self, index: int, version: int, is_held: bool) -> Workplace:
+        """Returns the workplace with the arena for a version."""
+        slot = self._slots[index]
+        slot.version = version
+        if is_held:
+            slot.arena.discard()
+            slot.arena = new_arena()
+        self._workplace.use(slot.arena)
+        return self._workplace
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """The target of one update."""
+
+    handle: SaveHandle
+    attempt: SaveAttempt
+    lane: Lane
+    live: LiveState
+    number: int
+    slot: int
+    is_held: bool
+    info: Mapping[str, object]
+
+    def workplace(self) -> Workplace:
+        """Returns the live state's workplace, with the arena of this version."""
+        return self.live._place(self.slot, self.number, self.is_held)
+
+    def write(self, data: memoryview, place: Workplace) -> ShardSummary:
+        """Seals this rank's part, and gives it to the server of this host."""
+        file, hosts = self.attempt.file_name, self.live.hosts
+        job = SealJob(hosts.name, self.number, file, self.attempt.plan)
+        return place.writer().seal(seal_job_message(job), place.arena, f"{self.handle.url}/{file}")
+
+    def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
+        """Commits the version, once all files are where they belong."""
+        records = ranks.gather("writing", packed(written), error)
+        hosts = self.live.hosts
+        is_copied = self.live.replicas is not None
+        made: list[Any] = []
+        if ranks.rank == 0:
+            manifest = dump(manifest_of(self.attempt, _summaries(records))).decode()
+            made = [manifest, self._sizes(records), dict(self.info)]
+        if is_copied:
+            made = json.loads(ranks.broadcast(json.dumps(made).encode()))
+        commits = hosts.server is not None and (is_copied or ranks.rank == 0)
+        if is_copied:
+            ranks.run_on_all(
+                "copying to other hosts", lambda: self._copy(made) if commits else None
+            )
+        ranks.run_on_all("committing", lambda: self._commit(made) if commits else None)
+        self.live.version = self.number
+
+    def _sizes(self, records: list[bytes]) -> dict[str, tuple[int, int]]:
+        """Returns each file's size and the number of its host."""
+        return {
+            self.attempt.file_of(rank): (summary.size, self.live.hosts.host_of[rank])
+            for rank, summary in _summaries(records).items()
+        }
+
+    def _holders(self, host: int) -> list[int]:
+        """Returns the hosts with the files of a host, its own first."""
+        count = len(self.live.hosts.addresses)
+        return [(host + step) % count for step in range(min(count, 1 + (self.live.replicas or 0)))]
+
+    def _copy(self, made: list[Any]) -> None:
+        """Copies the files of other hosts to the server of this one, where it is a replica."""
+        hosts = self.live.hosts
+        here = [
+            (file, hosts.addresses[host])
+            for file, (_, host) in made[1].items()
+            if host != hosts.here and hosts.here in self._holders(host)
+        ]
+        copied_from(hosts, self.number, here)
+
+    def _commit(self, made: list[Any]) -> None:
+        server, hosts = self.live.hosts.server, self.live.hosts
+        assert server is not None
+        manifest, sizes = made[0].encode(), made[1]
+        descriptor = in_memory(manifest)
+        try:
+            server.put(self.number, MANIFEST, [Segment(descriptor, 0, len(manifest))])
+        finally:
+            os.close(descriptor)
+        files = {
+            file: FileAt(size, tuple(hosts.addresses[at] for at in self._holders(host)))
+            for file, (size, host) in sizes.items()
+        }
+        files[MANIFEST] = FileAt(len(manifest), (hosts.addresses[hosts.here],))
+        server.commit(self.number, files, made[2])
+        if self.live.replicas is not None:
+            self.live.drop_others()
+
+
+def _summaries(records: list[bytes]) -> dict[int, ShardSummary]:
+    return {rank: unpacked(record) for rank, record in enumerate(records) if record}
