@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckpt.preparing import prepare
     from ckpt.run.checkpointer import Checkpointer
     from ckpt.run.history import run_steps
+    from ckpt.run.memory_tier import Memory
     from ckpt.run.retention import Keep, RunStep
     from ckpt.run.rng import rng
     from ckpt.saving import save
@@ -75,6 +76,7 @@ _WHERE = {
     "LiveState": "ckpt.live.publish",
     "publish": "ckpt.live.publish",
     "Checkpointer": "ckpt.run.checkpointer",
+    "Memory": "ckpt.run.memory_tier",
     "Keep": "ckpt.run.retention",
     "RunStep": "ckpt.run.retention",
     "run_steps": "ckpt.run.history",
@@ -90,6 +92,7 @@ __all__ = [
     "LeftOver",
     "LiveState",
     "LiveVersion",
+    "Memory",
     "PerRank",
     "RunStep",
     "SaveHandle",

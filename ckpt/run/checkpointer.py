@@ -17,23 +17,18 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from warnings import warn
 
 from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import COPIED, When
-from ckpt.errors import (
-    ArgumentError,
-    CkptError,
-    ClosedError,
-    ExistsError,
-    RankError,
-    SaveFailedWarning,
-)
+from ckpt.errors import ArgumentError, ClosedError, ExistsError, SaveFailedWarning
 from ckpt.loading import load_first
 from ckpt.run.exchange import RunRanks
+from ckpt.run.failures import Failures, OnFailure
 from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, metrics_text, now_text
 from ckpt.run.local_tier import LocalTier, local_options
+from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep, best_first
@@ -44,20 +39,12 @@ from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import Ranks
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
 
 __all__ = ["Checkpointer"]
-
-OnFailure = Literal["continue", "raise"]
-HOPELESS = (
-    *("StateError", "ExistsError", "InUseError", "ArgumentError", "ArgumentTypeError"),
-    *("ValueError", "TypeError", ENDED, LATE),
-)
-"""Errors that are raised, because the next step would fail in the same way."""
 
 
 class Checkpointer:
@@ -87,6 +74,7 @@ class Checkpointer:
         local: str | os.PathLike[str] | None = None,
         local_every_steps: int | None = None,
         local_keep: int = 2,
+        memory: Memory | None = None,
         blocking: bool = False,
         staging: When = COPIED,
         compress: Compress = False,
@@ -113,6 +101,8 @@ class Checkpointer:
                 has the newest step and each host has its part.
             local_every_steps: save to the local folder at each step that is a multiple of this.
             local_keep: the number of checkpoints that stay in the local folder.
+            memory: keep the last two steps also in memory that outlives the trainers. A restore
+                takes a step from there, without a disk, if no tier has a newer one.
             blocking: whether `save` returns only once the checkpoint exists.
             staging, compress, replicas, metadata, storage_options: as `ckpt.save` takes them.
             on_failure: "continue" warns of a save that failed and saves again at the next step;
@@ -128,13 +118,9 @@ class Checkpointer:
             RankError: another rank failed, or has other arguments.
         """
         self.url = absolute(url)
-        self.failures = 0
-        """The number of saves that have failed so far."""
         self._keep = keep or Keep()
         self._schedule = Schedule(every_steps, every_seconds, continuously)
-        if on_failure not in ("continue", "raise"):
-            raise ArgumentError(f'on_failure={on_failure!r}: it can be "continue" or "raise"')
-        self._on_failure = on_failure
+        self._failures = Failures(on_failure)
         self._blocking, self._deadline, self._timeout = blocking, deadline, timeout
         self._group, self._options = group, storage_options
         self._staging: When = staging
@@ -158,9 +144,10 @@ class Checkpointer:
         self._local: LocalTier | None = None
         self._tier: LocalTier | None = None
         """The tier of the last save: None for the folder of the run."""
-        how = (blocking, staging, compress, replicas, on_failure, local_every_steps, local_keep)
+        how = (blocking, staging, compress, replicas, on_failure, memory)
         self._provenance, self._newest_before, places = self._ranks.introduce(
-            repr((self.url, self._keep, self._schedule, how)), options.folder if options else ""
+            repr((self.url, self._keep, self._schedule, how, local_every_steps, local_keep)),
+            options.folder if options else "",
         )
         if options is not None:
             self._local = self._ranks.local_tier(options, places)
@@ -168,6 +155,16 @@ class Checkpointer:
                 self._newest_before = max(self._newest_before or 0, one.step)
             if self._ranks.global_rank == min(self._local.host):
                 self._local.remove_left_overs()
+        self._memory: MemoryTier | None = None
+        if memory is not None:
+            self._memory = self._ranks.memory_tier(memory, group, timeout, self._failures)
+            for one, _ in self._ranks.memory_steps(self._memory):
+                self._newest_before = max(self._newest_before or 0, one.step)
+
+    @property
+    def failures(self) -> int:
+        """The number of saves that have failed so far."""
+        return self._failures.count
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -182,7 +179,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close()
+            self._close(is_over=False)
         except Exception as also:
             warn(f"{self.url}: {type(also).__name__}: {also}", SaveFailedWarning, stacklevel=2)
 
@@ -207,7 +204,10 @@ class Checkpointer:
         """
         is_due = force or self.should_save(step)
         tier = None if is_due else self._local_due(step)
-        if not is_due and tier is None:
+        memory = self._memory
+        if memory is not None and not is_due and not memory.is_due(step):
+            memory = None
+        if not is_due and tier is None and memory is None:
             return False
         if self._last_step is not None and step <= self._last_step:
             if step == self._last_step and not force and not self._is_retrying:
@@ -222,17 +222,22 @@ class Checkpointer:
             handle = self._handle
             is_saving = handle is not None and self._tier is None and not handle.done()
             agreed = self._ranks.agree_on_local(step, is_saving)
-            if agreed is None:
-                return False
-            began = agreed
-        self._settle()
+            tier, began = (None, began) if agreed is None else (tier, agreed)
+        if not is_due and tier is None and memory is None:
+            return False
+        if is_due or tier is not None:
+            self._settle()
         self._check_place(step)
         self._last_step = step
+        metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance, BEGAN: began}
+        metadata = {**self._metadata, **metadata}
+        in_memory = memory is not None and memory.save(step, state, metadata, self._blocking)
+        if not is_due and tier is None:
+            return in_memory
         if tier is None:
             self._decided = (step, False)
             self._is_retrying, self._began = False, time.monotonic()
-        metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance, BEGAN: began}
-        return self._begin(step, state, {**self._metadata, **metadata}, tier)
+        return self._begin(step, state, metadata, tier)
 
     def _local_due(self, step: int) -> LocalTier | None:
         """Returns the tier of this host if a local checkpoint is due at this step."""
@@ -307,7 +312,7 @@ class Checkpointer:
             RankError: another rank failed.
         """
         self._settle()
-        found = self._ranks.restorable(step, self._local)
+        found = self._ranks.restorable(step, self._local, self._memory)
         self._is_restored = True
         if not found:
             return None
@@ -354,11 +359,16 @@ class Checkpointer:
         Raises the error of a save that has failed if `on_failure` is "raise".
         """
         self._settle()
+        if self._memory is not None:
+            self._memory.settle()
         self._tidying.wait()
         self._tidying.tell(stacklevel=2)
 
     def close(self) -> None:
-        """`wait_until_finished`, and restores the handlers of signals. May be called twice."""
+        """Waits for saves, frees the memory tier, restores the signals; may be called twice."""
+        self._close(is_over=True)
+
+    def _close(self, is_over: bool) -> None:
         if self._is_closed:
             return
         try:
@@ -366,6 +376,8 @@ class Checkpointer:
         finally:
             self._is_closed = True
             self._signals.close()
+            if self._memory is not None:
+                self._memory.close(is_over)
 
     def _place(self, step: int) -> str:
         return self._ranks.place(step)
@@ -421,23 +433,12 @@ class Checkpointer:
 
     def _failed(self, step: int, error: Exception) -> None:
         """Counts a failure and warns of it, or raises its error."""
-        kind = error.error if isinstance(error, RankError) else type(error).__name__
-        may_pass = isinstance(error, CkptError | OSError) and kind not in HOPELESS
-        if self._on_failure == "raise" or not may_pass:
-            raise error
-        self.failures += 1
-        self._last_step = step - 1
         tier = self._tier
-        self._is_retrying = self._is_retrying or tier is None
         place = self._place(step) if tier is None else tier.place(step)
         again = "the next step" if tier is None else "the next local step"
-        if self._ranks.is_first:
-            warn(
-                f"{place} was not saved: {kind}: {error}; {again} saves again "
-                f"(failure {self.failures} of this run)",
-                SaveFailedWarning,
-                stacklevel=4,
-            )
+        self._failures.add(error, place, again, self._ranks.is_first)
+        self._last_step = step - 1
+        self._is_retrying = self._is_retrying or tier is None
 
     def _all(self) -> list[int]:
         return [one.step for one in self._ranks.steps() if not one.is_damaged]

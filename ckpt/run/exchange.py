@@ -8,15 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ckpt.run.failures import Failures
 from ckpt.run.history import folder_name, now_text, run_steps, seconds_of
 from ckpt.run.local_tier import LocalOptions, LocalTier
+from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.provenance import host_name, machine, provenance
 from ckpt.run.retention import RunStep
 from ckpt.stores.store import Options, join_url
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from sharding.agreement.ranks import Group
 
 CALL = "ckpt.Checkpointer"
 """The name of the call that other ranks see in errors."""
@@ -58,6 +63,19 @@ class RunRanks:
         """Returns the tier of this host; `places` has the place of each rank."""
         ranks = [self._ranks.mesh.rank((at,)) for at in range(self._ranks.world_size)]
         return LocalTier.of(options, self.url, places, ranks, self._ranks.rank)
+
+    def memory_tier(
+        self, options: Memory, group: Group, timeout: float, failures: Failures
+    ) -> MemoryTier:
+        """Returns the memory tier of the run. All ranks call this."""
+        with self._ranks.call(CALL):
+            live = opened(options, self.url, self._ranks, group, timeout)
+        return MemoryTier(options, live, failures, self.is_first)
+
+    def memory_steps(self, tier: MemoryTier) -> list[tuple[RunStep, str]]:
+        """Returns the steps in memory with their URLs for this rank. All ranks call this."""
+        with self._ranks.call(CALL):
+            return tier.steps(self._ranks)
 
     def introduce(self, arguments: str, folder: str) -> tuple[str, int | None, list[str]]:
         """Returns the provenance for manifests, the run's newest step, and all ranks' places.
@@ -160,10 +178,13 @@ class RunRanks:
         """Returns the folder of a step of the run."""
         return join_url(self.url, folder_name(step))
 
-    def restorable(self, step: int | None, tier: LocalTier | None) -> list[tuple[str, int]]:
+    def restorable(
+        self, step: int | None, tier: LocalTier | None, memory: MemoryTier | None
+    ) -> list[tuple[str, int]]:
         """Returns the places to restore from and their steps, the best first; `step` or all."""
+        found = [] if memory is None else self.memory_steps(memory)
         near = [] if tier is None else self.local_steps(tier.steps)
-        found = [(one, tier.place(one.step)) for one in near if tier is not None]
+        found += [(one, tier.place(one.step)) for one in near if tier is not None]
         if step is not None:
             of_step = [(place, step) for one, place in found if one.step == step]
             return of_step or [(self.place(step), step)]

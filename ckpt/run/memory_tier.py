@@ -1,0 +1,290 @@
+"""The nearest tier of a run: its last steps in the memory of servers that outlive the trainers.
+
+Rules:
+
+1. A step is a version of a live state (`ckpt.live.publish`). The server of each host has the files
+   of its own ranks, and copies of those of the `replicas` hosts behind it in a ring. Each host has
+   the manifest, so every server that is left can be read from.
+2. A step counts if the servers that are left have all of its files, and one of them has committed
+   it. A commit comes after all copies. All ranks therefore see the same newest step.
+3. A run that starts again takes over the servers that it finds on its hosts, by the address of the
+   run. It keeps their versions until it has committed one of its own: then they are dropped.
+4. The servers end when the run is closed, or when no trainer has come back in `keep_seconds`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CkptError, NotACheckpointError, UnreachableError
+from ckpt.live.address import LiveUrl
+from ckpt.live.hosts import (
+    Hosts,
+    Listening,
+    led,
+    new_token,
+    own_address,
+    place_of_rank,
+    started,
+    told,
+)
+from ckpt.live.process import HostServer
+from ckpt.live.protocol import (
+    LEASE_SECONDS,
+    Address,
+    FileAt,
+    VersionInfo,
+    files_json,
+    versions_of,
+)
+from ckpt.live.publish import LiveState
+from ckpt.run.failures import Failures
+from ckpt.run.history import BEGAN, STEP, folder_name, seconds_of
+from ckpt.run.retention import RunStep
+from sharding.agreement.ranks import Ranks
+from sharding.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ckpt.background.save_handle import SaveHandle
+    from sharding.agreement.ranks import Group
+
+__all__ = ["Memory"]
+
+TOKEN = "token"
+"""The key of a version's info for the token of its readers: only this user's processes see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory tier of a `Checkpointer`: where the last steps of a run outlive its trainers.
+
+    Raises ArgumentError if a field has a wrong value.
+    """
+
+    replicas: int = 1
+    """The other hosts that keep a copy of each host's part, as far as the run has so many."""
+    every_steps: int | None = None
+    """Save at each step that is a multiple of this, beside the steps that the run saves anyway."""
+    keep_seconds: float = 3600.0
+    """The servers end when no trainer of the run has come back for so long."""
+    address: str | None = None
+    """Where the servers listen; by default the loopback, and on several hosts the address by which
+    each one reaches rank 0's."""
+
+    def __post_init__(self) -> None:
+        if type(self.replicas) is not int or not 0 <= self.replicas <= MOST_REPLICAS:
+            raise ArgumentError(f"replicas={self.replicas!r}: give 0 to {MOST_REPLICAS}")
+        every = self.every_steps
+        if every is not None and (type(every) is not int or every < 1):
+            raise ArgumentError(f"every_steps={every!r}: give a whole number of at least 1")
+        if not 0 <= self.keep_seconds <= MOST_KEEP_SECONDS:
+            raise ArgumentError(
+                f"keep_seconds={self.keep_seconds!r}: give 0 to {MOST_KEEP_SECONDS:g}"
+            )
+
+
+MOST_REPLICAS = 16
+MOST_KEEP_SECONDS = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A version that the servers can give whole."""
+
+    version: int
+    info: Mapping[str, object]
+    files: Mapping[str, FileAt]
+    """Each file with the servers that have it."""
+    servers: Sequence[Address]
+    """The servers that have committed it."""
+
+    @property
+    def step(self) -> RunStep:
+        """The version as a step of the run."""
+        step, began = int(str(self.info[STEP])), str(self.info[BEGAN])
+        return RunStep(step, folder_name(step), seconds_of(began))
+
+
+Told = Sequence[tuple[Address, Mapping[int, VersionInfo]]]
+"""Servers with their versions."""
+
+
+def whole(servers: Told) -> list[Found]:
+    """Returns the versions that these servers can give whole, newest first (rule 2)."""
+    found = []
+    for number in sorted({number for _, versions in servers for number in versions}, reverse=True):
+        having = [(at, versions[number]) for at, versions in servers if number in versions]
+        committed = [(at, one) for at, one in having if one.complete]
+        if not committed or not {STEP, BEGAN, TOKEN} <= committed[0][1].info.keys():
+            continue
+        _, first = committed[0]
+        files = {
+            name: FileAt(
+                wanted.size,
+                tuple(
+                    at for at, one in committed if name in one.files and at in one.files[name].at
+                ),
+            )
+            for name, wanted in first.files.items()
+        }
+        if all(file.at for file in files.values()):
+            found.append(Found(number, first.info, files, [at for at, _ in committed]))
+    return found
+
+
+def name_of_run(url: str) -> str:
+    """Returns the name of a run's live state.
+
+    >>> name_of_run("/runs/a")
+    'run-704e1951db552e57'
+    """
+    return f"run-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+
+
+def opened(options: Memory, url: str, ranks: Ranks, group: Group, timeout: float) -> LiveState:
+    """Returns the live state of the run at `url`, with its servers of before or new ones.
+
+    All ranks call this.
+
+    Raises:
+        RankError: a server could not start.
+    """
+    rows = told(ranks, place_of_rank())
+    places, networks = [row[0] for row in rows], {row[1] for row in rows}
+    address = options.address or (own_address() if len(networks) > 1 else None)
+    how = Listening(name_of_run(url), address, LEASE_SECONDS, options.keep_seconds)
+    leads = places.index(places[ranks.rank]) == ranks.rank
+    mine = ranks.run_on_all("looking for servers", lambda: _there(how.name) if leads else None)
+    known = told(ranks, [mine.began, mine.token] if mine else [0.0, ""])
+    _, token = max(known)
+
+    def start(new: str) -> HostServer:
+        if mine is not None and mine.token == new:
+            return mine.server
+        if mine is not None:  # of an earlier start of the run: others know of newer steps
+            with mine.server:
+                mine.server.remove()
+        return started(how, new)
+
+    hosts = led(ranks, how, places, token or told(ranks, new_token())[0], start)
+    live = LiveState(hosts, None, group, LEASE_SECONDS, timeout)
+    live.replicas = options.replicas
+    return live
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    """The server of the run that is on this host already."""
+
+    server: HostServer
+    token: str
+    began: float
+    """The begin of its newest save, in seconds since 1970; 0 if it has none."""
+
+
+def _there(name: str) -> _There | None:
+    try:
+        server = HostServer.attach(name)
+    except UnreachableError:
+        return None
+    try:
+        complete = [one.info for one in server.versions().values() if one.complete]
+    except NotACheckpointError:  # it is ending
+        complete = []
+    newest = max(complete, key=lambda info: str(info.get(BEGAN)), default={})
+    return _There(server, str(newest.get(TOKEN, "")), seconds_of(str(newest.get(BEGAN, ""))))
+
+
+class MemoryTier:
+    """One rank's view of the servers of a run."""
+
+    def __init__(self, options: Memory, live: LiveState, failures: Failures, tells: bool) -> None:
+        """`live` is the live state of `opened`; this rank `tells` of failures or does not."""
+        self._options, self._live = options, live
+        self._failures, self._tells = failures, tells
+        self._handle: SaveHandle | None = None
+        self._newest = 0
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a step is due here that no other tier saves."""
+        every = self._options.every_steps
+        return every is not None and step % every == 0
+
+    def save(self, step: int, state: object, metadata: Mapping[str, str], waits: bool) -> bool:
+        """Begins to save a step, once the last one is saved; returns False if it fails.
+
+        All ranks call this. With `waits`, returns once the step is saved.
+        """
+        self.settle()
+        self._newest += 1
+        info = {STEP: str(step), BEGAN: metadata[BEGAN], TOKEN: self._live.hosts.token}
+        failures = self._failures.count
+        try:
+            self._handle = self._live.updated(state, self._newest, metadata, info)
+        except Exception as error:
+            self._failed(error)
+        if waits:
+            self.settle()
+        return self._failures.count == failures
+
+    def settle(self) -> None:
+        """Returns once no save is under way, and handles a failure of the last one."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            try:
+                handle.wait()
+            except Exception as error:
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures.add(error, self._live.hosts.url.shown, "the next step", self._tells)
+
+    def steps(self, ranks: Ranks) -> list[tuple[RunStep, str]]:
+        """Returns the steps that can be restored, with their URLs for this rank, newest first.
+
+        All ranks call this inside of a call. Servers learn which of them have the files.
+        """
+        server, hosts = self._live.hosts.server, self._live.hosts
+
+        def list_versions() -> object:
+            if server is None:
+                return None
+            versions = {number: _json(one) for number, one in server.versions().items()}
+            return [list(server.address), versions]
+
+        rows = told(ranks, ranks.run_on_all("listing the steps in memory", list_versions))
+        servers: Told = [((r[0][0], r[0][1]), versions_of(r[1])) for r in rows if r is not None]
+        self._newest = max((v for _, known in servers for v in known), default=self._newest)
+        found = whole(servers)
+
+        def tell() -> None:
+            for one in found:
+                if server is not None and server.address in one.servers:
+                    server.commit(one.version, one.files, one.info)
+
+        ranks.run_on_all("telling the servers of each other", tell)
+        here = hosts.addresses[hosts.here]
+        return [(one.step, _url(hosts, one, here)) for one in found]
+
+    def close(self, is_over: bool) -> None:
+        """Ends the servers if the run is over; else they keep the last steps for its next start."""
+        server = self._live.hosts.server
+        if is_over and server is not None:
+            with suppress(CkptError, OSError):
+                server.remove()
+        self._live.end()
+
+
+def _json(version: VersionInfo) -> dict[str, object]:
+    files, info = files_json(version.files), dict(version.info)
+    return {"files": files, "complete": version.complete, "info": info}
+
+
+def _url(hosts: Hosts, found: Found, here: Address) -> str:
+    """Returns the URL of a version at the server of this host, or at another that has it."""
+    host, port = here if here in found.servers else found.servers[0]
+    return str(LiveUrl(host, port, hosts.name, found.version, hosts.token))
