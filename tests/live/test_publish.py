@@ -1,0 +1,151 @@
+"""States published from several ranks, and read by other jobs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.live.process import HostServer
+from tests.live import publishers
+from tests.live.publishers import RUNTIME, SECONDS, same, wait_until_nothing_is_left, whole_state
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the sockets of servers; nothing may be left in it or run from it."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(RUNTIME, str(folder))
+    yield folder
+    wait_until_nothing_is_left(folder)
+
+
+def loaded_on_ranks(url: str, value: float) -> bool:
+    """Whether the ranks of another job, of another size, read the version with this value."""
+    size = 2
+    wanted = whole_state(size, value)
+    target = {key: torch.zeros_like(one) for key, one in wanted.items() if key != "step"}
+    found = ckpt.load(url, {**target, "step": 0.0})
+    return same(found, wanted)
+
+
+def test_other_jobs_read_each_version_as_they_read_a_checkpoint(
+    clusters: Callable[[int], Any], runtime: Path
+) -> None:
+    publisher, name = clusters(2), "policy"
+    url = publisher.run(publishers.begin, str(runtime), name)[0]
+    assert same(ckpt.read(url), whole_state(2, 1.0))
+    for value in (2.0, 3.0, 4.0, 5.0):
+        assert publisher.run(publishers.update, name, value) == [value] * 2
+        assert same(ckpt.read(url), whole_state(2, value))
+    assert all(clusters(3).run(loaded_on_ranks, url, 5.0))
+    with ckpt.open(url) as checkpoint:
+        assert torch.equal(checkpoint["sharded"][10:20], publishers.long_of(5.0)[10:20])
+    assert ckpt.verify(url).sound
+    assert publisher.run(publishers.update, name, 6.0, 40) == [40, 40]
+    assert len(os.listdir(runtime)) <= 3
+    publisher.run(publishers.end, name)
+
+
+def published_again(runtime: str, name: str) -> str:
+    os.environ[RUNTIME] = runtime
+    with pytest.raises(ckpt.CkptError) as raised:
+        ckpt.publish({"w": torch.ones(2)}, name)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_what_fails_on_a_rank_fails_on_all_and_readers_keep_the_last_version(
+    clusters: Callable[[int], Any], runtime: Path
+) -> None:
+    on, name = clusters(2), "policy"
+    url = on.run(publishers.begin, str(runtime), name)[0]
+    first = on.run(publishers.fails_on_a_rank, name)
+    assert first[1].startswith("StateError")
+    assert "rank 1" in first[0]
+    assert all("not above 1" in said for said in on.run(publishers.refused, name, 1))
+    assert all("whole number" in said for said in on.run(publishers.refused, name, "2"))
+    assert any("the same whole number" in said for said in on.run(publishers.refused, name, [5, 6]))
+    for said in on.run(published_again, str(runtime), name):
+        assert "ExistsError" in said
+        assert name in said
+    assert same(ckpt.read(url), whole_state(2, 1.0))
+    assert on.run(publishers.update, name, 2.0) == [2, 2]
+    assert same(ckpt.read(url), whole_state(2, 2.0))
+    on.run(publishers.end, name)
+    with pytest.raises(ckpt.CkptError):
+        ckpt.read(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "a/b"}, "letters, digits"),
+        ({"lease_seconds": 0}, "lease_seconds is 0"),
+        ({"address": "203.0.113.7"}, "203.0.113.7"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_and_leaves_no_server(
+    options: dict[str, Any], said: str, runtime: Path
+) -> None:
+    with pytest.raises(ckpt.CkptError, match=said):
+        ckpt.publish({"w": torch.ones(2)}, **options)
+
+
+def test_memory_that_a_reader_holds_is_never_written_again(runtime: Path) -> None:
+    state = {"w": torch.full((100_000,), 1.0)}
+    with ckpt.publish(state, "policy", lease_seconds=0.2) as live:
+        with HostServer.attach("policy") as reader:
+            file = next(name for name in reader.versions()[1].files if name != "manifest.json")
+            _, data, _ = reader.get(1, file, live.hosts.token)
+            for value in (2.0, 3.0, 4.0):
+                state["w"].fill_(value)
+                live.update().wait(SECONDS)
+            assert live.version == 4
+            assert os.pread(data.descriptor, data.nbytes, data.offset) == b""
+        assert torch.equal(ckpt.read(live.url)["w"], state["w"])  # type: ignore[index]
+        assert sorted(live.hosts.server.versions()) == [3, 4]  # type: ignore[union-attr]
+        used = {slot.arena.descriptor for slot in live._slots}
+        state["w"].fill_(5.0)
+        live.update().wait(SECONDS)
+        assert {slot.arena.descriptor for slot in live._slots} == used
+
+
+def test_updates_and_saves_to_a_disk_do_not_wait_for_each_other(
+    runtime: Path, tmp_path: Path
+) -> None:
+    go, writing = threading.Event(), threading.Event()
+
+    def held(_: int) -> None:
+        writing.set()
+        assert go.wait(SECONDS)
+
+    state = {"w": torch.zeros(1_000_000)}
+    with ckpt.publish(state, "policy") as live:
+        saving = ckpt.save(tmp_path / "a", state, blocking=False, progress=held)
+        assert writing.wait(SECONDS)
+        state["w"] += 1
+        live.update().wait(SECONDS)
+        assert torch.equal(ckpt.read(live.url)["w"], state["w"])  # type: ignore[index]
+        assert not saving.done()
+        go.set()
+        saving.wait(SECONDS)
+    assert torch.equal(ckpt.read(tmp_path / "a")["w"], torch.zeros(1_000_000))  # type: ignore[index]
+
+
+def test_a_closed_live_state_says_so_and_its_handle_names_no_token(runtime: Path) -> None:
+    live = ckpt.publish({"w": torch.ones(2)}, "policy")
+    handle = live.update()
+    handle.wait(SECONDS)
+    for shown in (handle.url, repr(handle), repr(live)):
+        assert live.hosts.token not in shown
+    live.close()
+    live.close()
+    with pytest.raises(ckpt.ClosedError, match="publish the state again"):
+        live.update()
