@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Only damage makes a load go back: missing or changed bytes, or no checkpoint at all. An older
-   checkpoint does not help if the target does not match, a store fails or a rank dies.
+1. Only damage makes a load go back: missing or changed bytes, or no checkpoint at all, or the end
+   of a live state's server. An older checkpoint does not help if the target does not match, a store
+   fails or a rank dies.
 2. All ranks decide alike, by the failure that they agreed on.
 3. A checkpoint that is replaced during a read is not damaged: all ranks load the same place again.
 4. A failed try may have filled a part of the target. The try that succeeds must fill at least this
@@ -28,8 +29,11 @@ from ckpt.errors import (
     ReplacedError,
     ReplacedLoadError,
     Skipped,
+    StoreTimeoutError,
+    UnreachableError,
     VersionGoneError,
 )
+from ckpt.live.address import is_live
 from ckpt.newest import committed, natural
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
@@ -56,6 +60,8 @@ DAMAGE = {
 }
 """The `kind` of the errors after which a load tries an older checkpoint, by class name."""
 REPLACED = tuple(kind.__name__ for kind in (ReplacedError, ReplacedLoadError, VersionGoneError))
+LOST = {kind.__name__: kind.kind for kind in (UnreachableError, StoreTimeoutError)}
+"""The same for live states: their memory has gone with their servers."""
 """The class names of the errors after which a load tries the same place again."""
 
 
@@ -97,7 +103,7 @@ def load_or_older(
                 tries += 1
                 continue
             is_said = touched.keys() <= set(said)
-            kind = DAMAGE.get(_failure(ranks))
+            kind = (DAMAGE | LOST if is_live(here) else DAMAGE).get(_failure(ranks))
             if kind is None:
                 if not touched or (is_said and not skipped):
                     raise
