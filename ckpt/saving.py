@@ -218,6 +218,7 @@ def save_with(
                 later.connect()
                 begun.append(handle)
                 target = Folder(handle, lasting(attempt), store.options, progress)
+                ranks.doing("copying the state")
                 begin(target, state, leaves, later, staging)
                 return handle
             ranks.doing("writing")

@@ -25,6 +25,7 @@ from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
 from formats.native.shard import Progress, ShardSummary
+from sharding.agreement.call_events import stage_outside
 from sharding.agreement.ranks import Ranks, result_or_error
 
 T = TypeVar("T")
@@ -210,7 +211,10 @@ class _Save:
         if not self._target.attempt.plan.items:
             return None
         handle.follow(place.arena.progress)
-        return self._target.write(staged.data, place)
+        ranks = self._ranks
+        with stage_outside(CALL, "writing", ranks.rank, ranks.world_size) as clock:
+            clock.count(self._target.attempt.plan.nbytes)
+            return self._target.write(staged.data, place)
 
     def _touch(self, place: Workplace) -> None:
         """Touches the arena if this save filled new memory: the next save has no page faults."""

@@ -217,6 +217,7 @@ class LiveState:
                 if later is not None:
                     later.connect()
                 begun.append(handle)
+                ranks.doing("copying the state")
                 begin(target, state, leaves, later or ranks, COPIED, later is not None)
                 return handle
 

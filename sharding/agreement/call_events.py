@@ -93,6 +93,11 @@ class Clock:
             for one in self._open():
                 one.waited += time.perf_counter() - began
 
+    def end_stage(self, error: str) -> None:
+        """Ends the stage alone."""
+        if self._observed:
+            self._close(error)
+
     def end(self, error: str) -> None:
         """Ends the stage and the call; `error` is the class of the error that ended both."""
         if self._observed:
@@ -108,6 +113,21 @@ class Clock:
         stage, self._stage = self._stage, None
         if stage is not None:
             _tell(stage.closed(error))
+
+
+@contextmanager
+def stage_outside(call: str, stage: str, rank: int, world_size: int) -> Iterator[Clock]:
+    """Tells of a stage that no call of the ranks encloses, on another thread for example."""
+    clock = Clock(call, rank, world_size)
+    clock.stage(stage)
+    error = ""
+    try:
+        yield clock
+    except BaseException as raised:
+        error = type(raised).__name__
+        raise
+    finally:
+        clock.end_stage(error)
 
 
 class _Open:

@@ -33,6 +33,18 @@ def test_a_save_and_a_load_have_their_stages_and_then_the_whole(tmp_path: Path) 
         assert all(whole.began <= part.began for part in parts)
 
 
+def test_a_background_save_tells_of_its_copy_and_of_its_own_thread(tmp_path: Path) -> None:
+    with ckpt.events.recorded() as events:
+        ckpt.save(tmp_path / "a", STATE, blocking=False).wait()
+    assert stages(events, "ckpt.save(blocking=False)") == [
+        "describing the state",
+        "copying the state",
+        "",
+    ]
+    assert stages(events, "a save in the background") == ["writing", "committing", ""]
+    assert next(event for event in events if event.stage == "writing").nbytes == 1200
+
+
 def test_nothing_is_told_before_and_after_the_subscription(tmp_path: Path) -> None:
     found: list[ckpt.events.Event] = []
     ckpt.save(tmp_path / "a", STATE)
