@@ -5,21 +5,19 @@ Rules:
 1. Only processes of the server's user may connect: the system says who they are.
 2. A connection has one request at a time. Its end is an event: an owner has gone, or a reader has
    given back its descriptors.
-3. A connection that neither owns a name nor holds a version may be closed to make place for others.
+3. A connection that neither owns a name nor holds a version counts as silent between requests.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import struct
-import sys
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
+from ckpt.live.acceptor import Acceptor
 from ckpt.live.datagrams import close_all, receive_message, send_message
 from ckpt.live.host import Host
 from ckpt.live.memory_file import memory_file
@@ -43,7 +41,7 @@ from ckpt.live.protocol import (
     request_of,
 )
 from ckpt.live.tokens import is_token
-from ckpt.live.wire import Crowd, Wire
+from ckpt.live.wire import Wire
 
 Answer = tuple[dict[str, object], tuple[int, ...]]
 """The answer and its descriptors."""
@@ -52,7 +50,6 @@ Answer = tuple[dict[str, object], tuple[int, ...]]
 @dataclass(slots=True, eq=False)
 class _Client:
     wire: Wire
-    socket: socket.socket
     owns: list[str] = field(default_factory=list)
     got: set[tuple[str, int]] = field(default_factory=set)
     """The versions of which the reader has descriptors."""
@@ -62,65 +59,32 @@ class ControlServer:
     """Serves the Unix socket."""
 
     def __init__(self, listener: socket.socket, host: Host, most: int) -> None:
-        listener.setblocking(False)
-        self._listener = listener
         self._host = host
-        self._crowd = Crowd(most)
         self._clients: set[_Client] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(listener.fileno(), self._accept)
+        self._acceptor = Acceptor(listener, most, _of_this_user, self._serve)
 
     async def close(self) -> None:
         """Stops: closes the listener and all connections."""
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
-        self._crowd.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._acceptor.close()
 
-    def _accept(self) -> None:
-        try:
-            connected, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError:  # no descriptor is left
-            self._crowd.make_place()
-            return
-        if _user(connected) != os.geteuid():
-            connected.close()
-            return
-        wire = Wire(connected)
-        if not self._crowd.admit(wire):
-            wire.close()
-            return
-        task = self._loop.create_task(self._serve(_Client(wire, connected)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, client: _Client) -> None:
+    async def _serve(self, wire: Wire) -> None:
+        client = _Client(wire)
         self._clients.add(client)
         try:
             while await self._serve_one(client):
                 pass
-        except (OSError, TimeoutError):
-            pass  # the other side has ended
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
         finally:
             self._clients.discard(client)
-            self._crowd.leave(client.wire)
-            client.wire.close()
+            wire.close()  # before others hear of it
             for name in client.owns:
                 self._host.disowned(name)
 
     async def _serve_one(self, client: _Client) -> bool:
         waits = client.wire.ready(MOST_SECONDS)
-        await (waits if client.owns or client.got else self._crowd.silence(client.wire, waits))
+        await (waits if client.owns or client.got else self._acceptor.silence(client.wire, waits))
         descriptors: list[int] = []
         try:
-            data, descriptors = receive_message(client.socket)
+            data, descriptors = receive_message(client.wire.socket)
             if not data:
                 return False
             answer, sent = await self._answer(client, request_of(data), descriptors)
@@ -136,7 +100,7 @@ class ControlServer:
     async def _send(self, client: _Client, data: bytes, descriptors: tuple[int, ...]) -> None:
         while True:
             try:
-                send_message(client.socket, data, descriptors)
+                send_message(client.wire.socket, data, descriptors)
                 return
             except BlockingIOError:
                 await client.wire.ready(STALL_SECONDS, to_write=True)
@@ -214,6 +178,13 @@ class ControlServer:
             }
             for number, one in self._host.table.versions(name).items()
         }
+
+
+def _of_this_user(connected: socket.socket) -> Wire | None:
+    if _user(connected) == os.geteuid():
+        return Wire(connected)
+    connected.close()
+    return None
 
 
 def _user(connected: socket.socket) -> int:

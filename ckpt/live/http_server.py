@@ -4,8 +4,8 @@ Rules:
 
 1. A request has limits: of its head and body, and of the time that it takes to arrive. What breaks
    them is answered by a refusal where an answer is possible, and the connection is closed.
-2. A connection that says nothing costs a task and a descriptor until its time is over. If there are
-   too many connections, the one that is silent for longest makes place for the next.
+2. A connection that says nothing costs a task and a descriptor until its time is over, or until
+   others need its place (`ckpt.live.acceptor`).
 3. `HttpConnection.content` is the content of the last answer, until the connection asks again: the
    reader may not yet have taken all bytes out of the system's buffers, not even at the end of the
    connection.
@@ -14,15 +14,12 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import json
 import socket
 import ssl
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol, cast
@@ -30,6 +27,7 @@ from urllib.parse import parse_qsl
 
 import h11
 
+from ckpt.live.acceptor import Acceptor
 from ckpt.live.protocol import (
     BODY_BYTES,
     HEADER_BYTES,
@@ -39,15 +37,11 @@ from ckpt.live.protocol import (
     RefusedError,
     Segment,
 )
-from ckpt.live.wire import Crowd, Wire
+from ckpt.live.wire import Wire
 from ckpt.version import __version__
 
 SERVER = f"ckpt/{__version__}"
 _READ_BYTES = 64 << 10
-_ACCEPTS = 64
-"""Connections that are accepted before others have their turn."""
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE_SECONDS = 0.1
 LAST_SECONDS = 1.0
 """The time for answers when the server ends."""
 Headers = Sequence[tuple[str, str]]
@@ -130,92 +124,43 @@ class HttpServer:
     def __init__(
         self, listener: socket.socket, app: App, most: int, context: ssl.SSLContext | None = None
     ) -> None:
-        listener.setblocking(False)
-        self._listener = listener
         self._app = app
         self._context = context
-        self._crowd = Crowd(most)
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.connections: set[HttpConnection] = set()
-        self._is_closing = False
-        self._listen()
+        self._acceptor = Acceptor(listener, most, self._prepare, self._serve)
 
     async def close(self) -> None:
-        """Stops: closes the listener and all connections, those with a request after its answer.
+        """Stops. Requests that were read have `LAST_SECONDS` for their answers."""
+        await self._acceptor.close(LAST_SECONDS)
 
-        The answers have `LAST_SECONDS` in all.
-        """
-        self._is_closing = True
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
-        while self._crowd.make_place():
-            pass
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_SECONDS)
-        self._crowd.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _listen(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                connected, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in _OUT_OF_DESCRIPTORS:
-                    raise
-                if not self._crowd.make_place():
-                    self._loop.remove_reader(self._listener.fileno())
-                    self._loop.call_later(_PAUSE_SECONDS, self._listen)
-                return
-            self._begin(connected)
-
-    def _begin(self, connected: socket.socket) -> None:
-        with suppress(OSError):  # a connection that has ended already
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._context is not None:
+    def _prepare(self, connected: socket.socket) -> Wire | None:
+        try:
             connected.setblocking(False)
-            try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._context is not None:
                 connected = self._context.wrap_socket(
                     connected, server_side=True, do_handshake_on_connect=False
                 )
-            except OSError:  # as above
-                connected.close()
-                return
-        wire = Wire(connected)
-        if not self._crowd.admit(wire):
-            wire.abort()
-            return
-        task = self._loop.create_task(self._serve(HttpConnection(wire)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            return Wire(connected)
+        except OSError:  # the other side has ended already
+            connected.close()
+            return None
 
-    async def _serve(self, connection: HttpConnection) -> None:
+    async def _serve(self, wire: Wire) -> None:
+        connection = HttpConnection(wire)
         self.connections.add(connection)
-        wire = connection.wire
         try:
-            await self._crowd.silence(wire, wire.handshake(REQUEST_SECONDS))
+            await self._acceptor.silence(wire, wire.handshake(REQUEST_SECONDS))
             await self._serve_all(connection)
-        except (OSError, EOFError, TimeoutError, h11.ProtocolError):
-            pass  # the other side has ended, or stalls; it gets a reset if it misses bytes
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
+        except h11.ProtocolError:
+            pass  # the other side has ended in the middle of an answer
         finally:
             self.connections.discard(connection)
-            self._crowd.leave(wire)
-            wire.close()
             self._app.ended(connection)
 
     async def _serve_all(self, connection: HttpConnection) -> None:
         seconds = REQUEST_SECONDS
-        while not self._is_closing and await self._first_bytes(connection, seconds):
+        while not self._acceptor.is_closing and await self._first_bytes(connection, seconds):
             try:
                 request = await _request(connection)
                 connection.content = None
@@ -237,7 +182,7 @@ class HttpServer:
         if parser.trailing_data[0]:
             return True
         try:
-            data = await self._crowd.silence(wire, wire.receive(_READ_BYTES, seconds))
+            data = await self._acceptor.silence(wire, wire.receive(_READ_BYTES, seconds))
         except TimeoutError:
             return False
         if data:

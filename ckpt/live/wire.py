@@ -17,7 +17,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -44,7 +44,7 @@ class Wire:
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
-        self._socket = connected
+        self.socket = connected
         self._number = connected.fileno()
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -54,26 +54,26 @@ class Wire:
     @property
     def is_tls(self) -> bool:
         """Whether the connection is encrypted."""
-        return isinstance(self._socket, ssl.SSLSocket)
+        return isinstance(self.socket, ssl.SSLSocket)
 
     async def handshake(self, seconds: float) -> None:
         """Agrees on keys with the other side, if the connection is encrypted."""
-        if isinstance(self._socket, ssl.SSLSocket):
-            await self._try(self._socket.do_handshake, seconds)
+        if isinstance(self.socket, ssl.SSLSocket):
+            await self._try(self.socket.do_handshake, seconds)
 
     async def receive(self, nbytes: int, seconds: float) -> bytes:
         """Returns the next bytes; none at the end of the stream."""
-        return await self._try(lambda: self._socket.recv(nbytes), seconds)
+        return await self._try(lambda: self.socket.recv(nbytes), seconds)
 
     async def receive_into(self, view: memoryview, seconds: float) -> int:
         """Puts the next bytes into memory; returns their number, 0 at the end of the stream."""
-        return await self._try(lambda: self._socket.recv_into(view), seconds)
+        return await self._try(lambda: self.socket.recv_into(view), seconds)
 
     async def send(self, data: bytes | memoryview, seconds: float) -> None:
         """Sends all of the data; `seconds` is the longest time without progress."""
         rest = memoryview(data)
         while rest:
-            operation = partial(self._socket.send, rest)
+            operation = partial(self.socket.send, rest)
             rest = rest[await self._try(operation, seconds, is_write=True) :]
 
     async def send_file(self, segment: Segment, seconds: float, is_slow: bool = False) -> None:
@@ -97,14 +97,14 @@ class Wire:
         if self._is_large:
             return
         self._is_large = True
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
 
     async def finish(self) -> None:
         """Ends the stream, and lets the other side read the answer before the connection closes.
 
         A close with unread bytes would reset the connection and the answer with it.
         """
-        self._socket.shutdown(socket.SHUT_WR)
+        self.socket.shutdown(socket.SHUT_WR)
         for _ in range(_LAST_READS):
             if not await self.receive(_BLOCK_BYTES, _LAST_SECONDS):
                 return
@@ -112,7 +112,7 @@ class Wire:
     def abort(self) -> None:
         """Resets the connection; the operation that waits for it raises ConnectionAbortedError."""
         with suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.close()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Wire:
         # Now, and not when the waiting task ends: the number may be another socket's by then.
         self._loop.remove_reader(self._number)
         self._loop.remove_writer(self._number)
-        self._socket.close()
+        self.socket.close()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ConnectionAbortedError())
 
@@ -183,55 +183,3 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 def _late(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_exception(TimeoutError())
-
-
-class Crowd:
-    """The connections of a server: at most `limit`, of which silent ones make place for new ones.
-
-    A connection is silent while it waits for the first byte of a request.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._all: set[Wire] = set()
-        self._silent: dict[Wire, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def admit(self, wire: Wire) -> bool:
-        """Adds a connection, if need be in the place of the one that is silent for longest."""
-        if len(self._all) >= self._limit and not self.make_place():
-            return False
-        self._all.add(wire)
-        self._silent[wire] = None  # it has said nothing yet
-        return True
-
-    def make_place(self) -> bool:
-        """Closes the connection that is silent for longest; False if there is none."""
-        oldest = next(iter(self._silent), None)
-        if oldest is None:
-            return False
-        self.leave(oldest)
-        oldest.close()
-        return True
-
-    def leave(self, wire: Wire) -> None:
-        """Removes a connection, which its caller closes."""
-        self._all.discard(wire)
-        self._silent.pop(wire, None)
-
-    async def silence(self, wire: Wire, wait: Awaitable[ResultT]) -> ResultT:
-        """Returns the awaited first bytes; the connection counts as silent meanwhile."""
-        self._silent.pop(wire, None)
-        if wire in self._all:
-            self._silent[wire] = None  # the last in the order
-        try:
-            return await wait
-        finally:
-            self._silent.pop(wire, None)
-
-    def close(self) -> None:
-        """Closes all connections."""
-        for wire in list(self._all):
-            wire.close()

@@ -439,6 +439,22 @@ def test_a_reader_that_takes_no_bytes_is_cut_off(
     assert descriptors_of() == before
 
 
+def test_a_server_without_descriptors_goes_on_as_soon_as_it_can(
+    hosts: Hosts, serving: HostServer
+) -> None:
+    kept = hosts.client(serving)
+    assert kept.get("/policy/1/f").body == b"12345"
+    limit = descriptors_of(serving.pid) + 4
+    resource.prlimit(serving.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    with undisturbed(serving), ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(serving.address, SECONDS))
+            stack.enter_context(runtime.connect(runtime.socket_path("policy"), SECONDS))
+        with Client(serving.address) as another:
+            assert another.get("/policy/1/f").body == b"12345"
+    assert serving.versions()[1].complete
+
+
 @pytest.fixture
 def many_descriptors() -> Iterator[Callable[[int], None]]:
     """Raises the soft limit of descriptors, or skips the test."""
