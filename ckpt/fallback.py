@@ -33,7 +33,7 @@ from ckpt.errors import (
     UnreachableError,
     VersionGoneError,
 )
-from ckpt.live.address import is_live
+from ckpt.live.address import is_live, is_one_version
 from ckpt.newest import committed, natural
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
@@ -99,7 +99,7 @@ def load_or_older(
         except Exception as error:
             said = error.touched if isinstance(error, PartialLoadError | RankError) else ()
             touched.update(dict.fromkeys(said))
-            if tries < TRIES and _failure(ranks) in REPLACED:
+            if tries < TRIES and _failure(ranks) in REPLACED and not is_one_version(here):
                 tries += 1
                 continue
             is_said = touched.keys() <= set(said)

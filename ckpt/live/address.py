@@ -61,6 +61,11 @@ def is_live(url: str) -> bool:
     return url.startswith(f"{SCHEME}://")
 
 
+def is_one_version(url: str) -> bool:
+    """Whether the URL means one version of a live state, which no other can replace."""
+    return is_live(url) and parse(url).version is not None
+
+
 def parse(url: str) -> LiveUrl:
     """Returns the parts of an address. Raises ArgumentError if it is not one.
 

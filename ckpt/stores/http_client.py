@@ -158,8 +158,17 @@ class HttpClient:
         """Fills the views with the bytes from `lo` on, and returns the size of the file.
 
         Returns the answer instead if the server does not send exactly these bytes; the views may
-        have been changed. An answer of status 416 has the file's size in `past_end`.
+        have been changed. An answer of status 416 has the file's size in `past_end`. A connection
+        that breaks within an answer tells no reason, so the request is sent once more.
         """
+        try:
+            return self._read_range(path, lo, views, headers)
+        except UnreachableError:
+            return self._read_range(path, lo, views, headers)
+
+    def _read_range(
+        self, path: str, lo: int, views: Sequence[memoryview], headers: Mapping[str, str]
+    ) -> int | Answer:
         hi = lo + sum([len(view) for view in views])
         asked = {**headers, "Range": f"bytes={lo}-{hi - 1}"}
         with self._answering("GET", path, asked, None, 0.0) as response:

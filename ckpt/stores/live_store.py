@@ -307,18 +307,16 @@ class LiveStore(ReadOnlyStore):
     def _fetch(self, lease: _Lease, name: str, offset: int, views: Sequence[memoryview]) -> None:
         """Reads a range by HTTP, from the first server that answers (rule 3)."""
         path = path_of(self._live.name, str(lease.version), name)
-        lost: UnreachableError | None = None
+        headers, lost = {"Ckpt-Lease": lease.key}, None
         for address in lease.files[name].at:
-            client, headers = self._client(address), {"Ckpt-Lease": lease.key}
-            for _ in range(2):  # a connection that breaks within an answer tells no reason
-                try:
-                    found = client.read_range(path, offset, views, headers)
-                except UnreachableError as error:
-                    lost = error
-                    continue
-                if not isinstance(found, int):
-                    raise self._unread(lease, name, offset, views, found)
-                return
+            try:
+                found = self._client(address).read_range(path, offset, views, headers)
+            except UnreachableError as error:
+                lost = error
+                continue
+            if not isinstance(found, int):
+                raise self._unread(lease, name, offset, views, found)
+            return
         raise lost or NotACheckpointError(f"{self.url}/{name}: no server has this file")
 
     def _unread(

@@ -302,7 +302,8 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     path = local_path(url)
     if path is not None:
         return Path(path).is_file()
-    if is_live(os.fspath(url)):
+    text = os.fspath(url)
+    if is_live(text) or (text.startswith(WEB) and "/" not in text.partition("://")[2].rstrip("/")):
         return False
     folder, name = split_url(url)
     with open_store(folder, options) as store:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.stores.live_store import LiveStore
 from ckpt.stores.store import open_store
+from sharding.agreement.ranks import result_or_error
 from tests.live.offered import RUNTIME, Offer, offered
 
 PLACES = ("here", "elsewhere")
@@ -122,6 +123,28 @@ def test_a_load_without_a_version_goes_on_with_the_newest_one(
     assert state["step"] in (1, 2)
     values = {float(value) for name in "abcd" for value in state[name].unique()}
     assert values == {float(state["step"])}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_load_of_one_version_ends_when_it_is_replaced(
+    place: Callable[[], None], offer: Offer, folders: list[Path], count: int
+) -> None:
+    place()
+    changed = target()
+
+    def replace() -> None:
+        offer.publish(2, folders[2])
+        offer.retire(1)
+
+    with after_reads(count, replace):
+        loaded, error = result_or_error(lambda: ckpt.load(offer.at(1), changed))
+    if error is None:
+        assert loaded[0]["step"] == 1
+        return
+    assert isinstance(error, ckpt.ReplacedError)
+    assert "version 1 was replaced (2 is the newest)" in str(error)
+    touched = set(getattr(error, "touched", ()))
+    assert all(not (changed[name] + 1).any() for name in set("abcd") - touched)
 
 
 def test_reads_that_race_with_retirements_are_whole_or_errors(

@@ -18,6 +18,7 @@ import ckpt
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.served_store import ServedStore
 from ckpt.stores.store import is_file, join_url, open_store, split_url
+from tests.live.test_serve import certificate, serving
 from tools.main import main
 
 SERVE = """
@@ -136,6 +137,15 @@ def test_inspect_of_a_served_folder_imports_neither_fsspec_s_driver_nor_torch(ur
     program = [sys.executable, "-c", code, "inspect", join_url(url, "step 9")]
     done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_folder_behind_tls_needs_the_certificate(run: Path, tmp_path: Path) -> None:
+    chain, key = certificate(tmp_path)
+    with serving(run, "--certificate", chain, "--key", key, "--token", TOKEN) as (url, _):
+        place, options = join_url(url, "step 9"), {"certificate": str(chain)}
+        assert ckpt.load(place, {"step": 0}, include="step", storage_options=options)["step"] == 9
+        with pytest.raises(ckpt.UnreachableError, match="certificate"):
+            ckpt.load(place, {"step": 0})
 
 
 def test_another_web_server_belongs_to_the_driver(tmp_path: Path) -> None:
