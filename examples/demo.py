@@ -66,7 +66,11 @@ def kill_all(process: subprocess.Popen[str], lines: list[str]) -> None:
 
 
 def run(
-    command: list[str], folder: Path, *, kill_when: Callable[[str], bool] | None = None
+    command: list[str],
+    folder: Path,
+    *,
+    kill_when: Callable[[str], bool] | None = None,
+    seconds: float = TIME_LIMIT_SECONDS,
 ) -> list[str]:
     """Run a command in `folder` to its end and return the lines it printed.
 
@@ -97,7 +101,7 @@ def run(
                 process.wait(timeout=20)
             kill_all(process, lines)
 
-        limit = threading.Timer(TIME_LIMIT_SECONDS, stop_late)
+        limit = threading.Timer(seconds, stop_late)
         limit.start()
         try:
             for line in process.stdout or ():
@@ -114,7 +118,7 @@ def run(
     if killed or (process.returncode == 0 and not kill_when and not late.is_set()):
         return lines
     if late.is_set():
-        what = f"was stopped after {TIME_LIMIT_SECONDS:.0f} s"
+        what = f"was stopped after {seconds:.0f} s"
     elif process.returncode == 0:
         what = "ended before it could be killed"
     else:
