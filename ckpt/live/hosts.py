@@ -37,6 +37,8 @@ class Listening:
     lease_seconds: float
     keep_seconds: float = 0.0
     """The seconds that the state outlives its publisher."""
+    memory_bytes: int | None = 0
+    """The most bytes of copies from other hosts, on each host; None is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def started(how: Listening, token: str) -> HostServer:
         address=address,
         advertise=own_address() if address in EVERYWHERE else None,
         lease_seconds=how.lease_seconds,
+        memory_bytes=how.memory_bytes,
     )
 
 

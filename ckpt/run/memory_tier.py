@@ -71,6 +71,9 @@ class Memory:
     """Save at each step that is a multiple of this, beside the steps that the run saves anyway."""
     keep_seconds: float = 3600.0
     """The servers end when no trainer of the run has come back for so long."""
+    memory_bytes: int | None = None
+    """The most memory of each host for copies of other hosts' parts; None is no bound beside that
+    of two steps. A step that has no room is not saved to memory."""
     address: str | None = None
     """Where the servers listen; by default the loopback, and on several hosts the address by which
     each one reaches rank 0's."""
@@ -81,6 +84,9 @@ class Memory:
         every = self.every_steps
         if every is not None and (type(every) is not int or every < 1):
             raise ArgumentError(f"every_steps={every!r}: give a whole number of at least 1")
+        most = self.memory_bytes
+        if most is not None and (type(most) is not int or most < 0):
+            raise ArgumentError(f"memory_bytes={most!r}: give a number of bytes, or None")
         if not 0 <= self.keep_seconds <= MOST_KEEP_SECONDS:
             raise ArgumentError(
                 f"keep_seconds={self.keep_seconds!r}: give 0 to {MOST_KEEP_SECONDS:g}"
@@ -156,7 +162,9 @@ def opened(options: Memory, url: str, ranks: Ranks, group: Group, timeout: float
     rows = told(ranks, place_of_rank())
     places, networks = [row[0] for row in rows], {row[1] for row in rows}
     address = options.address or (own_address() if len(networks) > 1 else None)
-    how = Listening(name_of_run(url), address, LEASE_SECONDS, options.keep_seconds)
+    how = Listening(
+        name_of_run(url), address, LEASE_SECONDS, options.keep_seconds, options.memory_bytes
+    )
     leads = places.index(places[ranks.rank]) == ranks.rank
     mine = ranks.run_on_all("looking for servers", lambda: _there(how.name) if leads else None)
     known = told(ranks, [mine.began, mine.token] if mine else [0.0, ""])

@@ -203,6 +203,7 @@ def test_a_version_counts_if_all_of_its_files_are_left(
     [
         ({"replicas": -1}, "replicas=-1"),
         ({"every_steps": 0}, "every_steps=0"),
+        ({"memory_bytes": 0.5}, "memory_bytes=0.5"),
         ({"keep_seconds": -1.0}, "keep_seconds=-1.0"),
     ],
 )
