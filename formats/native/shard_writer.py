@@ -15,7 +15,6 @@ from formats.file_plan import FilePlan, Late, length_of
 from formats.native.borrowed import Lent
 from formats.native.shard import (
     ALIGN,
-    CHUNK_BYTES,
     RECORD,
     Progress,
     ShardSummary,
@@ -76,7 +75,7 @@ def plan_shard(name: str, tensors: Sequence[OutgoingTensor]) -> FilePlan:
     ordered = stored_order(tensors)
     header, table_bytes = raw_header(ordered)
     table = Late(table_bytes, lambda records: records)
-    return FilePlan(name, [header, *ordered, table], CHUNK_BYTES)
+    return FilePlan(name, [header, *ordered, table], chunk_bytes_of("raw"))
 
 
 def planned_summary(plan: FilePlan, table: bytes) -> ShardSummary:
@@ -119,7 +118,8 @@ def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:
     The tensors are in the file's order.
     """
     entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered]
-    table = table_entry(sum(-(-t.nbytes // CHUNK_BYTES) for t in ordered))
+    chunk_bytes = chunk_bytes_of("raw")
+    table = table_entry(sum(-(-t.nbytes // chunk_bytes) for t in ordered))
     header, _ = build([*entries, table], metadata_of("raw"), align=ALIGN)
     return header, table[-1]
 
