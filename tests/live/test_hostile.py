@@ -127,6 +127,21 @@ def serving(hosts: Hosts) -> HostServer:
     return server
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostServer]:
+    """One server for tests that do not change it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CKPT_RUNTIME_DIR", str(tmp_path_factory.mktemp("shared") / "runtime"))
+        with HostServer.start("policy", token=TOKEN) as server:
+            server.own()
+            publish_closed(server, 1, f=b"12345")
+            log = runtime.socket_path("policy").with_suffix(".log")
+            patch.undo()
+            yield server
+            assert log.read_text() == ""
+    until(lambda: not is_running(server.pid))
+
+
 @contextmanager
 def undisturbed(server: HostServer) -> Iterator[None]:
     """Afterwards the server answers as before, and has as many descriptors."""
@@ -182,23 +197,23 @@ def test_malformed_requests_are_refused_by_name(serving: HostServer) -> None:
     ],
 )
 def test_a_broken_rule_has_its_status(
-    serving: HostServer, data: bytes, status: int, kind: str
+    shared: HostServer, data: bytes, status: int, kind: str
 ) -> None:
-    said = exchange(serving.address, data)
+    said = exchange(shared.address, data)
     assert said.startswith(b"HTTP/1.1 %d " % status)
     assert json.loads(said.partition(b"\r\n\r\n")[2])["error"] == kind
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_nothing_is_told_without_the_token(
-    hosts: Hosts, serving: HostServer, method: str, path: str
-) -> None:
+def test_nothing_is_told_without_the_token(shared: HostServer, method: str, path: str) -> None:
     for token in (None, "wrong", TOKEN[:-1], TOKEN + "x"):
-        found = hosts.client(serving, token).ask(method, path, b"{}")
+        with Client(shared.address, token) as client:
+            found = client.ask(method, path, b"{}")
         assert found.status == 401
         if method != "HEAD":
             assert found.json["error"] == "token"
-    assert hosts.client(serving).get("/policy/1/f").body == b"12345"
+    with Client(shared.address) as client:
+        assert client.get("/policy/1/f").body == b"12345"
 
 
 FRAGMENTS = st.sampled_from(
@@ -320,14 +335,14 @@ def saying(answer: bytes) -> Iterator[list[object]]:
     ids=lambda answer: answer[:50],
 )
 def test_a_copy_from_a_server_that_says_nonsense_fails_by_name(
-    hosts: Hosts, serving: HostServer, answer: bytes
+    shared: HostServer, answer: bytes
 ) -> None:
-    with undisturbed(serving), saying(answer) as source:
-        with Client(serving.address) as client:
-            found = client.ask("POST", "/policy/2/f", {"from": source})
-        assert (found.status, found.json["error"]) == (502, "pull")
-    assert list(serving.versions()) == [1]
-    assert log_of(serving) == ""
+    before = descriptors_of(shared.pid)
+    with saying(answer) as source, Client(shared.address) as client:
+        found = client.ask("POST", "/policy/2/f", {"from": source})
+    assert (found.status, found.json["error"]) == (502, "pull")
+    assert list(shared.versions()) == [1]
+    until(lambda: descriptors_of(shared.pid) <= before)
 
 
 def test_connections_that_end_at_any_moment_leave_nothing(serving: HostServer) -> None:
