@@ -6,6 +6,8 @@ import resource
 import socket
 from contextlib import suppress
 
+EVERY_ADDRESS = ("", "0.0.0.0", "::")
+"""These mean all addresses of the host: a server can listen there, and no reader can connect."""
 _LEAST, _MOST = 64, 100_000
 """Bounds of the number of connections."""
 

@@ -23,6 +23,7 @@ from ckpt.errors import ProtocolError, StoreError, StoreTimeoutError, Unreachabl
 from ckpt.live import runtime
 from ckpt.live.address import NAME
 from ckpt.live.datagrams import close_all, receive_message, send_message
+from ckpt.live.listening import EVERY_ADDRESS
 from ckpt.live.protocol import (
     LEASE_SECONDS,
     Address,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 START_SECONDS = 60.0
 ANSWER_SECONDS = 60.0
 """The longest wait for an answer, beside the wait that the request asks for."""
-EVERY_ADDRESS = ("", "0.0.0.0", "::")
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals to a whole job, which the server ignores."""
 _START = "import sys; sys.path[:] = sys.argv[1:]; from ckpt.live.host_process import main; main()"

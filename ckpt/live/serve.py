@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from urllib.parse import quote
 from ckpt.live.address import authority
 from ckpt.live.folder_app import FolderApp
 from ckpt.live.http_server import HttpServer
-from ckpt.live.listening import listen, most_connections
+from ckpt.live.listening import EVERY_ADDRESS, listen, most_connections
 from sharding.errors import ArgumentError
 
 
@@ -102,4 +103,6 @@ def _context(options: ServeOptions) -> ssl.SSLContext | None:
 def _url(options: ServeOptions, port: int) -> str:
     scheme = "http" if options.certificate is None else "https"
     key = "" if options.token is None else f"?token={quote(options.token, safe='')}"
-    return f"{scheme}://{authority(options.address, port)}/{key}"
+    # Readers cannot connect to "every address".
+    host = socket.gethostname() if options.address in EVERY_ADDRESS else options.address
+    return f"{scheme}://{authority(host, port)}/{key}"

@@ -294,7 +294,7 @@ def test_only_this_host_is_served_unless_told_otherwise(folder: Path) -> None:
         assert url.startswith("http://127.0.0.1:")
     for option, said in (("--token=a", "unencrypted"), ("--no-token", "everybody who reaches")):
         with serving(folder, "--address", "0.0.0.0", option) as (url, process):
-            assert url.startswith("http://0.0.0.0:")
+            assert url.startswith(f"http://{socket.gethostname()}:")
             assert process.stderr is not None
             assert said in process.stderr.readline()
 
