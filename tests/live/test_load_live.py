@@ -86,7 +86,7 @@ def test_all_ranks_load_the_same_version_while_others_come(
     def publish() -> None:
         for version in range(2, 12):
             offer.publish(version, folders[version])
-            offer.retire(version - 1)
+            offer.retire(version - 1, wait_seconds=60)
 
     later = Thread(target=publish)
     later.start()

@@ -162,11 +162,13 @@ def test_reads_that_race_with_retirements_are_whole_or_errors(
     publisher = Thread(target=publish)
     publisher.start()
     start.wait(60)
-    while publisher.is_alive() or len(found) < 3:
-        state = ckpt.load(offer.url, target(), verify=False)
-        values = {float(value) for name in "abcd" for value in state[name].unique()}
-        assert values == {float(state["step"])}
-        found.append(state["step"])
+    while publisher.is_alive() or not found:
+        loaded, error = result_or_error(lambda: ckpt.load(offer.url, target(), verify=False))
+        assert error is None or isinstance(error, ckpt.ReplacedError), error
+        for state in loaded:
+            values = {float(value) for name in "abcd" for value in state[name].unique()}
+            assert values == {float(state["step"])}
+            found.append(state["step"])
     publisher.join()
 
 
