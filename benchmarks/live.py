@@ -31,7 +31,7 @@ import report
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
@@ -323,7 +323,7 @@ class _StopError(Exception):
 
 def _run_state(nbytes: int) -> dict[str, object]:
     rows = max(4, nbytes // 4 // COLUMNS // TENSORS // 4 * 4)
-    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         f"w{at}": distribute_tensor(torch.full((rows, COLUMNS), float(at)), mesh, [Shard(0)])
         for at in range(TENSORS)

@@ -371,13 +371,15 @@ class Checkpointer:
     def _close(self, is_over: bool) -> None:
         if self._is_closed:
             return
+        is_saved = False
         try:
             self.wait_until_finished()
+            is_saved = not self._is_retrying
         finally:
             self._is_closed = True
             self._signals.close()
             if self._memory is not None:
-                self._memory.close(is_over)
+                self._memory.close(is_over and is_saved)
 
     def _place(self, step: int) -> str:
         return self._ranks.place(step)

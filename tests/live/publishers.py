@@ -52,11 +52,12 @@ def rank_state(value: float) -> dict[str, Any]:
     }
 
 
-def begin(runtime: str, name: str, **options: Any) -> str:
-    """Publish version 1, with the value 1; returns the URL."""
-    os.environ[RUNTIME] = runtime
+def begin(runtime: str, name: str, hosts: int = 1) -> str:
+    """Publish version 1, with the value 1; returns the URL. A host is a folder for sockets."""
+    host = dist.get_rank() * hosts // dist.get_world_size()
+    os.environ[RUNTIME] = runtime if hosts == 1 else f"{runtime}/host{host}"
     _states[name] = rank_state(1.0)
-    _live[name] = ckpt.publish(_states[name], name, **options)
+    _live[name] = ckpt.publish(_states[name], name)
     return _live[name].url
 
 
@@ -65,6 +66,19 @@ def update(name: str, value: float, version: int | None = None) -> int:
     _states[name].update(rank_state(value))
     _live[name].update(version).wait(SECONDS)
     return _live[name].version
+
+
+def update_fails(name: str) -> str:
+    """What an update raises."""
+    with pytest.raises(ckpt.CkptError) as raised:
+        _live[name].update().wait(SECONDS)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def server_of_rank(name: str) -> int:
+    """The process of the server that this rank leads; 0 if it leads none."""
+    server = _live[name].hosts.server
+    return 0 if server is None else server.pid
 
 
 def end(name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +83,32 @@ def test_what_fails_on_a_rank_fails_on_all_and_readers_keep_the_last_version(
     on.run(publishers.end, name)
     with pytest.raises(ckpt.CkptError):
         ckpt.read(url)
+
+
+def test_the_files_of_each_host_come_from_its_server_and_its_end_fails_updates_on_all_ranks(
+    clusters: Callable[[int], Any], runtime: Path
+) -> None:
+    on, name = clusters(4), "policy"
+    for host in ("host0", "host1"):
+        (runtime / host).mkdir(mode=0o700)
+    url = on.run(publishers.begin, str(runtime), name, 2)[0]
+    assert same(ckpt.read(url), whole_state(4, 1.0))
+    assert on.run(publishers.update, name, 2.0) == [2] * 4
+    assert same(ckpt.read(url), whole_state(4, 2.0))
+    servers = on.run(publishers.server_of_rank, name)
+    assert [bool(pid) for pid in servers] == [True, False, True, False]
+    os.kill(servers[2], signal.SIGKILL)
+    for rank, said in enumerate(on.run(publishers.update_fails, name)):
+        assert "policy" in said, said
+        assert rank >= 2 or "rank 2" in said, said
+    with pytest.raises(ckpt.CkptError):
+        ckpt.read(url)
+    on.run(publishers.end, name)
+    for host in ("host0", "host1"):
+        for path in (runtime / host).glob("policy*" if host == "host1" else "nothing"):
+            path.unlink()
+        wait_until_nothing_is_left(runtime / host)
+        shutil.rmtree(runtime / host)
 
 
 @pytest.mark.parametrize(
