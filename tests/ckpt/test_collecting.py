@@ -77,6 +77,18 @@ def test_left_overs_are_listed_beside_checkpoints_and_instead_of_them(tmp_path: 
     assert names(ckpt.gc(tmp_path / "a"), tmp_path) == {n for n in expected if n.startswith("a/")}
 
 
+def test_beside_an_old_left_over_a_young_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    young = f"{ATTEMPT[::-1]}-00000.safetensors"
+    fill(tmp_path, SHARD_NAME, young)
+    modify(tmp_path / young, 1.5)
+    pass_hours(monkeypatch, 26)
+    found = ckpt.gc(tmp_path, delete=True)
+    assert {one.name: one.was_removed for one in found} == {SHARD_NAME: True, young: False}
+    assert os.listdir(tmp_path) == [young]
+
+
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_a_file_that_was_being_converted_to_is_found_whatever_its_name(
     tmp_path: Path, to: str

@@ -434,3 +434,8 @@ def test_an_upload_has_no_more_parts_in_memory_than_the_budget_has_room_for(
     assert upload._made <= part_sizes.buffers
     upload.finish()
     assert sorted(arrived) == list(range(1, 21))
+
+
+def test_parts_are_larger_from_the_first_later_one_on() -> None:
+    sizes = PartSizes(part_bytes=1, later_bytes=8, first_later=3, buffers=2)
+    assert [sizes.part(number) for number in (1, 2, 3, 4)] == [1, 1, 8, 8]

@@ -190,6 +190,49 @@ def test_where_there_is_no_store_ranks_agree_by_collectives(clusters: Callable) 
     assert second == ([0, 1], b"from 1", "ValueError", "on purpose")
 
 
+def fail_in_three_ways() -> tuple[list[str], list[int]]:
+    """What a rank of three hears of calls that fail, and what all say in the call after them."""
+    rank, ranks, said = dist.get_rank(), Ranks(seconds=20), []
+
+    def fail() -> None:
+        if rank:
+            raise ValueError(f"of rank {rank}")
+
+    def leave() -> None:
+        with ranks.call("leaving"):
+            fail()
+            ranks.run_on_all("going on", int)
+
+    with pytest.raises((RankError, ValueError)) as raised:
+        ranks.run_on_all("failing", fail)
+    said.append(str(raised.value))
+    with pytest.raises(RankError) as raised:
+        ranks.run_on_all("loading" if rank == 2 else "saving", int)
+    said.append(str(raised.value))
+    for _ in range(2 if rank else 0):  # before rank 0 comes
+        with pytest.raises(ValueError, match="of rank"):
+            leave()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(RankError) as raised:
+            leave()
+        said.append(str(raised.value))
+    return said, everyone(ranks, rank)
+
+
+def test_the_lowest_rank_that_failed_and_the_calls_of_all_are_told(clusters: Callable) -> None:
+    first, *others = clusters(3).run(fail_in_three_ways)
+    other_call = (
+        "saving failed on rank 2 with OutOfStep: it is in loading (loading), and rank 0 in saving "
+        "(saving): call the same on all ranks, in the same order"
+    )
+    failing, leaving = (
+        f"{stage} failed on rank 1 with ValueError: of rank 1" for stage in ("failing", "leaving")
+    )
+    assert first == ([failing, other_call, leaving], [0, 1, 2])
+    assert others == [([f"of rank {rank}", other_call], [0, 1, 2]) for rank in (1, 2)]
+
+
 def meet_at_tcp_store(port: int) -> list[int]:
     """Agree in a group that has met at a TCPStore of its own."""
     rank = dist.get_rank()
