@@ -20,6 +20,7 @@ from sharding.agreement import ranks as ranks_module
 from sharding.agreement import rendezvous as rendezvous_module
 from sharding.agreement.channel import Call
 from sharding.agreement.collective import CollectiveChannel
+from sharding.agreement.connected import ENDED
 from sharding.agreement.links import Failure, Kind, Link, Message, flush
 from sharding.agreement.ranks import Ranks
 from sharding.agreement.rendezvous import (
@@ -231,6 +232,22 @@ def test_the_lowest_rank_that_failed_and_the_calls_of_all_are_told(clusters: Cal
     )
     assert first == ([failing, other_call, leaving], [0, 1, 2])
     assert others == [([f"of rank {rank}", other_call], [0, 1, 2]) for rank in (1, 2)]
+
+
+def close_on_rank_2() -> str:
+    """The error of the others after rank 2's connection has ended without a word."""
+    ranks = Ranks(seconds=20, purpose="ending")
+    ranks.run_on_all("meeting", int)
+    if dist.get_rank() == 2:
+        ranks._channel.close()
+        return ""
+    with pytest.raises(RankError) as raised:
+        ranks.run_on_all("going on", int)
+    return f"rank {raised.value.rank}: {raised.value.error}"
+
+
+def test_the_end_of_a_rank_is_noticed_before_the_time_is_over(clusters: Callable) -> None:
+    assert clusters(3).run(close_on_rank_2) == [f"rank 2: {ENDED}"] * 2 + [""]
 
 
 def meet_at_tcp_store(port: int) -> list[int]:
