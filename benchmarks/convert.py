@@ -44,6 +44,7 @@ def _save(store: str, gib: float) -> None:
 def _convert(store: str, rounds: int) -> measure.Samples:
     ours, theirs = f"{store}/ours", f"{store}/dcp"
     safetensors, pt, hf = f"{store}/out.safetensors", f"{store}/out.pt", f"{store}/out-hf"
+    own = f"{store}/out-own"
 
     def fresh() -> None:
         for name in os.listdir(store):
@@ -66,6 +67,10 @@ def _convert(store: str, rounds: int) -> measure.Samples:
         with ckpt.open(hf) as checkpoint:
             _check_weight(ours, checkpoint["model.norm.weight"][:])
 
+    def check_own() -> None:
+        with ckpt.open(own) as checkpoint:
+            _check_weight(ours, checkpoint["model.norm.weight"][:])
+
     def contestant(run: Callable[[], object], check: Callable[[], None]) -> measure.Contestant:
         return measure.Contestant(run, fresh, check)
 
@@ -82,6 +87,8 @@ def _convert(store: str, rounds: int) -> measure.Samples:
         ),
         "ckpt, to a torch.save file": ours_of(ours, "torch", pt, check_pt),
         "ckpt, to a Hugging Face folder": ours_of(ours, "hf", hf, check_hf),
+        "ckpt, to ckpt's own format": ours_of(ours, "ckpt", own, check_own),
+        "ckpt, DCP's folder to ckpt's own format": ours_of(theirs, "ckpt", own, check_own),
         "ckpt, DCP's folder to one safetensors file": ours_of(
             theirs, "safetensors", safetensors, check_safetensors
         ),

@@ -1,10 +1,11 @@
 """Loading a Hugging Face folder into a CPU model: ckpt beside safetensors and two streamers.
 
     python benchmarks/weights.py --store DIR
-    python benchmarks/weights.py --s3
+    python benchmarks/weights.py --store DIR --s3
 
 The model is that of workload A, with a third of its bytes, in shards of 200 MB. With several ranks
-it is sharded by FSDP2; a rank needs its rows. The floor reads as many bytes into the same memory.
+it is sharded by FSDP2; a rank needs its rows. The floor reads as many bytes into the same memory,
+or over HTTP from the server. safetensors and fastsafetensors read no S3: files are downloaded.
 runai-model-streamer and fastsafetensors (`pip install runai-model-streamer[s3] fastsafetensors`)
 are left out where they are not installed.
 """
@@ -16,10 +17,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import floor
 import measure
+import object_store
 import report
 import torch
 import torch.distributed as dist
@@ -28,6 +31,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ckpt
+
+if TYPE_CHECKING:
+    from tests.stores.server import Server
 
 SHARD_BYTES = 200_000_000
 S3_GIB = 0.5
@@ -130,49 +136,63 @@ def _load(store: str, gib: float, rounds: int) -> measure.Samples:
         return measure.interleaved(found, rounds)
 
 
-def _load_from_s3(gib: float, rounds: int) -> measure.Samples:
-    """One process: the floor is what s3fs takes for the bytes of the files, in ranges."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    import object_store
-
+def _save_to_s3(server: Server, gib: float) -> None:
     training = workload.build(gib)
-    rows = _rows_of(training.model)
-    with object_store.servers(None) as (server, _):
-        options = dict(server.options)
-        ckpt.save(server.url("ours"), {"model": training.model}, storage_options=options)
-        to_hf = {"to": "hf", "select": "model", "max_shard_bytes": SHARD_BYTES}
-        ckpt.convert(server.url("ours"), server.url("hf"), storage_options=options, **to_hf)
-        fs = object_store.driver(options)
-        files = [found for found in fs.ls(f"{server.bucket}/hf") if found.endswith(".safetensors")]
-        os.environ.update(server.environment)
-        os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"
-        expected = training.digest()
+    options = dict(server.options)
+    ckpt.save(server.url("ours"), {"model": training.model}, storage_options=options)
+    to_hf = {"to": "hf", "select": "model", "max_shard_bytes": SHARD_BYTES}
+    ckpt.convert(server.url("ours"), server.url("hf"), storage_options=options, **to_hf)
 
-        def check() -> None:
-            if training.digest() != expected:
-                raise RuntimeError("what was loaded is not what was saved")
 
-        def clear() -> None:
-            for target, _ in rows.values():
-                target.zero_()
+def _load_from_s3(server: Server, gib: float, rounds: int) -> measure.Samples:
+    """The floor is what s3fs takes for a rank's share of the bytes, in ranges."""
+    training = workload.build(gib)
+    rows, rank, world_size = _rows_of(training.model), dist.get_rank(), dist.get_world_size()
+    options = dict(server.options)
+    fs = object_store.driver(options)
+    files = [found for found in fs.ls(f"{server.bucket}/hf") if found.endswith(".safetensors")]
+    sizes = [fs.info(file)["size"] for file in files]
+    os.environ.update(server.environment)
+    os.environ["RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING"] = "0"
+    url = server.url("hf")
+    ckpt.load(url, training.model, storage_options=options)
+    expected = training.digest()
 
-        def contestant(run: Callable[[], object]) -> measure.Contestant:
-            return measure.Contestant(run, clear, check)
+    def check() -> None:
+        if training.digest() != expected:
+            raise RuntimeError("what was loaded is not what was saved")
 
-        def read() -> None:
-            for file in files:
-                object_store.read(fs, file, fs.info(file)["size"])
+    def clear() -> None:
+        for target, _ in rows.values():
+            target.zero_()
 
-        url = server.url("hf")
-        found = {
-            report.FLOOR: measure.Contestant(read),
-            "ckpt": contestant(lambda: ckpt.load(url, training.model, storage_options=options)),
-        }
-        if find_spec("runai_model_streamer_s3"):
-            paths = [f"s3://{file}" for file in files]
-            found["runai-model-streamer"] = contestant(lambda: _by_runai(rows, paths))
-        with torch.no_grad():
-            return measure.interleaved(found, rounds)
+    def contestant(run: Callable[[], object]) -> measure.Contestant:
+        return measure.Contestant(run, clear, check)
+
+    def read() -> None:
+        for file, size in zip(files, sizes, strict=True):
+            lo, hi = (size * at // world_size for at in (rank, rank + 1))
+            starts = list(range(lo, hi, object_store.PIECE_BYTES))
+            ends = [min(start + object_store.PIECE_BYTES, hi) for start in starts]
+            fs.cat_ranges([file] * len(starts), starts, ends)
+
+    def downloaded() -> None:
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            paths = [f"{folder}/{at}.safetensors" for at in range(len(files))]
+            fs.get(files, paths)
+            for path in paths:
+                _copy(rows, iter(load_file(path).items()))
+
+    found = {
+        report.FLOOR: measure.Contestant(read),
+        "ckpt": contestant(lambda: ckpt.load(url, training.model, storage_options=options)),
+        "s3fs download, load_file and copy": contestant(downloaded),
+    }
+    if find_spec("runai_model_streamer_s3"):
+        paths = [f"s3://{file}" for file in files]
+        found["runai-model-streamer"] = contestant(lambda: _by_runai(rows, paths))
+    with torch.no_grad():
+        return measure.interleaved(found, rounds)
 
 
 def tables(options: report.Options) -> list[report.Table]:
@@ -189,12 +209,16 @@ def tables(options: report.Options) -> list[report.Table]:
 
 
 def s3_tables(options: report.Options) -> list[report.Table]:
-    """From an S3 server on this machine."""
+    """From an S3 server on this machine, a block of rows for each world size."""
     gib = min(options.gib, S3_GIB)
-    ranks = measure.on_ranks(1, _load_from_s3, gib, options.rounds)
-    rows = report.rows("1", measure.joined(ranks), report.read_mib)
-    columns = report.columns("W", "MiB read by calls")
-    title = f"Hugging Face folder in S3 to a CPU model, {gib / 3:.2g} GiB"
+    rows = []
+    with object_store.servers(None) as (server, _):
+        measure.on_ranks(1, _save_to_s3, server, gib)
+        for world_size in options.world_sizes:
+            ranks = measure.on_ranks(world_size, _load_from_s3, server, gib, options.rounds)
+            rows += report.rows(str(world_size), measure.joined(ranks), report.read_mib)
+        columns = report.columns("W", "MiB read by calls")
+        title = f"Hugging Face folder in S3 ({server.name}) to a CPU model, {gib / 3:.2g} GiB"
     return [report.Table(title, columns, rows)]
 
 
@@ -205,6 +229,7 @@ def everything(options: report.Options) -> list[report.Table]:
 
 if __name__ == "__main__":
     if "--s3" in sys.argv:
-        print(*s3_tables(report.Options("")), sep="\n")
+        sys.argv.remove("--s3")
+        report.main(__doc__, s3_tables)
     else:
         report.main(__doc__, tables)

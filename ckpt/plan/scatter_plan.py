@@ -8,7 +8,8 @@ Rules:
 
 1. The batches and their readers follow from names, layouts and sizes alone: all ranks plan alike.
 2. With k = loading / saving ranks, k ranks read each shard file and take batches round-robin. A
-   tensor is scattered from its stored layout, with readers in the place of the saving ranks.
+   tensor is scattered from its stored layout, with readers in the place of the saving ranks. A
+   tensor that lies whole in a file of another format counts as one that a single rank saved.
 3. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
    them until the round is over, holds them once more as messages, and receives at most as many at
    a time. A tensor is not scattered if one rank would read more of it.
@@ -24,7 +25,7 @@ import numpy as np
 
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.plan.shard_sizes import elements_held, positions
-from formats.catalog import TensorRecord
+from formats.catalog import PieceTable, TensorRecord
 from sharding.layout import Layout, Mesh
 
 
@@ -103,7 +104,7 @@ class Scatter:
 
     def takes(self, name: str, record: TensorRecord, target: int, want: Layout) -> bool:
         """Takes a tensor with a direct target if it is to be scattered; returns whether it is."""
-        stored, ranks = record.layout, self._world.size
+        stored, ranks = _stored_layout(record), self._world.size
         if (
             stored is None
             or 2 * stored.mesh.size > ranks
@@ -138,7 +139,7 @@ class Scatter:
         before = np.zeros_like(reading)  # by each rank, in earlier batches of its round
         rounds: list[list[_Batch]] = []
         # Sorted into the order of the files; the target has the order of the state.
-        for entry in sorted(self._entries, key=lambda one: -one.record.dtype.itemsize):
+        for entry in sorted(self._entries, key=_place_in_file):
             reads = entry.reads
             if (
                 not rounds
@@ -206,3 +207,19 @@ class Scatter:
         """Returns the positions in the world of the ranks that read a tensor in a batch."""
         each = self._world.size // entry.stored.mesh.size
         return slice(number % each, None, each)
+
+
+def _stored_layout(record: TensorRecord) -> Layout | None:
+    """Returns the layout of a stored tensor; None if it lies in several pieces without a layout."""
+    if record.layout is None and isinstance(record.pieces, PieceTable) and len(record.pieces) == 1:
+        return Layout.single(record.shape, 0)
+    return record.layout
+
+
+def _place_in_file(entry: _Entry) -> tuple[int, str, int]:
+    """Returns a key that sorts tensors into the order of the files, without opening any."""
+    pieces = entry.record.pieces
+    if entry.record.layout is None:
+        (stored,) = pieces
+        return 0, stored.extent.file, stored.extent.offset
+    return -entry.record.dtype.itemsize, "", 0

@@ -212,6 +212,8 @@ class RangeReader:
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
         part = self._sums.part(one.request, one.lo, one.hi)
+        if chunk < 0 and part is None and self._reader.read_bytes <= LOCAL_READ_BYTES:
+            step = len(target)  # nothing is compared, so no part has to stay in the cache
         for at in range(0, len(target), step):
             data = target[at : at + step]
             self._reader.read_into(one.file, one.lo + at, data)
