@@ -90,6 +90,22 @@ def test_what_few_ranks_saved_is_dealt_out_to_many(
     assert proxy.count() <= loaded * (1 + 2 + 5)
 
 
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_whole_tensors_of_another_format_are_dealt_out_to_many(
+    clusters: Callable, proxy: FaultProxy, tmp_path: Path, to: Any
+) -> None:
+    url, options = proxy.server.url(f"{tmp_path.name}/b.{to}"), dict(proxy.server.options)
+    ckpt.save(tmp_path / "a", wanted(None, True))
+    ckpt.convert(tmp_path / "a", url, to=to, dst_storage_options=options)
+    proxy.clear()
+    read = clusters(2).run(load, url, options, (Shard(0),))
+    nbytes = sum(tensor.numel() * tensor.itemsize for tensor in wanted(None, True).values())
+    assert sum(read) == nbytes
+    assert max(read) < 0.8 * nbytes
+    # To find and open the file, and a run of bytes: without scattering one for each tensor.
+    assert proxy.count() <= 2 * (10 + 2)
+
+
 def load_what_is_damaged(url: str, options: Options) -> tuple[str, tuple[str, ...]]:
     target = wanted((Shard(0),), False)
     try:
