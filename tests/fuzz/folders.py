@@ -136,7 +136,7 @@ def _read(folder: Folder, catalog: Catalog, name: str) -> None:
 
 def _look(catalog: Catalog) -> None:
     """`ckpt inspect` and `ckpt ls` show nothing that a terminal would take for a command."""
-    shown = inspect.Options("memory", [], None, values=True, files=True, as_json=False)
+    shown = inspect.Options("memory", [], None, True, True, True, as_json=False, html=None)
     values = dict(inspect._values(catalog.tree))
     for line in inspect._lines(shown, catalog, values, lambda name: True):
         assert line.isprintable(), line
