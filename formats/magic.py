@@ -150,7 +150,10 @@ def zip_kind(names: Iterable[str]) -> Kind | None:
     if all(name.endswith(".npy") for name in found):
         return Kind("a .npz file", reader="npz")
     if any(name.endswith("archive_format") for name in found):
-        return Kind("a program of torch.export (pt2)", "save its weights with torch.save(torch.export.load(path).state_dict, ...)")
+        return Kind(
+            "a program of torch.export (pt2)",
+            "save its weights with torch.save(torch.export.load(path).state_dict, ...)",
+        )
     if any(name.endswith(("model.weights.h5", "metadata.json")) for name in found):
         return Kind("a .keras file", "unzip it: model.weights.h5 has the weights, in HDF5")
     if any(name.startswith("META-INF/") or name.endswith(".dist-info/METADATA") for name in found):
