@@ -21,7 +21,7 @@ from ckpt.errors import CkptError, InUseError, SaveFailedWarning
 from ckpt.run.history import run_steps
 from ckpt.run.retention import Keep, RunStep, removable
 from ckpt.stores.store import Options, join_url
-from ckpt.transfer.bases import dependents
+from ckpt.transfer.bases import borrowing, dependents
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def removals(url: str, keep: Keep, options: Options, *, dry_run: bool = False) -
         try:
             if dry_run:
                 users = [name for name in dependents(place, options) if name not in gone]
-                needed_by = f"{', '.join(users)} beside it borrow from it" if users else ""
+                needed_by = borrowing(users) if users else ""
             else:
                 was_deleted(place, True, options)
                 needed_by = ""

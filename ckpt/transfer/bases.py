@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -115,12 +115,21 @@ def check_unused(url: str | os.PathLike[str], options: Options = None) -> None:
     """Raises InUseError if a checkpoint beside this one borrows from it."""
     found = dependents(url, options)
     if found:
-        more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
         raise InUseError(
-            f"{os.fspath(url)}: {', '.join(found[:SHOWN_NAMES])}{more} beside it borrow from it "
-            "and cannot be read without it: delete them first, or make each of them whole with "
-            "`ckpt convert`"
+            f"{os.fspath(url)}: {borrowing(found)} and cannot be read without it: first delete "
+            "each checkpoint that borrows, or make it whole with `ckpt convert`"
         )
+
+
+def borrowing(names: Sequence[str]) -> str:
+    """Returns the statement that checkpoints with these names borrow from the one beside them.
+
+    >>> borrowing(["step-2"]), borrowing(["step-2", "step-3"])
+    ('step-2 beside it borrows from it', 'step-2, step-3 beside it borrow from it')
+    """
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    verb = "borrows" if len(names) == 1 else "borrow"
+    return f"{', '.join(names[:SHOWN_NAMES])}{more} beside it {verb} from it"
 
 
 def dependents(url: str | os.PathLike[str], options: Options = None) -> list[str]:

@@ -213,7 +213,7 @@ def test_what_others_borrow_from_is_not_removed_nor_said_to_be_overwritable(run,
     save(tmp_path / "b", {"w": torch.ones(5)}, base=tmp_path / "a")
     ended = run("rm", tmp_path / "a")
     assert ended.code == ExitCode.EXISTS
-    assert "b beside it borrow from it" in ended.err
+    assert "b beside it borrows from it" in ended.err
     assert "not removed as others borrow from it" in run("rm", "--help").out
     assert "--overwrite" not in ended.err
 
