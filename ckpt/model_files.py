@@ -4,8 +4,9 @@ Rules:
 
 1. A Hugging Face folder that a conversion writes gets the files with the known names (`NAMES`) from
    the folder that the caller names, or else from that of the source.
-2. If the conversion changes names, the source's files are not copied: its `config.json` describes
-   another model. Sizes for a mapping are read from it all the same.
+2. If the conversion changes names, or takes another part than the weights, the source's files are
+   not copied: its `config.json` describes another model. Sizes for a mapping are read from it all
+   the same.
 3. `config.json` names a dtype. It becomes the dtype to which all floats are cast.
 4. With an `adapter_config.json` and no `config.json` the folder is an adapter of PEFT, whose file
    of weights has another name.

@@ -114,7 +114,8 @@ class Changes:
         """Returns the configuration and tokenizer for a new folder (`ckpt.model_files`)."""
         if self.config is not None:
             return read_model_files(self.config)
-        return {} if self.mappings else model_files_in(source.store)
+        is_whole = self.select in (None, "", source.catalog.weights) and self.part != "optimizer"
+        return model_files_in(source.store) if is_whole and not self.mappings else {}
 
     def _config(self, source: Source) -> Mapping[str, object]:
         """Returns the configuration of the model; empty if there is none."""

@@ -106,6 +106,19 @@ def test_the_sizes_of_a_mapping_come_from_the_named_configuration(
     ).equal
 
 
+def test_an_optimizer_gets_no_configuration_of_a_model(tmp_path: Path) -> None:
+    trainer = Path(__file__).parents[1] / "data" / "trainer" / "checkpoint-2"
+    files = ("config.json", "generation_config.json")
+    for name, select, expected in (
+        ("a", "model", files),
+        ("b", "optimizer", ()),
+        ("c", None, files),
+    ):
+        report = ckpt.convert(trainer, tmp_path / name, to="hf", select=select)
+        assert report.model_files == expected
+    assert ckpt.convert(trainer, tmp_path / "d", to="hf", part="optimizer").model_files == ()
+
+
 def test_a_file_beyond_the_limit_is_refused_by_name(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.json").write_bytes(bytes(5000))
     with limits(header_bytes=4000), pytest.raises(HostileError, match=r"tokenizer\.json"):

@@ -98,8 +98,10 @@ def test_a_model_that_three_ranks_trained_opens_in_transformers_and_resumes_on_t
 
     trainer = script("trainer")
     losses = clusters(3).run(trained, str(tmp_path / "run"))
-    ckpt.convert(tmp_path / "run", tmp_path / "hf", to="hf", select="model")
-    trainer.model().config.save_pretrained(tmp_path / "hf")
+    trainer.model().config.save_pretrained(tmp_path / "config")
+    ckpt.convert(
+        tmp_path / "run", tmp_path / "hf", to="hf", part="model", config=tmp_path / "config"
+    )
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     expected = torch.tensor(trainer.logits(model))
     for found in losses:
