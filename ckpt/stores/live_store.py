@@ -235,7 +235,7 @@ class LiveStore(ReadOnlyStore):
             if version is not None and self._lease is not None:
                 raise VersionGoneError(self.url, version, None) from None  # its publisher has ended
             raise
-        with suppress(StoreError):
+        with suppress(OSError):  # none on this host, or no folder for sockets
             self._local = self._local or HostServer.attach(self._live.name)
         local = self._local
         self._looked[self._home] = local is not None and local.server == found.server

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from errno import ENOENT
 from typing import Any
@@ -34,6 +35,8 @@ from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import BESIDE, REMOTE_READ_BYTES
 from sharding.errors import ArgumentError
 
+LOOK_SECONDS = 5.0
+"""The longest wait for a server that is probably not ours."""
 OUR_SERVERS = "ckpt/"
 """The start of the header `Server` of our servers."""
 PORTS = {"http": 80, "https": 443}
@@ -191,6 +194,8 @@ def is_served(url: str, options: Mapping[str, Any]) -> bool:
             told = HttpOptions.of(options, token)
         except ArgumentError:  # options of the driver
             return False
+        if TOKEN not in url:
+            told = replace(told, seconds=min(told.seconds, LOOK_SECONDS))
         if _has_proxy(url):
             return False
         client = HttpClient(place, told)
