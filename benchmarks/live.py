@@ -63,7 +63,7 @@ class _Job:
         self.fan = dist.new_group([0, *members[1]])
         self.shapes = {f"w{at:02}": (rows, COLUMNS) for at in range(TENSORS)}
         self.nbytes = 4 * rows * COLUMNS * TENSORS
-        mesh = DeviceMesh("cpu", members[0] if self.is_trainer else members[1])
+        mesh = DeviceMesh.from_group(self.group, "cpu")
         self.state: dict[str, Any] = {}
         for at, (name, shape) in enumerate(self.shapes.items()):
             dim = at % 2 if not self.is_trainer and readers == 3 else 0

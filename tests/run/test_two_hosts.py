@@ -100,9 +100,11 @@ class Job:
 
 
 @contextmanager
-def run(folder: Path, steps: int, hosts: Sequence[str] = tuple(RANKS)) -> Iterator[Job]:
+def run(
+    folder: Path, steps: int, hosts: Sequence[str] = tuple(RANKS), near: str = ""
+) -> Iterator[Job]:
     """The run in `folder`, on all ranks of these hosts. The first host has the rendezvous."""
-    job = start(folder, steps, hosts)
+    job = start(folder, steps, hosts, near)
     try:
         yield job
     finally:
@@ -113,7 +115,7 @@ def run(folder: Path, steps: int, hosts: Sequence[str] = tuple(RANKS)) -> Iterat
             reader.join(WAIT_SECONDS)
 
 
-def start(folder: Path, steps: int, hosts: Sequence[str]) -> Job:
+def start(folder: Path, steps: int, hosts: Sequence[str], near: str) -> Job:
     """Starts an agent on each host, with its workers and a reader of their output."""
     connect(*hosts)
     job = Job()
@@ -124,7 +126,7 @@ def start(folder: Path, steps: int, hosts: Sequence[str]) -> Job:
         agent += ["--nproc-per-node", str(RANKS[host]), "--max-restarts", "0"]
         agent += ["--master-addr", ADDRESSES[hosts[0]], "--master-port", "29511"]
         agent += ["--local-addr", ADDRESSES[host]]
-        agent += [str(WORKER), str(folder / "shared"), str(folder / host), str(steps)]
+        agent += [str(WORKER), str(folder / "shared"), near or str(folder / host), str(steps)]
         job.agents[host] = process = subprocess.Popen(
             agent,
             stdout=subprocess.PIPE,
@@ -173,3 +175,19 @@ def test_hosts_that_come_back_go_on_from_their_own_folders(tmp_path: Path) -> No
     with run(tmp_path, SHARED_EVERY) as replaced:
         assert replaced.line(r"restored (\d+) on 3 ranks")[1] == str(SHARED_EVERY)
         assert replaced.ended() == [0, 0]
+
+
+@pytest.mark.usefixtures("network")
+def test_the_host_that_lives_goes_on_from_its_copies_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_RUNTIME_DIR", str(tmp_path / "runtime"))
+    with run(tmp_path, FOREVER, near="memory") as job:
+        job.line(f"step {SHARED_EVERY + 3}$")
+        lose("ckpt-two")
+        assert job.agents["ckpt-one"].wait(WAIT_SECONDS) != 0
+        # The servers of the host that lives still run.
+        with run(tmp_path, 4 * SHARED_EVERY, ["ckpt-one"], near="memory") as alone:
+            restored = int(alone.line(r"restored (\d+) on 2 ranks")[1])
+            assert restored >= SHARED_EVERY + 3
+            assert alone.ended() == [0]

@@ -2,6 +2,8 @@
 
     two_hosts_worker.py SHARED LOCAL STEPS
 
+With "memory" in the place of LOCAL, the near tier is in memory.
+
 Each element of the state is the step it was saved at. Rank 0 prints the restored step and each step
 that it has finished.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +32,13 @@ def main() -> None:
     weight = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)])
     assert isinstance(weight, DTensor)
     part = weight.to_local()
+    near: dict[str, Any] = {"local": local, "local_every_steps": 1}
+    if local == "memory":
+        near = {"memory": ckpt.Memory(every_steps=1)}
     with ckpt.Checkpointer(
         shared,
         every_steps=SHARED_EVERY,
-        local=local,
-        local_every_steps=1,
+        **near,
         blocking=True,
         on_failure="raise",
         timeout=15,
