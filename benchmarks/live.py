@@ -379,35 +379,56 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=1000, help="the whole state")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--store", default=tempfile.gettempdir(), help="a folder on a disk")
+    parser.add_argument("--table", choices=("hand-over", "training"), help="one of the two tables")
     given = parser.parse_args()
-    nbytes = given.size_mb * 10**6
+    nbytes, rounds = given.size_mb * 10**6, given.rounds
     os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
     print(report.machine(), end="\n\n", flush=True)
+    size = f"{given.size_mb} MB, {rounds} rounds"
+    if given.table != "training":
+        columns = ("ranks", "way", "seconds", "ratio", "extra MiB a rank")
+        rows = hand_overs(nbytes, rounds)
+        print(report.Table(f"From trainers to readers, {size}", columns, rows), flush=True)
+    if given.table != "hand-over":
+        columns = ("", "seconds", "other", "ratio")
+        rows = beside_training(nbytes, rounds, given.store)
+        print(report.Table(f"Beside the training, {size}", columns, rows))
+
+
+def hand_overs(nbytes: int, rounds: int) -> list[list[str]]:
+    """The rows of all cases."""
     rows = []
     for trainers, readers in CASES:
         folder = tempfile.mkdtemp(prefix="ckpt-bench-", dir=TMPFS)
         try:
             world = trainers + readers
-            samples = measure.on_ranks(
-                world, hand_over, nbytes, trainers, readers, given.rounds, folder
-            )
+            samples = measure.on_ranks(world, hand_over, nbytes, trainers, readers, rounds, folder)
         finally:
             shutil.rmtree(folder)
         rows += hand_over_rows(f"{trainers} → {readers}", measure.joined(samples))
-        sys.stderr.write(f"{trainers} → {readers} is done\n")
-    title = f"{given.size_mb} MB from trainers to readers, {given.rounds} rounds"
-    columns = ("ranks", "way", "seconds", "ratio", "extra MiB a rank")
-    print(report.Table(title, columns, rows), flush=True)
-    with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=given.store) as folder:
-        pairs = measure.on_ranks(2, steps_beside_readers, nbytes, given.rounds, f"{folder}/flag")[0]
+        _say(f"{trainers} → {readers} is done")
+    return rows
+
+
+def beside_training(nbytes: int, rounds: int, store: str) -> list[list[str]]:
+    """The rows of a step beside readers, and of a resume."""
+    with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=store) as folder:
+        pairs = measure.on_ranks(2, steps_beside_readers, nbytes, rounds, f"{folder}/flag")[0]
         rows = [["a step, another job reads all the time", *_ratio(pairs, "alone")]]
+        _say("steps are done")
         with suppress(BrokenProcessPool):
             measure.on_ranks(2, train_and_die, nbytes, f"{folder}/run")
-        found = measure.on_ranks(2, resume, nbytes, f"{folder}/run", given.rounds)
+        _say("trainers are killed")
+        found = measure.on_ranks(2, resume, nbytes, f"{folder}/run", rounds)
         slowest = [(max(a[0], b[0]), max(a[1], b[1])) for a, b in zip(*found, strict=True)]
         back = [(disk, near) for near, disk in slowest]
         rows.append(["a resume from memory after kill -9", *_ratio(back, "from disk, cold cache")])
-    print(report.Table("Beside the training", ("", "seconds", "other", "ratio"), rows))
+    return rows
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _ratio(pairs: Sequence[tuple[float, float]], other: str) -> list[str]:
