@@ -18,6 +18,8 @@ from ckpt.live.protocol import STALL_SECONDS, Address, RefusedError, Segment
 from ckpt.live.wire import Wire
 
 CONNECT_SECONDS = 10.0
+COPY = "copy"
+"""The lease that a copying server names."""
 _TURN_BYTES = 4 << 20
 _HEAD_BYTES = 4 << 10
 
@@ -75,7 +77,7 @@ async def _copy(
         ("authorization", f"Bearer {token}"),
         ("connection", "close"),
         # The bytes count as read once this server has answered, as those of a released lease do.
-        ("ckpt-lease", "copy"),
+        ("ckpt-lease", COPY),
     ]
     asks = parser.send(h11.Request(method="GET", target=path, headers=headers))
     await wire.send(asks, STALL_SECONDS)

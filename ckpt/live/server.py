@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from contextlib import suppress
 from time import monotonic
 
 from ckpt.live.address import FILE, NAME, version_of
@@ -29,7 +28,7 @@ from ckpt.live.protocol import (
     object_of,
     version_in,
 )
-from ckpt.live.pull import pull
+from ckpt.live.pull import COPY, pull
 from ckpt.live.ranges import file_answer
 from ckpt.live.tokens import check_token
 
@@ -118,12 +117,18 @@ class LiveApp:
         if request.method == "POST":
             return await self._pull(request, name, version, file)
         self._table.find(name, version, file)
-        lease = request.headers.get(LEASE_HEADER)
-        request.connection.is_leased = lease is not None
-        if lease is not None:
-            with suppress(RefusedError):  # another server has it, or it has ended
-                self._table.renew(name, lease, monotonic())
+        request.connection.is_leased = self._is_leased(request, name, version)
         return file_answer(self._host.files[name, version, file], request.headers.get("range"))
+
+    def _is_leased(self, request: HttpRequest, name: str, version: int) -> bool:
+        """Renews the lease that a request names; returns whether it is one on this version."""
+        lease = request.headers.get(LEASE_HEADER)
+        if lease is None:
+            return False
+        try:
+            return self._table.renew(name, lease, monotonic()) == version
+        except RefusedError:  # another server has it, or it has ended
+            return lease == COPY or not self._table.is_committed(name, version)
 
     async def _pull(self, request: HttpRequest, name: str, version: int, file: str) -> HttpAnswer:
         body = object_of(request.body, "the body")

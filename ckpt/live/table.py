@@ -259,6 +259,10 @@ class Table:
             raise self._missing(found, name, version, one, file)
         return size
 
+    def is_committed(self, name: str, version: int) -> bool:
+        """Whether leases on a version are given here."""
+        return self._version(name, version).phase is not Phase.OPEN
+
     def places(self, name: str, version: int) -> Mapping[str, FileAt]:
         """Returns the files of a visible version."""
         found = self._name(name)

@@ -209,6 +209,17 @@ def test_a_drop_says_whether_bytes_may_be_in_flight(hosts: Hosts) -> None:
     assert server.drop(4, overdue=server.retire(4, 0.05)) is True
 
 
+def test_a_lease_on_another_version_or_an_invented_one_is_none(hosts: Hosts) -> None:
+    server = hosts.start(lease_seconds=0.5)
+    for version in (1, 2, 3):
+        publish_closed(server, version, f=b"12345")
+    client, other = hosts.client(server), hosts.client(server)
+    for version, lease in ((1, client.lease("policy", 3)), (2, "invented")):
+        assert other.get(f"/policy/{version}/f", Ckpt_Lease=lease).body == b"12345"
+        assert server.drop(version, overdue=False) is True
+        other.close()
+
+
 def test_a_drop_counts_connections_that_ended_after_their_answer(hosts: Hosts) -> None:
     server = hosts.start()
     for version in (1, 2, 3):
