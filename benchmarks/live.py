@@ -360,6 +360,8 @@ def resume(nbytes: int, folder: str, rounds: int) -> list[tuple[float, float]]:
             assert bool((one.to_local() == float(at)).all())
         return seconds
 
+    for memory in (None, ckpt.Memory()):  # the first of each imports modules
+        restored(memory, folder)
     for _ in range(rounds):
         near = restored(ckpt.Memory(), folder)
         os.sync()
