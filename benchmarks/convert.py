@@ -75,9 +75,8 @@ def _convert(store: str, rounds: int) -> measure.Samples:
         return measure.Contestant(run, fresh, check)
 
     def ours_of(source: str, to: Any, target: str, check: Callable[[], None]) -> measure.Contestant:
-        return contestant(
-            lambda: ckpt.convert(source, target, to=to, max_shard_bytes=SHARD_BYTES), check
-        )
+        sizes = {"max_shard_bytes": SHARD_BYTES} if to in ("ckpt", "hf") else {}
+        return contestant(lambda: ckpt.convert(source, target, to=to, **sizes), check)
 
     contestants = {
         report.FLOOR: contestant(copied, fresh),

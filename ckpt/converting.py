@@ -108,7 +108,7 @@ def convert(
     prefix: str = "",
     parameters: Mapping[str, int] | None = None,
     config: str | os.PathLike[str] | None = None,
-    max_shard_bytes: int = huggingface.MAX_SHARD_BYTES,
+    max_shard_bytes: int | None = None,
     overwrite: bool = False,
     compress: bool = False,
     dtype: DtypeName | Mapping[str, DtypeName | None] | None = None,
@@ -149,8 +149,8 @@ def convert(
         config: the folder of the model, as `save_pretrained` writes it, or its `config.json`. Its
             sizes are for the mappings, and for `hf` its configuration and tokenizer are copied. By
             default the source's folder, whose files are copied unless names change.
-        max_shard_bytes: the largest size of a folder's files (not for dcp, nor with `kind`). A
-            larger tensor has a file of its own.
+        max_shard_bytes: the largest size of the files of `hf` and, without `kind`, of `ckpt`; 5 GB
+            by default. A larger tensor has a file of its own.
         overwrite: replaces the target: a file, a checkpoint of ckpt's own format, or, for `hf` and
             `dcp`, a folder with all its content, unless it holds several checkpoints. A link is
             replaced itself. A pipe, a device, or a file that the source or another checkpoint needs
@@ -205,12 +205,14 @@ def convert(
         format_of(os.fspath(dst), to),
         storage_options if dst_storage_options is None else dst_storage_options,
         overwrite,
-        max_shard_bytes,
+        huggingface.MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes,
         compress,
         divided,
         number,
     )
     target.check(resume, group)
+    if max_shard_bytes is not None:
+        target.check_has_shards()
     ranks = None if group == SELF else Ranks(group)
     is_first = ranks is None or ranks.rank == 0
     with called_together(ranks), open_source(src, storage_options) as source:
@@ -280,6 +282,18 @@ class _Target:
                 "a conversion by several ranks leaves nothing to go on from: leave out resume=True "
                 "(--resume), or convert with one process"
             )
+
+    def check_has_shards(self) -> None:
+        """Raises ArgumentError if no size of files can be chosen."""
+        if self.format is Format.CKPT and self.kind is not None:
+            why = f"kind={self.kind.value} decides the files"
+        elif self.format in (Format.CKPT, Format.HUGGINGFACE):
+            return
+        else:
+            why = f"{self.format.value} has no files of a largest size"
+        raise ArgumentError(
+            f"{without_secrets(self.url)}: {why}: leave out max_shard_bytes= (--max-shard-size)"
+        )
 
     def check_free(self, source: Source) -> None:
         """Raises as `convert` does if the target is there, and may not be replaced."""

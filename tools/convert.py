@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ckpt.mapping.changes import Part
 
 SUMMARY = "write a checkpoint in another format, in bounded memory"
-MAX_SHARD_BYTES = 5_000_000_000
 SHOWN_LEFT_OUT = 5
 
 
@@ -50,7 +49,7 @@ class Options:
     config: str | None
     rename: list[Pair] | None
     prefix: str
-    max_shard_bytes: int
+    max_shard_bytes: int | None
     overwrite: bool
     compress: bool
     dtype: list[Pair] | None
@@ -96,8 +95,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         dest="max_shard_bytes",
         metavar="SIZE",
         type=size_of,
-        default=MAX_SHARD_BYTES,
-        help="the largest file of a Hugging Face folder: 5GB, 500M, 2GiB; default 5GB",
+        help="the largest file of hf or ckpt: 5GB, 500M, 2GiB; default 5GB",
     )
     add(
         "--overwrite",

@@ -306,13 +306,26 @@ def test_what_exists_is_refused_and_left_as_it_was(
     assert snapshot(tmp_path / "out") == before
 
 
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [("safetensors", {}), ("torch", {}), ("dcp", {}), ("ckpt", {"kind": "full"})],
+)
+def test_a_largest_size_of_files_is_refused_where_there_are_none(
+    small: Path, tmp_path: Path, to: str, options: dict[str, str]
+) -> None:
+    with pytest.raises(ckpt.ArgumentError, match="leave out max_shard_bytes="):
+        convert(small, tmp_path / "out", to=to, max_shard_bytes=1500, **options)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("target", list(PLACES))
 def test_overwriting_replaces_and_leaves_nothing_of_the_old(
     small: Path, tmp_path: Path, target: str
 ) -> None:
     place, fresh = tmp_path / "out" / PLACES[target], tmp_path / "fresh" / PLACES[target]
     ckpt.save(tmp_path / "first", {f"w{i}": torch.zeros(300) for i in range(5)})
-    convert(tmp_path / "first", place, to=target, max_shard_bytes=1500)
+    sizes = {"max_shard_bytes": 1500} if target in ("ckpt", "hf") else {}
+    convert(tmp_path / "first", place, to=target, **sizes)
     convert(small, place, to=target, overwrite=True)
     convert(small, fresh, to=target)
     assert tensors_of(ckpt.read(place)) == tensors_of(ckpt.read(small))
