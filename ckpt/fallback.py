@@ -60,9 +60,9 @@ DAMAGE = {
 }
 """The `kind` of the errors after which a load tries an older checkpoint, by class name."""
 REPLACED = tuple(kind.__name__ for kind in (ReplacedError, ReplacedLoadError, VersionGoneError))
-LOST = {kind.__name__: kind.kind for kind in (UnreachableError, StoreTimeoutError)}
-"""The same for live states: their memory has gone with their servers."""
 """The class names of the errors after which a load tries the same place again."""
+LOST = {kind.__name__: kind.kind for kind in (UnreachableError, StoreTimeoutError)}
+"""As `DAMAGE`, for live states alone: their memory has gone with their servers."""
 
 
 class Loaded(NamedTuple):
