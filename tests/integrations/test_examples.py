@@ -38,6 +38,10 @@ print(json.dumps(answers))
 """Trains six steps, and ten at once; goes on from the six by each number of ranks."""
 
 
+SLOW = pytest.mark.slow
+"""Each library has a case that is not slow."""
+
+
 def losses_of(
     programs: Callable[..., Any],
     name: str,
@@ -59,11 +63,11 @@ def losses_of(
     ("library", "name", "options", "worlds"),
     [
         ("lightning", "with_lightning", ["--how", "fsdp2"], [2, 3]),
-        ("lightning", "with_lightning", ["--how", "ddp"], [3]),
-        ("lightning", "with_lightning", ["--how", "plugin"], [2]),
+        pytest.param("lightning", "with_lightning", ["--how", "ddp"], [3], marks=SLOW),
+        pytest.param("lightning", "with_lightning", ["--how", "plugin"], [2], marks=SLOW),
         ("accelerate", "with_accelerate", [], [3]),
         ("accelerate", "with_accelerate", ["--dropout", "0.3"], [2]),
-        ("transformers", "with_trainer", [], [3]),
+        pytest.param("transformers", "with_trainer", [], [3], marks=SLOW),
         ("transformers", "with_trainer", ["--dropout", "0.3"], [2]),
         ("peft", "with_trainer", ["--lora"], [2, 3]),
         ("torchdata", "with_torchdata", [], [2]),
@@ -101,7 +105,7 @@ def test_a_trainer_of_another_library_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize(("first", "then"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
-@pytest.mark.thorough
+@SLOW
 def test_each_strategy_of_lightning_resumes_what_the_other_saved(
     programs: Callable[..., Any], first: str, then: str, tmp_path: Path
 ) -> None:
