@@ -85,7 +85,8 @@ def load_or_older(
     All ranks call this. `load` loads one URL on all ranks.
 
     Raises:
-        PartialLoadError: the last try failed, and an earlier one has touched further tensors.
+        PartialLoadError: the last try failed, and an earlier one has touched further tensors; a
+            ReplacedLoadError if the checkpoint was replaced during the last try.
         Exception: the error of the last try, if it names all touched tensors.
     """
     skipped: list[Skipped] = []
@@ -107,7 +108,9 @@ def load_or_older(
             if kind is None:
                 if not touched or (is_said and not skipped):
                     raise
-                raise PartialLoadError(
+                is_replaced = _failure(ranks) in REPLACED
+                failure = ReplacedLoadError if is_replaced else PartialLoadError
+                raise failure(
                     f"{_partly_read(url, skipped)}; then {here} failed with "
                     f"{type(error).__name__}: {error}",
                     list(touched),

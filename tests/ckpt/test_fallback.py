@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.fallback import DAMAGE, Loaded, load_or_older
+from ckpt.stores.replacement_guard import TRIES
 from formats.errors import FormatError, UnsupportedError
 from sharding.agreement.ranks import Ranks
 from tests.conftest import RankDied
@@ -357,3 +358,21 @@ def test_a_checkpoint_that_was_deleted_while_it_was_read_is_gone_and_not_damaged
     with pytest.raises(ckpt.ReplacedLoadError, match="no checkpoint is here") as error:
         load_or_older(ranks, "run/step-1", False, load, None)
     assert error.value.touched == ("w",)
+
+
+def test_a_checkpoint_that_is_replaced_in_each_try_is_replaced_after_reads_too() -> None:
+    ranks = Ranks()
+    gone = ckpt.VersionGoneError("run", 12, 13)
+    failures: list[Exception] = [gone] * (TRIES - 1)
+    failures.append(ckpt.ReplacedLoadError("version 3 was replaced", ["w"]))
+
+    def load(url: str) -> Loaded:
+        def failing() -> Loaded:
+            raise failures.pop()
+
+        return ranks.run_on_all("loading", failing)
+
+    with pytest.raises(ckpt.ReplacedLoadError, match="version 12 was replaced") as error:
+        load_or_older(ranks, "run/step-1", False, load, None)
+    assert error.value.touched == ("w",)
+    assert not failures
