@@ -225,9 +225,9 @@ MUTATIONS = (
     ),
     Mutation(
         "engine: a reduction waits for every use",
-        "return self.backward.due <= 0 and 0 < self._wanted == len(self.backward.arrived)",
+        "return 0 < self._wanted == len(self.backward.final)",
         "return 0 < self._wanted == len(self.backward.arrived)",
-        TRAINING,
+        f"sharding/comm_hooks {TRAINING}",
     ),
     Mutation(
         "engine: what forward skipped is reduced too",

@@ -378,18 +378,18 @@ class ParamGroup(ABC):
     # From gradients of unsharded parameters to accumulated gradients.
 
     def gradient_arrived(self, index: int) -> None:
-        """Notes that backward has completed the gradient of an unsharded parameter."""
-        self.backward.arrived.add(index)
+        """Notes that backward has added to the gradient of an unsharded parameter."""
+        self.backward.arrive(index)
         self.on_gradient(self)
 
     @property
     def is_complete(self) -> bool:
-        """True if backward has reached every use and completed every gradient."""
-        return self.backward.due <= 0 and 0 < self._wanted == len(self.backward.arrived)
+        """True if no further gradient comes in this backward."""
+        return 0 < self._wanted == len(self.backward.final)
 
     def hold_gradients(self) -> None:
         """Keeps gradients, in `reduce_dtype`, for a later backward that reduces. Local."""
-        self.backward.arrived.clear()
+        self.backward.clear()
         if self.reduce_dtype != self.dtype:
             self._kept_gradients.keep(self._take_gradients())
 

@@ -30,16 +30,29 @@ class BackwardState:
     due: int = 0
     """The outstanding uses in the forwards that this backward reaches."""
     arrived: set[int] = field(default_factory=set)
-    """The parameters whose gradient is complete and not reduced yet."""
+    """The parameters with a gradient that is not reduced yet."""
+    final: set[int] = field(default_factory=set)
+    """Those of them whose gradient arrived after the last use was reached: none adds to it."""
     trained_elsewhere: bool = False
     """Whether another rank has told that it trains the group in this iteration."""
     reduced: bool = False
     """Whether this backward has started a reduction."""
 
+    def arrive(self, index: int) -> None:
+        """Notes a gradient. A reentrant checkpoint in backward may add to it until `due` is 0."""
+        self.arrived.add(index)
+        if self.due <= 0:
+            self.final.add(index)
+
     def start_reduction(self) -> None:
         """Notes that the arrived gradients go into a reduction."""
         self.reduced = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the gradients that have arrived."""
         self.arrived.clear()
+        self.final.clear()
 
 
 class Reduction:

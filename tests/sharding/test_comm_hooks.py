@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import sharding
 from sharding import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -122,6 +124,33 @@ def test_c_02_a_hook_of_the_root_makes_the_gradient_of_every_unit(
             else:
                 (whole,), (shard,) = shapes
                 assert whole == 2 * shard
+
+
+class Twice(nn.Module):
+    """A layer that is used twice; the reentrant checkpoint has a backward of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, self.layer(x), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def use_twice() -> int:
+    recorder = Recorder()
+    torch.manual_seed(0)
+    layer = FullyShardedDataParallel(nn.Linear(6, 6), device_id=CPU)
+    model = FullyShardedDataParallel(Twice(layer), device_id=CPU)
+    model.register_comm_hook(recorder, recorder)
+    model(torch.ones(3, 6, requires_grad=True)).sum().backward()
+    return len(recorder.shapes)
+
+
+def test_the_gradients_of_two_backwards_of_a_unit_are_reduced_once(
+    clusters: Callable[..., Any],
+) -> None:
+    assert clusters(2).run(use_twice) == [1, 1]
 
 
 def register_twice() -> None:
