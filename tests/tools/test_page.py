@@ -13,6 +13,7 @@ import ckpt
 from formats.catalog import Catalog, FileRecord, TensorRecord, TensorRef
 from formats.dtypes import dtype_named
 from sharding.layout import Layout, Mesh, Shard
+from tests.formats.test_matrix import SOURCES, tensors
 from tools.exit_codes import ExitCode
 from tools.page.described import described
 from tools.page.html_page import page
@@ -64,6 +65,19 @@ def test_the_data_of_a_page_is_that_of_the_checkpoint(run, saved, tmp_path):
     assert data["metadata"]["by"] == "a test"
     assert [row[3] for row in data["files"]] == [None, 0]
     assert sum(row[1] for row in data["files"]) == sum(f.stat().st_size for f in saved.iterdir())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_readable_format_has_pages_with_all_its_tensors(run, source, tmp_path):
+    name, write = SOURCES[source]
+    write(tmp_path / name)
+    assert run("inspect", tmp_path / name, "--html", tmp_path / "out.html").code == ExitCode.FINE
+    rows = {row[0]: (row[2], row[3]) for row in data_of(tmp_path / "out.html")["tensors"]}
+    wanted = {key: (list(each.shape), each.nbytes) for key, each in tensors().items()}
+    assert rows == wanted
+    ended = run("diff", tmp_path / name, tmp_path / name, "--html", tmp_path / "diff.html")
+    assert ended.code == ExitCode.FINE
+    assert run("plan", tmp_path / name, "--world-size", "3").code == ExitCode.FINE
 
 
 def test_pieces_of_a_format_without_layouts_are_listed_with_their_bytes(run, tmp_path):
