@@ -157,7 +157,7 @@ def cases(draw: st.DrawFn) -> Case:
         base=one_of("", "", "raw", "zstd", "delta"),
         changed=frozenset(draw(st.lists(st.integers(0, 12), max_size=4))),
         missing=one_of({}, {}, {}, {0: ("t0",)}, {1: ("t0", "t1")}),
-        include=one_of(None, None, None, ("t1*", "t2")),
+        include=one_of(None, None, None, ("t1*", "t2")) if count > 2 else None,
         is_reversed=one_of(False, False, False, True),
         verify=one_of(True, True, False),
         harm=one_of("", "", "damage", "failure"),
