@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.hosts import Hosts, descriptors_of, is_running, until
+from tests.live.hosts import (
+    Hosts,
+    check_no_more_descriptors,
+    descriptors_of,
+    is_running,
+    until,
+)
 
 
 @pytest.fixture
@@ -29,4 +35,4 @@ def hosts(runtime: Path) -> Iterator[Hosts]:
         found.stack.close()
     until(lambda: not any(map(is_running, found.pids)))
     assert [path.name for path in runtime.glob("*") if path.name != "lock"] == []
-    assert descriptors_of() == before
+    check_no_more_descriptors(before)

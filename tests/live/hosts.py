@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -106,6 +107,13 @@ class Hosts:
 
 def descriptors_of(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def check_no_more_descriptors(before: int) -> None:
+    """Fails if this process has more open descriptors than before, beside those of garbage."""
+    if descriptors_of() > before:
+        gc.collect()
+    assert descriptors_of() <= before
 
 
 def publish(server: HostServer, version: int, **files: bytes) -> dict[str, int]:

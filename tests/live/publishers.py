@@ -128,8 +128,8 @@ def left_in(runtime: Path) -> list[str]:
     return found
 
 
-def wait_until_nothing_is_left(runtime: Path, seconds: float = 20) -> None:
-    """Return once nothing is left there. Raises AssertionError with the rest after some time."""
+def wait_until_nothing_is_left(runtime: Path, seconds: float = SECONDS) -> None:
+    """Return once nothing is left there. Raises AssertionError with the rest after two leases."""
     until = time.monotonic() + seconds
     while left := left_in(runtime):
         assert time.monotonic() < until, left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -68,7 +69,8 @@ def url(
 
 
 def descriptors() -> list[str]:
-    """The open files and sockets of this process."""
+    """The open files and sockets of this process, without those of garbage."""
+    gc.collect()
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

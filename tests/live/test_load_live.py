@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
+from ckpt.stores.replacement_guard import TRIES
 from tests.kept_groups import kept
 from tests.live.offered import RUNTIME, Offer, offered
 
@@ -36,7 +37,7 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Checkpoints by version: all elements differ by the version."""
     found = []
-    for version in range(12):
+    for version in range(TRIES + 1):
         found.append(tmp_path_factory.mktemp("saved") / "c")
         ckpt.save(found[-1], {"model.w": whole(version), "step": version})
     return found
@@ -83,8 +84,8 @@ def test_all_ranks_load_the_same_version_while_others_come(
     sockets: dict[str, str],
     place: str,
 ) -> None:
-    def publish() -> None:
-        for version in range(2, 12):
+    def publish() -> None:  # fewer versions than a load has tries: the last try succeeds
+        for version in range(2, TRIES + 1):
             offer.publish(version, folders[version])
             offer.retire(version - 1, wait_seconds=60)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -95,12 +96,11 @@ def test_a_version_that_was_replaced_names_both_versions(
 @contextmanager
 def after_reads(count: int, action: Callable[[], object]) -> Iterator[None]:
     """Once this process has read so often from live states, something happens."""
-    read_into, left = LiveStore.read_into, [count]
+    read_into, reads = LiveStore.read_into, itertools.count(1)  # threads share the iterator
 
     def instead(self: LiveStore, name: str, offset: int, *targets: memoryview) -> None:
         read_into(self, name, offset, *targets)
-        left[0] -= 1
-        if left[0] == 0:
+        if next(reads) == count:
             action()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -272,7 +272,7 @@ def test_another_program_at_the_address_is_a_named_error(answer: str) -> None:
         server.start()
         url = f"live://127.0.0.1:{listener.getsockname()[1]}/policy"
         with pytest.raises((ckpt.ProtocolError, ckpt.UnreachableError)) as raised:
-            ckpt.load(url, target(), storage_options={"timeout": 5})
+            ckpt.load(url, target())
         assert "127.0.0.1" in str(raised.value)
         listener.shutdown(socket.SHUT_RDWR)
     server.join(60)
