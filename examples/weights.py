@@ -8,6 +8,10 @@ starts two jobs by torchrun. Nothing but the addresses of two live states connec
 - the *generator*, 3 ranks with tensor parallelism and bfloat16, follows it, writes text with each
   version and publishes the tokens as the state "rollouts", which the trainer follows.
 
+On two hosts, each starts one job, with a folder that both see and a network to listen on:
+
+    torchrun --master-addr H --nproc-per-node 2 weights.py --job train --folder D --address 0.0.0.0
+
 The trainer also saves each version to the disk. The generator loads a second model from there and
 compares: both must write the same tokens. Exit code 1, and the reason, if anything differs.
 """
@@ -49,13 +53,14 @@ LIMIT_SECONDS = 120.0
 """The longest wait for the other job."""
 
 
-def train(folder: Path, versions: int) -> None:
+def train(folder: Path, versions: int, address: str | None) -> None:
     """Publishes `versions` versions, each trained on the rollouts of the one before."""
     model = build("fully_shard", seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = Batches(standard_library(), seed=1)
     ckpt.save(folder / "version-1", {"model": model})
-    with ckpt.publish({"model": model}, "policy", timeout=LIMIT_SECONDS) as live:
+    state = {"model": model}
+    with ckpt.publish(state, "policy", address=address, timeout=LIMIT_SECONDS) as live:
         tell(folder / "policy", live.url)
         rollouts = ckpt.follow(told(folder / "rollouts"), timeout=LIMIT_SECONDS)
         for version in range(1, versions + 1):
@@ -97,7 +102,7 @@ def policy_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return (advantages * costs).sum()
 
 
-def generate(folder: Path, versions: int) -> None:
+def generate(folder: Path, versions: int, address: str | None) -> None:
     """Follows the policy, and publishes the tokens of each version until the trainer ends."""
     policy, live = told(folder / "policy"), None
     model, reference = engine(), engine()
@@ -113,7 +118,7 @@ def generate(folder: Path, versions: int) -> None:
         rolled.copy_(tokens)
         rollouts["version"] = version.number
         if live is None:
-            live = ckpt.publish(rollouts, "rollouts", timeout=LIMIT_SECONDS)
+            live = ckpt.publish(rollouts, "rollouts", address=address, timeout=LIMIT_SECONDS)
             tell(folder / "rollouts", live.url)
         else:
             live.update().wait()
@@ -210,6 +215,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--versions", type=int, default=20, help="of the policy (default: 20)")
     parser.add_argument("--folder", type=Path, help="for the copies on disk; else a temporary one")
     parser.add_argument("--job", choices=("train", "generate"), help="what torchrun starts")
+    parser.add_argument("--address", help="where a job listens; on two hosts, 0.0.0.0")
     options = parser.parse_args(arguments)
     if options.job is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +224,7 @@ def main(arguments: list[str]) -> None:
     with joined("fully_shard") as ranks:
         say(f"rank {ranks.rank} of {ranks.world} is process {os.getpid()}")
         job = train if options.job == "train" else generate
-        job(options.folder, options.versions)
+        job(options.folder, options.versions, options.address)
 
 
 if __name__ == "__main__":

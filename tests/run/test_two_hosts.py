@@ -1,12 +1,10 @@
-"""A run on two hosts: network namespaces with addresses and host names of their own."""
+"""A run on two hosts, which are network namespaces of this machine."""
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from tests.namespaces import command_on, connect, environment, lose, two_hosts
 from tests.run.two_hosts_worker import SHARED_EVERY
 
 WORKER = Path(__file__).with_name("two_hosts_worker.py")
@@ -30,49 +29,11 @@ FOREVER = 1_000_000
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def system(*command: str) -> str:
-    """The output of a command of the system, which has to succeed."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def network() -> Iterator[None]:
     """Two namespaces with a pair of virtual network devices between them."""
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("unshare")):
-        pytest.skip("network namespaces need root, ip and unshare")
-    try:
-        for host in RANKS:
-            system("ip", "netns", "add", host)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this system allows no network namespaces: {error.stderr.strip()}")
-    try:
-        ends = [word for host in RANKS for word in ("name", "veth0", "netns", host)]
-        system("ip", "link", "add", *ends[:4], "type", "veth", "peer", *ends[4:])
-        for host, address in ADDRESSES.items():
-            system("ip", "-n", host, "address", "add", f"{address}/24", "dev", "veth0")
+    with two_hosts(ADDRESSES):
         yield
-    finally:
-        for host in RANKS:
-            lose(host)
-            subprocess.run(["ip", "netns", "delete", host], timeout=30, check=False)
-
-
-def connect(*hosts: str) -> None:
-    """Switch the network devices of hosts on."""
-    for host in hosts:
-        for device in ("lo", "veth0"):
-            system("ip", "-n", host, "link", "set", device, "up")
-
-
-def lose(host: str) -> None:
-    """End a host as a power failure does: silence on the network, and no process is left."""
-    subprocess.run(["ip", "-n", host, "link", "set", "veth0", "down"], timeout=30, check=False)
-    found = subprocess.run(
-        ["ip", "netns", "pids", host], capture_output=True, text=True, timeout=30, check=False
-    )
-    for process in found.stdout.split():
-        os.kill(int(process), signal.SIGKILL)
 
 
 @dataclass
@@ -120,19 +81,18 @@ def start(folder: Path, steps: int, hosts: Sequence[str], near: str) -> Job:
     connect(*hosts)
     job = Job()
     for number, host in enumerate(hosts):
-        agent = ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c"]
-        agent += ['hostname "$0" && exec "$@"', host, sys.executable, "-m", "torch.distributed.run"]
+        agent = [sys.executable, "-m", "torch.distributed.run"]
         agent += ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
         agent += ["--nproc-per-node", str(RANKS[host]), "--max-restarts", "0"]
         agent += ["--master-addr", ADDRESSES[hosts[0]], "--master-port", "29511"]
         agent += ["--local-addr", ADDRESSES[host]]
         agent += [str(WORKER), str(folder / "shared"), near or str(folder / host), str(steps)]
         job.agents[host] = process = subprocess.Popen(
-            agent,
+            command_on(host, agent),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "veth0"},
+            env=environment(),
         )
         job.readers.append(threading.Thread(target=_collect, args=(process, job.lines)))
         job.readers[-1].start()
