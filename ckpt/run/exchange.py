@@ -21,6 +21,7 @@ from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from ckpt.live.publish import LiveState
     from sharding.agreement.ranks import Group
 
 CALL = "ckpt.Checkpointer"
@@ -68,9 +69,12 @@ class RunRanks:
         self, options: Memory, group: Group, timeout: float, failures: Failures
     ) -> MemoryTier:
         """Returns the memory tier of the run. All ranks call this."""
-        with self._ranks.call(CALL):
-            live = opened(options, self.url, self._ranks, group, timeout)
-        return MemoryTier(options, live, failures, self.is_first)
+
+        def open_live() -> LiveState:
+            with self._ranks.call(CALL):
+                return opened(options, self.url, self._ranks, group, timeout)
+
+        return MemoryTier(options, open_live, failures, self.is_first)
 
     def memory_steps(self, tier: MemoryTier) -> list[tuple[RunStep, str]]:
         """Returns the steps in memory with their URLs for this rank. All ranks call this."""

@@ -9,13 +9,15 @@ Rules:
    it. A commit comes after all copies. All ranks therefore see the same newest step.
 3. A run that starts again takes over the servers that it finds on its hosts, by the address of the
    run. It keeps their versions until it has committed one of its own: then they are dropped.
-4. The servers end when the run is closed, or when no trainer has come back in `keep_seconds`.
+4. After a save that failed, the next one starts servers in the place of those that have ended, and
+   takes over the others as a run does that starts again.
+5. The servers end when the run is closed, or when no trainer has come back in `keep_seconds`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -210,10 +212,14 @@ def _there(name: str) -> _There | None:
 class MemoryTier:
     """One rank's view of the servers of a run."""
 
-    def __init__(self, options: Memory, live: LiveState, failures: Failures, tells: bool) -> None:
-        """`live` is the live state of `opened`; this rank `tells` of failures or does not."""
-        self._options, self._live = options, live
+    def __init__(
+        self, options: Memory, open_live: Callable[[], LiveState], failures: Failures, tells: bool
+    ) -> None:
+        """`open_live` calls `opened` on all ranks; this rank `tells` of failures or does not."""
+        self._options, self._open, self._live = options, open_live, open_live()
         self._failures, self._tells = failures, tells
+        self._has_failed = False
+        """Whether the last save has failed, as all ranks know."""
         self._handle: SaveHandle | None = None
         self._newest = 0
 
@@ -229,9 +235,11 @@ class MemoryTier:
         """
         self.settle()
         self._newest += 1
-        info = {STEP: str(step), BEGAN: metadata[BEGAN], TOKEN: self._live.hosts.token}
         failures = self._failures.count
         try:
+            if self._has_failed:
+                self._open_again()
+            info = {STEP: str(step), BEGAN: metadata[BEGAN], TOKEN: self._live.hosts.token}
             self._handle = self._live.updated(state, self._newest, metadata, info)
         except Exception as error:
             self._failed(error)
@@ -248,7 +256,14 @@ class MemoryTier:
             except Exception as error:
                 self._failed(error)
 
+    def _open_again(self) -> None:
+        """Follows rule 4. Servers that live have an owner at any time."""
+        before, self._live = self._live, self._open()
+        before.end()
+        self._has_failed = False
+
     def _failed(self, error: Exception) -> None:
+        self._has_failed = True
         self._failures.add(error, self._live.hosts.url.shown, "the next step", self._tells)
 
     def steps(self, ranks: Ranks) -> list[tuple[RunStep, str]]:

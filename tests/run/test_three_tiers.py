@@ -127,3 +127,18 @@ def test_a_stale_memory_does_not_hide_a_newer_step_of_a_disk(
     assert restore() == (8, [])
     shutil.rmtree(disk_of(folder, "host0"))
     assert restore() == (6, [])
+
+
+def test_the_save_after_one_that_failed_starts_a_server_in_the_place_of_one_that_has_ended(
+    doomed_cluster: Callable[[int], Any], folder: Path, restore: Callable[[], Any]
+) -> None:
+    with pytest.raises(Exception, match="died"):
+        doomed_cluster(2).run(killed, str(folder), 13, 7)
+    for host in HOSTS:
+        shutil.rmtree(disk_of(folder, host))
+        server = server_on(folder, host)
+        assert server is not None
+        with server:  # steps 10 and 12: those from before the failure are dropped
+            assert len(server.versions()) == 2
+    lose(folder, "host1")
+    assert restore() == (12, [])
