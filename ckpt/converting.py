@@ -15,8 +15,8 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,8 +51,10 @@ from formats import dcp, gguf_write, huggingface, npz, safetensors_file, torch_s
 from formats.catalog import OpaqueValue, Tree, without_opaque
 from formats.errors import UnsupportedError
 from formats.file_plan import FilePlan
+from formats.native.shard import Progress
 from formats.outgoing import Outgoing
 from formats.storage import Writer
+from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import SELF, Ranks
 from sharding.errors import ArgumentError
 from sharding.kind import Kind
@@ -118,7 +120,7 @@ def convert(
     resume: bool = False,
     verify: bool = False,
     group: Group = "self",
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     storage_options: Options = None,
     dst_storage_options: Options = None,
 ) -> ConvertReport:
@@ -215,15 +217,20 @@ def convert(
         target.check_has_shards()
     ranks = None if group == SELF else Ranks(group)
     is_first = ranks is None or ranks.rank == 0
-    with called_together(ranks), open_source(src, storage_options) as source:
+    with called_together(ranks) as told, ExitStack() as stack:
+        told.doing("reading the source")
+        source = stack.enter_context(open_source(src, storage_options))
         if is_first:
             target.check_free(source)
         changes, beside = _of_weights(changes, source, target.format)
         found, opaque = _without_opaque(source.url, changes.applied(source))
-        state = outgoing(source.url, source.store, found.catalog, casts, progress)
+        counted = _counted(progress, told)
+        state = outgoing(source.url, source.store, found.catalog, casts, counted)
         check_values(target.format, state)
         check_any_is_left(target.format, state, source.url, opaque)
         files = changes.model_files(source) if target.format is Format.HUGGINGFACE else None
+        if not dry_run:
+            told.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
             options = (target.format, changes, changes.parameters_of(source), casts)
@@ -231,6 +238,7 @@ def convert(
         elif not dry_run:
             target.write(ranks, state, files, casts)
         if verify and not dry_run and is_first:
+            told.doing("verifying")
             wanted = outgoing(source.url, source.store, found.catalog, casts)
             with open_source(target.url, target.options) as result:
                 written = outgoing(result.url, result.store, result.catalog)
@@ -252,6 +260,19 @@ def convert(
             None if files is None else tuple(files),
             conversion_plan(found, casts, target.memory_bytes(state)),
         )
+
+
+def _counted(progress: Progress | None, told: Ranks | Clock) -> Progress | None:
+    """Returns the function for numbers of bytes, which also counts them for `ckpt.events`."""
+    if not told.is_observed:
+        return progress
+
+    def advance(nbytes: int) -> None:
+        told.count(nbytes)
+        if progress is not None:
+            progress(nbytes)
+
+    return advance
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,10 @@ from ckpt.stores.local_writer import LocalFileWriter, joined_file
 from ckpt.transfer.copy_files import FileCopier
 from formats.file_plan import FilePlan, Late, Part, length_of
 from formats.storage import FileWriter, Writer
+from sharding.agreement.call_events import Clock, timed
 from sharding.agreement.ranks import HASH_BITS, Ranks
+
+CALL = "ckpt.convert"
 
 
 def share_of(plan: FilePlan, rank: int, world_size: int) -> tuple[int, FilePlan]:
@@ -53,13 +56,17 @@ def _nearest(bounds: Sequence[int], wanted: int) -> int:
 
 
 @contextmanager
-def called_together(ranks: Ranks | None) -> Iterator[None]:
-    """A call in which the ranks convert: an error that ends it on one rank ends it on all."""
+def called_together(ranks: Ranks | None) -> Iterator[Ranks | Clock]:
+    """A call in which the ranks convert: an error that ends it on one rank ends it on all.
+
+    Yields the object that hears of stages and bytes, for `ckpt.events`.
+    """
     if ranks is None:
-        yield
+        with timed(CALL) as clock:
+            yield clock
         return
-    with ranks.call("ckpt.convert"):
-        yield
+    with ranks.call(CALL):
+        yield ranks
         ranks.agree("completing")
 
 

@@ -68,11 +68,16 @@ class Clock:
         self._whole = _Open(call, "", rank, world_size)
         self._stage: _Open | None = None
 
-    def stage(self, name: str) -> None:
+    @property
+    def is_observed(self) -> bool:
+        """Whether the methods do anything."""
+        return self._observed
+
+    def doing(self, stage: str) -> None:
         """Ends the stage before, and begins another."""
         if self._observed:
             self._close("")
-            self._stage = self._whole.part(name)
+            self._stage = self._whole.part(stage)
 
     def count(self, nbytes: int) -> None:
         """Counts bytes of tensors for the stage and the call."""
@@ -116,10 +121,23 @@ class Clock:
 
 
 @contextmanager
+def timed(call: str, rank: int = 0, world_size: int = 1) -> Iterator[Clock]:
+    """Yields the clock of a call, which ends with the block."""
+    clock, error = Clock(call, rank, world_size), ""
+    try:
+        yield clock
+    except BaseException as raised:
+        error = type(raised).__name__
+        raise
+    finally:
+        clock.end(error)
+
+
+@contextmanager
 def stage_outside(call: str, stage: str, rank: int, world_size: int) -> Iterator[Clock]:
     """Tells of a stage that no call of the ranks encloses, on another thread for example."""
     clock = Clock(call, rank, world_size)
-    clock.stage(stage)
+    clock.doing(stage)
     error = ""
     try:
         yield clock

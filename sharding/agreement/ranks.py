@@ -21,7 +21,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sharding.agreement.call_events import Clock
+from sharding.agreement.call_events import Clock, timed
 from sharding.agreement.channel import (
     TIMEOUT_SECONDS,
     Call,
@@ -136,25 +136,28 @@ class Ranks:
         """
         if then is not None and then._channel is not None:
             then._continuation = Continuation(then._channel)
-        before, self._clock = self._clock, Clock(name, self.rank, self.world_size)
-        error = ""
+        before = self._clock
         try:
-            with self._call(name, None if then is None else then._continuation):
+            with (
+                timed(name, self.rank, self.world_size) as self._clock,
+                self._call(name, None if then is None else then._continuation),
+            ):
                 yield
-        except BaseException as raised:
-            error = type(raised).__name__
-            raise
         finally:
-            self._clock.end(error)
             self._clock = before
 
     def doing(self, stage: str) -> None:
         """Names the stage of this rank, which the others hear if this rank leaves the call."""
         if self._clock is not None:
-            self._clock.stage(stage)
+            self._clock.doing(stage)
         with self._call(stage) as call:
             if call is not None:
                 call.stage = stage
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether observers hear of the stages and bytes of the present call."""
+        return self._clock is not None and self._clock.is_observed
 
     def count(self, nbytes: int) -> None:
         """Counts bytes of tensors that this rank read or wrote in this stage, for observers."""

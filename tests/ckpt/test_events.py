@@ -45,6 +45,31 @@ def test_a_background_save_tells_of_its_copy_and_of_its_own_thread(tmp_path: Pat
     assert next(event for event in events if event.stage == "writing").nbytes == 1200
 
 
+def test_a_conversion_has_its_stages_and_counts_the_bytes_that_it_reads(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", STATE)
+    with ckpt.events.recorded() as events:
+        ckpt.convert(tmp_path / "a", tmp_path / "b", verify=True)
+        ckpt.convert(tmp_path / "a", tmp_path / "c.pt", dry_run=True)
+    assert stages(events, "ckpt.convert") == [
+        "reading the source",
+        "writing",
+        "verifying",
+        "",
+        "reading the source",
+        "",
+    ]
+    assert [event.nbytes for event in events] == [0, 1200, 0, 1200, 0, 0]
+
+
+def test_a_conversion_that_fails_has_an_event_with_its_error(tmp_path: Path) -> None:
+    with ckpt.events.recorded() as events, pytest.raises(ckpt.NotACheckpointError):
+        ckpt.convert(tmp_path / "a", tmp_path / "b")
+    assert [(event.stage, event.error) for event in events] == [
+        ("reading the source", "NotACheckpointError"),
+        ("", "NotACheckpointError"),
+    ]
+
+
 def test_nothing_is_told_before_and_after_the_subscription(tmp_path: Path) -> None:
     found: list[ckpt.events.Event] = []
     ckpt.save(tmp_path / "a", STATE)
@@ -132,3 +157,21 @@ def save_on_ranks(folder: str) -> list[tuple[int, int, str, bool]]:
 def test_each_rank_has_its_own_events_with_its_waits(clusters: Callable, tmp_path: Path) -> None:
     told = clusters(2).run(save_on_ranks, str(tmp_path / "a"))
     assert told == [[(0, 2, "ckpt.save", True)], [(1, 2, "ckpt.save", True)]]
+
+
+def convert_on_ranks(folder: str) -> list[tuple[int, int, set[str]]]:
+    with ckpt.events.recorded() as events:
+        ckpt.convert(f"{folder}/a", f"{folder}/b.safetensors", group=None)
+    whole = events[-1]
+    assert whole.call == "ckpt.convert"
+    assert 0 < whole.waited <= whole.seconds
+    assert sum(event.nbytes for event in events[:-1]) == whole.nbytes
+    return [(whole.rank, whole.nbytes, {event.stage for event in events})]
+
+
+def test_each_rank_of_a_conversion_counts_its_share(clusters: Callable, tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", {f"w{i}": torch.ones(4096) for i in range(4)})
+    found = [one for (one,) in clusters(2).run(convert_on_ranks, str(tmp_path))]
+    assert [(rank, nbytes) for rank, nbytes, _ in found] == [(0, 32768), (1, 32768)]
+    for _, _, names in found:
+        assert {"reading the source", "copying", "flushing", "completing", ""} <= names
