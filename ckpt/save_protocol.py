@@ -38,7 +38,7 @@ from ckpt.transfer.commit import check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
-from formats.native.manifest import MANIFEST, Base, Manifest
+from formats.native.manifest import MANIFEST, SAVE_SECONDS, Base, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
@@ -85,6 +85,11 @@ class SaveAttempt:
     def file_of(self, rank: int) -> str:
         """The name of a rank's shard file."""
         return f"{self.attempt_id:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
+
+    def timed(self, key: str, seconds: float) -> SaveAttempt:
+        """Returns the attempt with a time for the manifest, unless the user has given this key."""
+        metadata = {key: f"{seconds:.3f}", **self.options.metadata}
+        return replace(self, options=replace(self.options, metadata=metadata))
 
     def job(self, url: str, options: Mapping[str, Any]) -> WriteJob:
         """The writer's job for this rank: its shard file in the folder `url`."""
@@ -277,6 +282,7 @@ def write_manifest(store: Store, attempt: SaveAttempt, records: Sequence[bytes])
             used[summary.base_digest] = used.get(summary.base_digest, 0) | summary.used
     base = options.base
     bases = bases_used(store.url, base, used, store.options) if base is not None else ()
+    attempt = attempt.timed(SAVE_SECONDS, now() - attempt.began)
     manifest = manifest_of(attempt, summaries, bases)
     was = None if base is None or not used else (base, next(iter(used)))
     here = [file for file in manifest.files if not options.host or file.rank in options.host]

@@ -24,7 +24,7 @@ from typing import Generic, NoReturn, TypeVar
 from ckpt.display import printable
 from ckpt.version import __version__
 from sharding.url_secrets import without_secrets
-from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, verify
+from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.text import tell
 
@@ -66,6 +66,7 @@ _COMMANDS = (
     _Command("diff", diff.SUMMARY, diff.Options, diff.add_arguments, diff.run),
     _Command("convert", convert.SUMMARY, convert.Options, convert.add_arguments, convert.run),
     _Command("plan", plan.SUMMARY, plan.Options, plan.add_arguments, plan.run),
+    _Command("top", top.SUMMARY, top.Options, top.add_arguments, top.run),
     _Command("serve", serve.SUMMARY, serve.Options, serve.add_arguments, serve.run),
     _Command("latest", latest.SUMMARY, latest.Options, latest.add_arguments, latest.run),
     _Command("rm", rm.SUMMARY, rm.Options, rm.add_arguments, rm.run),

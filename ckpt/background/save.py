@@ -24,6 +24,7 @@ from ckpt.save_protocol import SaveAttempt, finish
 from ckpt.state.flatten import Leaf
 from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
+from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
 from sharding.agreement.call_events import stage_outside
 from sharding.agreement.ranks import Ranks, result_or_error
@@ -101,8 +102,9 @@ class Folder:
 
     def end(self, ranks: Ranks, written: ShardSummary | None, error: Exception | None) -> None:
         """Commits the checkpoint."""
+        attempt = self.attempt.timed(STAGED_SECONDS, self.handle.staged_seconds)
         with open_store(self.handle.url, self.options) as store:
-            finish(store, ranks, self.attempt, written, error)
+            finish(store, ranks, attempt, written, error)
 
 
 def begin(

@@ -103,6 +103,11 @@ class SaveHandle:
         """Returns the bytes of tensors that this rank has written, and the bytes of all of them."""
         return self._progress(), self._nbytes
 
+    @property
+    def staged_seconds(self) -> float:
+        """The time from the call until everything was copied; 0 until then."""
+        return self._staged_seconds
+
     def finished(self, timeout: float | None = None) -> bool:
         """Whether the save is over within so many seconds; its error stays unseen."""
         return self._finished.wait(timeout)

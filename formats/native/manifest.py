@@ -81,7 +81,11 @@ class StoredTensor:
     """The piece of the tensor in each rank's file; no element is stored twice."""
 
 
-WRITER_KEYS = ("ckpt", "torch", "world_size", "time")
+SAVE_SECONDS = "save_seconds"
+"""The writer's key for the time from the call of a save to its commit, by rank 0's clock."""
+STAGED_SECONDS = "staged_seconds"
+"""The same for the time until rank 0 had copied the state, in a background save."""
+WRITER_KEYS = ("ckpt", "torch", "world_size", "time", SAVE_SECONDS, STAGED_SECONDS)
 """The keys of the writer. Other keys under `writer` are the user's metadata."""
 
 

@@ -1,0 +1,240 @@
+"""The saves and conversions under way at a place, as their files show them.
+
+Rules:
+
+1. Only names, sizes and headers are read. Nothing is written, and no process is asked.
+2. On a disk a file under way is a `.part` file (`ckpt.stores.local_store`). An uncompressed shard
+   file, and every safetensors file of a conversion, begins with its header, which has its size.
+3. Several ranks of a conversion write into one file, each into its own place. The bytes of a file
+   are therefore the space that it takes, if the space is smaller than the size.
+4. A bucket shows complete files and begun uploads, but no bytes of an upload.
+5. A killed save leaves the same files as a live one. Only the time of the last write tells them
+   apart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt.newest import natural
+from ckpt.stores.capabilities import Unfinished
+from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url
+from formats.errors import FormatError
+from formats.limits import current
+from formats.native.manifest import MANIFEST
+from formats.safetensors_header import PREFIX_BYTES, parse
+
+RECENT = 32
+"""The most folders in a place that are looked into: those that changed last."""
+Phase = Literal["writing", "flushing", "written", "uploading"]
+_SHARD = re.compile(r"([0-9a-f]{16})-([0-9]{5,})\.safetensors")
+_FOLDER = re.compile(r"\.(.+)\.(?:[0-9a-f]{8}|resumed)\.part", re.DOTALL)
+"""The name of a folder that a conversion fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileUnderWay:
+    """A file of a save or conversion that is not committed."""
+
+    name: str
+    """Its name once it is complete."""
+    rank: int | None
+    """The rank that writes it; None for a file of a conversion to another format."""
+    phase: Phase
+    """Whether bytes are still missing, or the disk flushes them, or the file is complete. In a
+    bucket: whether it is being uploaded."""
+    nbytes: int | None
+    """The bytes written so far; None in a bucket."""
+    planned_bytes: int | None
+    """The bytes of the complete file; None if its header does not tell yet."""
+    changed: float | None
+    """The time of the last write, or of an upload's begin, by the store's clock; None for a
+    complete file of a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A checkpoint or a conversion's result that is not committed."""
+
+    name: str
+    """The name of its folder or file."""
+    attempt: str
+    """The 16 hex digits that begin the names of its files; empty for another format."""
+    files: tuple[FileUnderWay, ...]
+    """By rank, or by name."""
+    is_committing: bool
+    """Whether the manifest is being written."""
+
+    @property
+    def changed(self) -> float:
+        """The time of the last write that is known."""
+        return max((file.changed or 0.0 for file in self.files), default=0.0)
+
+
+class Watch:
+    """Looks at a place again and again. Headers of files under way are read once."""
+
+    def __init__(self, url: str | os.PathLike[str], options: Options = None) -> None:
+        self.url = absolute(url)
+        self._options = options
+        self._planned: dict[tuple[str, str], int] = {}
+
+    def look(self) -> list[UnderWay]:
+        """Returns what is under way in the place, in its folders and beside it, latest write first.
+
+        The place may be a folder of checkpoints, a checkpoint, or the target of a conversion.
+        Raises OSError if it cannot be listed.
+        """
+        above, name = split_url(self.url.rstrip("/"))
+        found = [*self._inside(self.url, name)]
+        if local_path(self.url) is not None:
+            with open_store(above) as store:
+                found += self._converted(above, store, name)
+        return sorted(found, key=lambda one: -one.changed)
+
+    def _inside(self, url: str, name: str) -> Iterator[UnderWay]:
+        with open_store(url, self._options) as store:
+            folders, begun = store.folders(), store.unfinished()
+            yield from self._attempts(url, name, store)
+            yield from self._converted(url, store)
+            inside = {one.name.split("/")[0] for one in begun if "/" in one.name}
+            recent = [one for one in _recent(store, folders) if not _FOLDER.fullmatch(one)]
+        for folder in dict.fromkeys([*recent, *sorted(inside)]):
+            below = join_url(url, folder)
+            with open_store(below, self._options) as store:
+                yield from self._attempts(below, folder, store)
+
+    def _attempts(self, url: str, name: str, store: Store) -> Iterator[UnderWay]:
+        """Yields the attempts in the folder of a checkpoint without a manifest that names them."""
+        parts = [one for one in store.unfinished() if "/" not in one.name]
+        files: dict[str, list[FileUnderWay]] = {}
+        for one in parts:
+            if matched := _SHARD.fullmatch(one.name):
+                file = self._part(url, store, one, int(matched[2]))
+                files.setdefault(matched[1], []).append(file)
+        sizes = store.sizes()
+        for file_name, size in sizes.items():
+            matched = _SHARD.fullmatch(file_name)
+            if matched and (matched[1] in files or MANIFEST not in sizes):
+                file = _complete(store, file_name, size, int(matched[2]))
+                files.setdefault(matched[1], []).append(file)
+        is_committing = any(one.name == MANIFEST for one in parts)
+        for attempt, found in files.items():
+            ordered = sorted(found, key=lambda file: file.rank or 0)
+            yield UnderWay(name, attempt, tuple(ordered), is_committing)
+
+    def _converted(self, url: str, store: Store, wanted: str | None = None) -> Iterator[UnderWay]:
+        """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
+        for one in store.unfinished():
+            is_ours = _SHARD.fullmatch(one.name) or one.name == MANIFEST or "/" in one.name
+            if not is_ours and wanted in (None, one.name):
+                file = self._part(url, store, one, None)
+                yield UnderWay(one.name, "", (file,), is_committing=False)
+        for folder in store.folders():
+            matched = _FOLDER.fullmatch(folder)
+            if matched and wanted in (None, matched[1]):
+                yield UnderWay(matched[1], "", self._files(join_url(url, folder)), False)
+
+    def _files(self, url: str) -> tuple[FileUnderWay, ...]:
+        """Returns the files in the folder that a conversion fills."""
+        with open_store(url) as store:
+            parts = {one.upload_id: one for one in store.unfinished()}
+            found = [self._part(url, store, one, None) for one in parts.values()]
+            for name, size in store.sizes().items():
+                if name not in parts:
+                    found.append(_complete(store, name, size, None))
+        return tuple(sorted(found, key=lambda file: natural(file.name)))
+
+    def _part(self, url: str, store: Store, one: Unfinished, rank: int | None) -> FileUnderWay:
+        path = local_path(url)
+        if path is None:
+            return FileUnderWay(one.name, rank, "uploading", None, None, one.started)
+        key = url, one.upload_id
+        if key not in self._planned:
+            planned = _planned_bytes(store, one)
+            if planned is not None:
+                self._planned[key] = planned
+        total = self._planned.get(key)
+        nbytes = min(one.nbytes, _space(os.path.join(path, one.upload_id), one.nbytes))
+        phase: Phase = "flushing" if total is not None and nbytes >= total else "writing"
+        return FileUnderWay(one.name, rank, phase, nbytes, total, one.started)
+
+
+def _recent(store: Store, folders: Sequence[str]) -> list[str]:
+    """Returns the folders that changed last; in a bucket those with the largest numbers."""
+    times: Mapping[str, float] = {}
+    if local_path(store.url) is not None:
+        times = {name: _modified(store, name) or 0.0 for name in folders}
+    return sorted(folders, key=lambda name: (times.get(name, 0.0), natural(name)))[-RECENT:]
+
+
+def _modified(store: Store, name: str) -> float | None:
+    if local_path(store.url) is not None:
+        with suppress(FileNotFoundError):
+            return store.modified(name)
+    return None
+
+
+def _complete(store: Store, name: str, size: int, rank: int | None) -> FileUnderWay:
+    return FileUnderWay(name, rank, "written", size, size, _modified(store, name))
+
+
+def _planned_bytes(store: Store, one: Unfinished) -> int | None:
+    """Returns the size that the header of a file under way tells; None if it does not."""
+    if not one.name.endswith(".safetensors"):
+        return None
+    try:
+        prefix = store.read(one.upload_id, 0, PREFIX_BYTES)
+        length = int.from_bytes(prefix, "little")
+        if not 0 < length <= current().header_bytes:
+            return None
+        header = parse(prefix + store.read(one.upload_id, PREFIX_BYTES, length), one.name)
+    except (OSError, FormatError):  # the header is not there yet, or the file is complete now
+        return None
+    return header.data_offset + header.data_bytes
+
+
+def _space(path: str, otherwise: int) -> int:
+    """Returns the bytes that a file takes on its disk."""
+    try:
+        return os.stat(path).st_blocks * 512
+    except FileNotFoundError:  # it is complete, or gone
+        return otherwise
+
+
+def rates(
+    earlier: Sequence[UnderWay], later: Sequence[UnderWay], seconds: float
+) -> dict[tuple[str, str, str], float]:
+    """Returns the bytes per second of each file that both looks have, by its `key`."""
+    before = {key(one, file): file.nbytes for one in earlier for file in one.files}
+    found = {}
+    for one in later:
+        for file in one.files:
+            was = before.get(key(one, file))
+            if was is not None and file.nbytes is not None and seconds > 0:
+                found[key(one, file)] = max(0, file.nbytes - was) / seconds
+    return found
+
+
+def key(one: UnderWay, file: FileUnderWay) -> tuple[str, str, str]:
+    """Returns the names by which two looks know a file."""
+    return one.name, one.attempt, file.name
+
+
+def seconds_left(file: FileUnderWay, rate: float | None) -> float | None:
+    """Returns the time until a file has all bytes at this rate; None if it cannot be told.
+
+    >>> seconds_left(FileUnderWay("f", 0, "writing", 100, 400, 0.0), 50.0)
+    6.0
+    """
+    if file.nbytes is None or file.planned_bytes is None:
+        return None
+    missing = file.planned_bytes - file.nbytes
+    if missing <= 0:
+        return 0.0
+    return missing / rate if rate else None

@@ -1,0 +1,369 @@
+"""`ckpt top`: the saves and conversions under way, live, and the last checkpoints of a run.
+
+All figures come from the files of the run (`ckpt.under_way`), so the command works from each host
+that sees the folder, and costs the run nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from argparse import ArgumentParser
+from calendar import timegm
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from ckpt.display import count, printable, size
+from tools.exit_codes import ExitCode
+from tools.quantities import age, duration
+from tools.storage_options import Option, add_storage_options, mapping
+from tools.text import columns, json_text
+
+if TYPE_CHECKING:
+    from ckpt.newest import Committed
+    from ckpt.under_way import FileUnderWay, UnderWay
+
+SUMMARY = "watch the saves and conversions under way in a folder, and its last checkpoints"
+FILES_SHOWN = 16
+"""Files of one save that are shown: those that need most time."""
+ATTEMPTS_SHOWN = 4
+CHECKPOINTS_SHOWN = 10
+LOOKS = 6
+"""Rates are averages over the time of so many looks."""
+_SECONDS = re.compile(r"\d{1,9}\.\d{3}")
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+_HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The place, and the form of the view."""
+
+    url: str
+    once: bool
+    interval: float
+    as_json: bool
+    verbose: bool
+    storage_options: list[Option] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint of the folder."""
+
+    name: str
+    bytes: int
+    """The sizes of its files."""
+    world_size: str
+    """The number of ranks that saved it; empty if the manifest does not tell."""
+    age_seconds: float | None
+    """The time since its commit."""
+    save_seconds: float | None
+    """The time from the call to the commit; None if the manifest does not tell."""
+    stall_seconds: float | None
+    """The part of it in which the state was copied, and training had to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All that is under way at one time."""
+
+    at: float
+    under_way: Sequence[UnderWay]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declares the arguments."""
+    add = parser.add_argument
+    add(
+        "url",
+        metavar="RUN",
+        nargs="?",
+        default=".",
+        help="the folder of a run, a checkpoint, or the target of a conversion; default: here",
+    )
+    add("--once", action="store_true", help="print one view and end; so does a pipe")
+    add(
+        "--interval",
+        type=duration,
+        default=1.0,
+        metavar="SECONDS",
+        help="the time between two looks; default: 1",
+    )
+    add("--json", dest="as_json", action="store_true", help="one view as JSON")
+    add("-v", "--verbose", action="store_true", help="all files, not only the slowest")
+    add_storage_options(parser)
+
+
+def run(options: Options) -> int:
+    """Prints a view after two looks, or on a terminal one after each look until Ctrl-C.
+
+    Raises NotACheckpointError if the folder does not exist and nothing is under way to it.
+    """
+    views = _views(options)
+    if options.once or options.as_json or not sys.stdout.isatty():
+        next(views)  # without rates
+        looks, found = next(views)
+        if options.as_json:
+            print(json_text(_summary(options, looks, found)))
+        else:
+            print("\n".join(_lines(options, looks, found)))
+        return ExitCode.FINE
+    with suppress(KeyboardInterrupt):
+        for looks, found in views:
+            _refresh(list(_lines(options, looks, found)))
+    return ExitCode.FINE
+
+
+def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]]:
+    """Yields the last looks and the checkpoints, again and again."""
+    from ckpt.collecting import is_folder
+    from ckpt.errors import NotACheckpointError
+    from ckpt.under_way import Watch
+
+    told = mapping(options.storage_options)
+    watch, looks = Watch(options.url, told), deque[Look](maxlen=LOOKS)
+    looks.append(Look(time.monotonic(), watch.look()))
+    found = _checkpoints(options.url, told)
+    if not (looks[0].under_way or found or is_folder(options.url, told)):
+        raise NotACheckpointError(
+            f"{options.url}: there is no such folder, and no conversion to it is under way; give "
+            "the folder of a run, or the target of a conversion"
+        )
+    while True:
+        yield looks, found
+        time.sleep(options.interval)
+        looks.append(Look(time.monotonic(), watch.look()))
+        if _names(looks[-2]) != _names(looks[-1]):  # a save has ended, or begun
+            found = _checkpoints(options.url, told)
+
+
+def _names(look: Look) -> set[tuple[str, str]]:
+    return {(one.name, one.attempt) for one in look.under_way}
+
+
+def _checkpoints(url: str, told: Mapping[str, object] | None) -> list[Checkpoint]:
+    """Returns the last checkpoints of a folder, newest first."""
+    from ckpt.newest import committed
+    from ckpt.stores.store import is_file, join_url, open_store
+
+    if is_file(url, told):
+        return []
+    found = []
+    for one in committed(url, told)[:CHECKPOINTS_SHOWN]:
+        with open_store(join_url(url, one.name), told) as store:
+            found.append(_checkpoint(one, sum(store.sizes().values())))
+    return found
+
+
+def _checkpoint(one: Committed, nbytes: int) -> Checkpoint:
+    from formats.native.manifest import SAVE_SECONDS, STAGED_SECONDS
+
+    took = _seconds(one.metadata.get(SAVE_SECONDS))
+    staged = _seconds(one.metadata.get(STAGED_SECONDS))
+    ended = None
+    with suppress(ValueError):
+        ended = time.time() - timegm(time.strptime(one.time, _TIME_FORMAT))
+    ranks = one.metadata.get("world_size", "")
+    return Checkpoint(one.name, nbytes, ranks, ended, took, took if staged is None else staged)
+
+
+def _seconds(text: str | None) -> float | None:
+    """Returns a time of a manifest; None for any other text."""
+    return float(text) if text is not None and _SECONDS.fullmatch(text) else None
+
+
+def _rates(looks: Sequence[Look]) -> dict[tuple[str, str, str], float]:
+    """Returns the rates since the first look that has the file."""
+    from ckpt.under_way import rates
+
+    found: dict[tuple[str, str, str], float] = {}
+    for before in list(looks)[:-1]:
+        now = looks[-1]
+        found = {**rates(before.under_way, now.under_way, now.at - before.at), **found}
+    return found
+
+
+def _refresh(lines: list[str]) -> None:
+    """Puts the lines in the place of those on the terminal."""
+    width, height = shutil.get_terminal_size()
+    shown = [line[:width] + _REST_OF_LINE for line in lines[: height - 1]]
+    print(_HOME + "\n".join(shown) + "\n" + _REST_OF_SCREEN, end="", flush=True)
+
+
+def _lines(
+    options: Options, looks: Sequence[Look], checkpoints: Sequence[Checkpoint]
+) -> Iterator[str]:
+    """Yields the view for people."""
+    known, under_way = _rates(looks), looks[-1].under_way
+    yield f"{printable(options.url)} at {time.strftime('%H:%M:%S')}"
+    if not under_way:
+        yield "nothing is under way"
+    for one in under_way[:ATTEMPTS_SHOWN]:
+        yield from ("", *_attempt_lines(options, one, known))
+    if len(under_way) > ATTEMPTS_SHOWN:
+        yield f"and {len(under_way) - ATTEMPTS_SHOWN} more, whose last writes are older"
+    if checkpoints:
+        yield ""
+        head = ("CHECKPOINT", "SIZE", "RANKS", "AGE", "TOOK", "STALL")
+        yield from columns([head, *map(_cells, checkpoints)], right=[1, 2, 3, 4, 5])
+
+
+def _cells(one: Checkpoint) -> tuple[str, ...]:
+    return (
+        printable(one.name),
+        size(one.bytes),
+        printable(one.world_size or "-"),
+        "-" if one.age_seconds is None else age(one.age_seconds),
+        _time(one.save_seconds),
+        _time(one.stall_seconds),
+    )
+
+
+def _attempt_lines(
+    options: Options, one: UnderWay, known: Mapping[tuple[str, str, str], float]
+) -> Iterator[str]:
+    """Yields a line on a save or conversion, and one for each of its slowest files."""
+    rows = _slowest_first(one, known)
+    yield f"{printable(one.name)}: {_told(one, rows)}"
+    if all(file.phase == "written" for file in one.files):
+        return
+    shown = rows if options.verbose else rows[:FILES_SHOWN]
+    head = ("RANK" if one.attempt else "FILE", "PHASE", "DONE", "OF", "RATE", "LEFT", "LAST WRITE")
+    yield from columns([head, *(_file_cells(*row) for row in shown)], right=[2, 3, 4, 5, 6])
+    if len(rows) > len(shown):
+        yield f"and {len(rows) - len(shown)} more, which need less time"
+
+
+_Row = tuple["FileUnderWay", "float | None", "float | None"]
+"""A file, its rate, and the seconds that it still needs."""
+
+
+def _slowest_first(one: UnderWay, known: Mapping[tuple[str, str, str], float]) -> list[_Row]:
+    """Returns the files with their rates: those that need most time first, complete ones last."""
+    from ckpt.under_way import key, seconds_left
+
+    rows: list[_Row] = []
+    for file in one.files:
+        rate = known.get(key(one, file))
+        rows.append((file, rate, seconds_left(file, rate)))
+
+    def needs(row: _Row) -> tuple[bool, float]:
+        file, _, left = row
+        return file.phase == "written", -(float("inf") if left is None else left)
+
+    return sorted(rows, key=needs)
+
+
+def _file_cells(file: FileUnderWay, rate: float | None, left: float | None) -> tuple[str, ...]:
+    is_written = file.phase == "written"
+    return (
+        printable(file.name) if file.rank is None else str(file.rank),
+        file.phase,
+        _size(file.nbytes),
+        _size(file.planned_bytes),
+        "-" if is_written or rate is None else f"{size(round(rate))}/s",
+        "-" if is_written else _time(left),
+        _ago(file.changed),
+    )
+
+
+def _told(one: UnderWay, rows: Sequence[_Row]) -> str:
+    """Returns a line on a save or conversion as a whole."""
+    total = _total(rows)
+    written = sum(file.phase == "written" for file in one.files)
+    done = size(total.nbytes)
+    if written == len(one.files):
+        ended = "the manifest is being written" if one.is_committing else "not committed"
+        last = _ago(one.changed or None)
+        ago = "" if last == "-" else f"; last write {last}"
+        return f"{count(written, 'file')} written, {done}; {ended}{ago}"
+    said = [f"{written} of {count(len(one.files), 'file')} written", done]
+    if total.planned_bytes is not None:
+        said[1] += f" of {size(total.planned_bytes)}"
+    if total.rate is not None:
+        said.append(f"{size(round(total.rate))}/s")
+    if total.left is not None:
+        slowest = rows[0][0]
+        who = printable(slowest.name) if slowest.rank is None else f"rank {slowest.rank}"
+        said += [f"{_time(total.left)} left", f"slowest: {who}"]
+    return ", ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """The sums of a save or conversion."""
+
+    nbytes: int
+    planned_bytes: int | None
+    """None if a file does not tell."""
+    rate: float | None
+    left: float | None
+    """The time of the slowest file; None if a file does not tell."""
+
+
+def _total(rows: Sequence[_Row]) -> _Total:
+    planned = [file.planned_bytes for file, _, _ in rows]
+    speeds = [rate for file, rate, _ in rows if rate is not None and file.phase != "written"]
+    lefts = [left for _, _, left in rows]
+    return _Total(
+        sum(file.nbytes or 0 for file, _, _ in rows),
+        None if None in planned else sum(one for one in planned if one is not None),
+        sum(speeds) if speeds else None,
+        None if None in lefts else max(one for one in lefts if one is not None),
+    )
+
+
+def _summary(
+    options: Options, looks: Sequence[Look], checkpoints: Sequence[Checkpoint]
+) -> dict[str, object]:
+    """Returns the view for programs."""
+    known, found = _rates(looks), []
+    for one in looks[-1].under_way:
+        rows = _slowest_first(one, known)
+        files = [
+            {**asdict(file), "bytes_per_second": rate, "seconds_left": left}
+            for file, rate, left in rows
+        ]
+        total = _total(rows)
+        found.append(
+            {
+                "name": one.name,
+                "attempt": one.attempt,
+                "is_committing": one.is_committing,
+                "bytes": total.nbytes,
+                "planned_bytes": total.planned_bytes,
+                "bytes_per_second": total.rate,
+                "seconds_left": total.left,
+                "files": files,
+            }
+        )
+    kept = [asdict(one) for one in checkpoints]
+    return {"url": options.url, "under_way": found, "checkpoints": kept}
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else size(nbytes)
+
+
+def _time(seconds: float | None) -> str:
+    """Returns a time with the digits that a reader needs.
+
+    >>> _time(0.0123), _time(7.26), _time(200), _time(None)
+    ('0.012 s', '7.3 s', '3 m', '-')
+    """
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds:.1f} s" if seconds < 60 else age(seconds)
+
+
+def _ago(changed: float | None) -> str:
+    """Returns the time since a write, by the clock of this host."""
+    return "-" if changed is None else f"{age(time.time() - changed)} ago"
