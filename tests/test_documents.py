@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
-    for folder in (".", "docs", "docs/decisions", "benchmarks")
+    for folder in (".", "docs", "docs/decisions", "docs/howto", "benchmarks")
     for path in (ROOT / folder).glob("*.md")
 )
 FENCED = re.compile(r"```.*?```", re.DOTALL)
@@ -39,6 +39,16 @@ def broken_links(document: Path) -> Iterator[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_of_a_document_leads_to_a_file_and_a_heading(document: Path) -> None:
     assert list(broken_links(document)) == []
+
+
+def test_the_site_has_a_place_for_every_page_and_no_other() -> None:
+    """Hooks add the decisions and the reference."""
+    text = (ROOT / ".ci" / "site" / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- ([\w./-]+\.md)$", text, re.MULTILINE)
+    listed = [name for name in listed if not name.startswith("reference/")]
+    folders = (ROOT / "docs", ROOT / "docs" / "howto")
+    pages = [path for path in DOCUMENTS if path.parent in folders]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in pages)
 
 
 def test_every_test_that_a_document_names_exists() -> None:

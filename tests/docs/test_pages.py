@@ -1,4 +1,4 @@
-"""The quick start and the how-to pages do what they show: their programs and commands run.
+"""README, the quick start and the how-to pages do what they show: their programs and commands run.
 
 A block `python title="NAME"` is a file. In a block `console`, a line after `$ ` is a command. The
 lines below a command are its output, in which `...` stands for any text.
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "start.md", *sorted((DOCS / "howto").glob("*.md"))]
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs/start.md", *sorted(ROOT.glob("docs/howto/*.md"))]
 BLOCK = re.compile(r"^```(python title=\"([^\"]+)\"|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECONDS = 180
 
@@ -34,6 +34,7 @@ def runnable() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", list(runnable()), ids=lambda page: page.stem)
 def test_the_commands_of_a_page_have_the_output_that_it_shows(page: Path, tmp_path: Path) -> None:
     programs = Path(sys.executable).parent
@@ -41,6 +42,7 @@ def test_the_commands_of_a_page_have_the_output_that_it_shows(page: Path, tmp_pa
         **os.environ,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "CKPT_RUNTIME_DIR": str(tmp_path / "runtime"),  # names of live states are those of a host
     }
     for kind, name, content in BLOCK.findall(page.read_text()):
         if kind != "console":

@@ -1,4 +1,4 @@
-"""The script in the README: what a new user's own script becomes by the lines with a plus."""
+"""The script in docs/runs.md: what a new user's own script becomes by the lines with a plus."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import ckpt
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "runs.md"
 IN_FOLDER = "import os, sys; os.chdir(sys.argv[1])\n"
 
 
 def scripts() -> tuple[str, str]:
     """The script before and after the change."""
-    [block] = re.findall(r"```diff\n(.*?)```", README.read_text(), re.DOTALL)
+    [block] = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), re.DOTALL)
     lines = block.splitlines()
     assert {line[:1] for line in lines} <= {" ", "+", "-", ""}
     added, removed = (sum(line[:1] == sign for line in lines) for sign in "+-")
