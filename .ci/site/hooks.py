@@ -1,18 +1,31 @@
-"""Hooks of the documentation site: pages of all public names, and links that leave docs/."""
+"""Hooks of the documentation site: pages of all public names, and links that leave docs/.
+
+A page of the reference has each name of the `__all__` of its modules, and each public member of a
+class. The build fails if a name is no function, class or module, or has no docstring.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"ckpt": "The functions and classes of `ckpt`.", "sharding": "The training runtime."}
+MODULES = {
+    "ckpt": ("state_dict", "events"),
+    "sharding": ("composable", "wrap", "comm_hooks", "sharded_grad_scaler"),
+}
+"""Public modules, which the pages of their packages have too."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)\s]*)\)")
 
 
@@ -27,9 +40,11 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of the reference."""
+    pages = {"command": _commands(), "ckpt.integrations": _integrations()}
     for package, said in PACKAGES.items():
-        text = "\n\n".join([f"# {package}", said, *_entries(package)])
-        files.append(File.generated(config, f"reference/{package}.md", content=text))
+        pages[package] = "\n\n".join([f"# {package}", said, *_package(package)])
+    for name, text in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
 
 
@@ -47,9 +62,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(replaced, markdown)
 
 
-def _entries(package: str) -> Iterator[str]:
+def _package(package: str) -> Iterator[str]:
+    """Yields the blocks of a package, then those of its public modules."""
+    yield from _entries(package)
+    for name in MODULES[package]:
+        said = inspect.getdoc(importlib.import_module(f"{package}.{name}"))
+        yield f"## {package}.{name}\n\n{said}"
+        yield from _entries(f"{package}.{name}")
+
+
+def _entries(module_name: str) -> Iterator[str]:
     """Yields the block of each public name: functions and classes, then errors."""
-    module = importlib.import_module(package)
+    module = importlib.import_module(module_name)
     names = [name for name in module.__all__ if not name.startswith("_")]
     found = {name: getattr(module, name) for name in names}
     is_error = {
@@ -57,8 +81,48 @@ def _entries(package: str) -> Iterator[str]:
     }
     for name in sorted(names, key=lambda name: (is_error[name], name.lower())):
         one = found[name]
-        if inspect.ismodule(one):
-            yield f"## {package}.{name}\n\n{inspect.getdoc(one)}"
-        elif inspect.isclass(one) or inspect.isfunction(one):
-            members = "" if is_error[name] else "\n    options: {members: null}"
-            yield f"::: {one.__module__}.{one.__qualname__}{members}"
+        if not one.__doc__:
+            raise PluginError(f"{module_name}.{name} has no docstring")
+        if inspect.isclass(one) or inspect.isfunction(one):
+            yield _block(f"{one.__module__}.{one.__qualname__}", with_members=not is_error[name])
+        elif not inspect.ismodule(one):
+            raise PluginError(f"{module_name}.{name} is a {type(one).__name__}")
+
+
+def _block(name: str, with_members: bool = True) -> str:
+    return f"::: {name}" + ("\n    options: {members: null}" if with_members else "")
+
+
+def _integrations() -> str:
+    """The page of the modules for other libraries, which are read and not imported."""
+    parts = ["# ckpt.integrations", "One module for each library."]
+    for path in sorted((ROOT / "ckpt" / "integrations").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        lists = [
+            node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        if lists:
+            module = f"ckpt.integrations.{path.stem}"
+            parts += [f"## {module}", ast.get_docstring(tree) or ""]
+            parts += [_block(f"{module}.{name}") for name in ast.literal_eval(lists[0])]
+    return "\n\n".join(parts)
+
+
+def _commands() -> str:
+    """The page of the command line: the help of each command."""
+    from tools.main import parser
+
+    os.environ["COLUMNS"] = "96"
+    found = parser()
+    (commands,) = [
+        action.choices
+        for action in found._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    parts = ["# The command", f"```text\n{found.format_help()}```"]
+    for name, one in commands.items():
+        one.epilog = None  # the table of exit codes is above
+        parts += [f"## ckpt {name}", f"```text\n{one.format_help()}```"]
+    return "\n\n".join(parts)
