@@ -46,7 +46,7 @@ help:
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make bench-gpu  saves, stalls and loads of tensors on a GPU, beside DCP'
 	@echo 'make docs       the documentation site, in site/; checks links and spelling'
-	@echo 'make package    the wheel and the source distribution, tried in an empty environment'
+	@echo 'make package    a release in dist/, tried in an empty environment'
 	@echo 'make clean      remove the environment and every cache'
 
 $(STAMP): pyproject.toml constraints.txt
@@ -84,6 +84,7 @@ test-gpu:
 
 package: $(STAMP)
 	$(BIN)/python tests/packages.py
+	$(BIN)/python .ci/dist.py
 
 docs:
 	PYTHON=$(PYTHON) $(PYTHON) .ci/site/build.py
@@ -117,5 +118,5 @@ bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) .venvs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venvs build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
