@@ -140,7 +140,9 @@ def _catalog_of(store: Store) -> Catalog:
             "checkpoint here"
         )
     if found is None:
-        raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(entries)})")
+        folders = any(name.endswith("/") for name in entries)
+        advice = "; `ckpt ls` lists those in its folders" if folders else ""
+        raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(entries)}){advice}")
     return found.read(store)
 
 

@@ -344,6 +344,11 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path: Path) -> None
         ckpt.open(tmp_path)
     with pytest.raises(NotACheckpointError, match="nothing is there"):
         ckpt.open(tmp_path / "absent")
+    (tmp_path / "step-1").mkdir()
+    with pytest.raises(
+        NotACheckpointError, match=r"step-1/\); `ckpt ls` lists those in its folders"
+    ):
+        ckpt.open(tmp_path)
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_open_is_an_error_that_says_so() -> None:
