@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpt.newest import natural
+from ckpt.resuming import JOURNAL
 from ckpt.stores.capabilities import Unfinished
 from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url
 from formats.errors import FormatError
@@ -87,12 +88,13 @@ class Watch:
     def look(self) -> list[UnderWay]:
         """Returns what is under way in the place, in its folders and beside it, latest write first.
 
-        The place may be a folder of checkpoints, a checkpoint, or the target of a conversion.
-        Raises OSError if it cannot be listed.
+        The place may be a folder of checkpoints, a checkpoint, or the target of a conversion. A
+        folder in it that this process may not read is left out. Raises OSError if the place cannot
+        be listed.
         """
-        above, name = split_url(self.url.rstrip("/"))
+        above, name = split_url(self.url.rstrip("/") or "/")
         found = [*self._inside(self.url, name)]
-        if local_path(self.url) is not None:
+        if name and local_path(self.url) is not None:
             with open_store(above) as store:
                 found += self._converted(above, store, name)
         return sorted(found, key=lambda one: -one.changed)
@@ -106,27 +108,28 @@ class Watch:
             recent = [one for one in _recent(store, folders) if not _FOLDER.fullmatch(one)]
         for folder in dict.fromkeys([*recent, *sorted(inside)]):
             below = join_url(url, folder)
-            with open_store(below, self._options) as store:
+            with suppress(PermissionError), open_store(below, self._options) as store:
                 yield from self._attempts(below, folder, store)
 
     def _attempts(self, url: str, name: str, store: Store) -> Iterator[UnderWay]:
         """Yields the attempts in the folder of a checkpoint without a manifest that names them."""
         parts = [one for one in store.unfinished() if "/" not in one.name]
-        files: dict[str, list[FileUnderWay]] = {}
+        files: dict[str, dict[int, FileUnderWay]] = {}
         for one in parts:
             if matched := _SHARD.fullmatch(one.name):
-                file = self._part(url, store, one, int(matched[2]))
-                files.setdefault(matched[1], []).append(file)
+                rank = int(matched[2])
+                files.setdefault(matched[1], {})[rank] = self._part(url, store, one, rank)
         sizes = store.sizes()
         for file_name, size in sizes.items():
             matched = _SHARD.fullmatch(file_name)
             if matched and (matched[1] in files or MANIFEST not in sizes):
-                file = _complete(store, file_name, size, int(matched[2]))
-                files.setdefault(matched[1], []).append(file)
+                rank = int(matched[2])
+                files.setdefault(matched[1], {})[rank] = _complete(store, file_name, size, rank)
         is_committing = any(one.name == MANIFEST for one in parts)
         for attempt, found in files.items():
-            ordered = sorted(found, key=lambda file: file.rank or 0)
-            yield UnderWay(name, attempt, tuple(ordered), is_committing)
+            yield UnderWay(
+                name, attempt, tuple(found[rank] for rank in sorted(found)), is_committing
+            )
 
     def _converted(self, url: str, store: Store, wanted: str | None = None) -> Iterator[UnderWay]:
         """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
@@ -138,15 +141,16 @@ class Watch:
         for folder in store.folders():
             matched = _FOLDER.fullmatch(folder)
             if matched and wanted in (None, matched[1]):
-                yield UnderWay(matched[1], "", self._files(join_url(url, folder)), False)
+                files = self._files(join_url(url, folder))
+                yield UnderWay(matched[1], "", files, is_committing=False)
 
     def _files(self, url: str) -> tuple[FileUnderWay, ...]:
         """Returns the files in the folder that a conversion fills."""
-        with open_store(url) as store:
+        with open_store(url, self._options) as store:
             parts = {one.upload_id: one for one in store.unfinished()}
             found = [self._part(url, store, one, None) for one in parts.values()]
             for name, size in store.sizes().items():
-                if name not in parts:
+                if name not in parts and name != JOURNAL:
                     found.append(_complete(store, name, size, None))
         return tuple(sorted(found, key=lambda file: natural(file.name)))
 

@@ -16,6 +16,7 @@ import pytest
 from ckpt.errors import ExistsError
 from ckpt.stores.local_writer import IO_VECTORS
 from ckpt.stores.store import Store, is_file, split_url
+from ckpt.under_way import Watch
 from formats.errors import CorruptError, HostileError
 from formats.storage import BESIDE
 from tests.stores.contents import content_of, fail_to_put, put
@@ -143,6 +144,26 @@ def test_a_file_being_written_is_listed_as_unfinished_and_can_be_let_go_of(
                 other.abort(found)
             other.abort(found)
         assert store.names() == []
+
+
+def test_a_watch_sees_the_file_of_a_rank_on_its_way_and_then_complete(place: Place) -> None:
+    if place.kind not in (*LOCAL, *S3):
+        pytest.skip("a folder with nothing but an upload is not listed here")
+    watch, name = Watch(place.url, place.options), "0123456789abcdef-00003.safetensors"
+    with place.open("step-1") as store:
+        with store.create(name) as file:
+            written = 0
+            while not (found := watch.look()):  # what is on its way is not listed yet
+                file.write([LARGE])
+                written += len(LARGE)
+            phases = {one.phase for one in found[0].files}
+            assert phases == ({"writing"} if place.kind in LOCAL else {"uploading"})
+        [after] = watch.look()
+        for one in (found[0], after):
+            assert (one.name, one.attempt, one.files[0].rank) == ("step-1", name[:16], 3)
+        assert (after.files[0].phase, after.files[0].nbytes) == ("written", written)
+        store.delete(name)
+    assert watch.look() == []
 
 
 def test_a_store_says_what_it_capabilities(place: Place, store: Store) -> None:

@@ -161,3 +161,15 @@ def test_a_terminal_gets_a_new_view_until_an_interrupt(tmp_path: Path) -> None:
     os.close(ours)
     assert seen.count(b"\x1b[H") >= 3
     assert b"Traceback" not in seen
+
+
+def test_a_save_to_a_bucket_shows_files_and_no_bytes_of_those_on_their_way(run) -> None:
+    place = "memory://runs-of-test-top"
+    views = []
+    ckpt.save(f"{place}/step-1", STATE, progress=lambda _: views.append(view(run, place)))
+    for seen in views:
+        assert {one["name"] for one in seen["under_way"]} <= {"step-1"}
+        assert seen["checkpoints"] == []
+    after = view(run, place)
+    assert after["under_way"] == []
+    assert [one["name"] for one in after["checkpoints"]] == ["step-1"]
