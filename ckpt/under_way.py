@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt.newest import natural
@@ -28,12 +28,16 @@ from ckpt.stores.store import Options, Store, absolute, join_url, local_path, op
 from formats.errors import FormatError
 from formats.limits import current
 from formats.native.manifest import MANIFEST
-from formats.safetensors_header import PREFIX_BYTES, parse
+from formats.safetensors_header import PREFIX_BYTES
 
-RECENT = 32
-"""The most folders in a place that are looked into: those that changed last."""
+RECENT, FAR_RECENT = 32, 4
+"""The most folders in a place that are looked into, on a disk and in a bucket, where each is a
+request. An upload in parts counts in any folder."""
+END_BYTES = 1 << 16
+"""The part of a header that is read: the last entry ends with the file."""
 Phase = Literal["writing", "flushing", "written", "uploading"]
 _SHARD = re.compile(r"([0-9a-f]{16})-([0-9]{5,})\.safetensors")
+_OFFSETS = re.compile(rb'"data_offsets":\[\d{1,18},(\d{1,18})\]')
 _FOLDER = re.compile(r"\.(.+)\.(?:[0-9a-f]{8}|resumed)\.part", re.DOTALL)
 """The name of a folder that a conversion fills."""
 
@@ -96,26 +100,31 @@ class Watch:
         found = [*self._inside(self.url, name)]
         if name and local_path(self.url) is not None:
             with open_store(above) as store:
-                found += self._converted(above, store, name)
+                found += self._converted(above, store, store.unfinished(), name)
         return sorted(found, key=lambda one: -one.changed)
 
     def _inside(self, url: str, name: str) -> Iterator[UnderWay]:
+        """Yields what is under way in a folder and in the folders that changed last in it."""
         with open_store(url, self._options) as store:
-            folders, begun = store.folders(), store.unfinished()
-            yield from self._attempts(url, name, store)
-            yield from self._converted(url, store)
-            inside = {one.name.split("/")[0] for one in begun if "/" in one.name}
-            recent = [one for one in _recent(store, folders) if not _FOLDER.fullmatch(one)]
-        for folder in dict.fromkeys([*recent, *sorted(inside)]):
-            below = join_url(url, folder)
-            with suppress(PermissionError), open_store(below, self._options) as store:
-                yield from self._attempts(below, folder, store)
+            begun = store.unfinished()
+            here = [one for one in begun if "/" not in one.name]
+            yield from self._attempts(url, name, store, here)
+            yield from self._converted(url, store, here)
+            below = _recent(store)
+        inside = _by_folder(begun)  # of a bucket
+        for folder in dict.fromkeys([*below, *sorted(inside)]):
+            place = join_url(url, folder)
+            with suppress(PermissionError), open_store(place, self._options) as store:
+                is_local = local_path(place) is not None
+                parts = store.unfinished() if is_local else inside.get(folder, [])
+                yield from self._attempts(place, folder, store, parts)
 
-    def _attempts(self, url: str, name: str, store: Store) -> Iterator[UnderWay]:
+    def _attempts(
+        self, url: str, name: str, store: Store, begun: Sequence[Unfinished]
+    ) -> Iterator[UnderWay]:
         """Yields the attempts in the folder of a checkpoint without a manifest that names them."""
-        parts = [one for one in store.unfinished() if "/" not in one.name]
         files: dict[str, dict[int, FileUnderWay]] = {}
-        for one in parts:
+        for one in begun:
             if matched := _SHARD.fullmatch(one.name):
                 rank = int(matched[2])
                 files.setdefault(matched[1], {})[rank] = self._part(url, store, one, rank)
@@ -125,17 +134,19 @@ class Watch:
             if matched and (matched[1] in files or MANIFEST not in sizes):
                 rank = int(matched[2])
                 files.setdefault(matched[1], {})[rank] = _complete(store, file_name, size, rank)
-        is_committing = any(one.name == MANIFEST for one in parts)
+        is_committing = any(one.name == MANIFEST for one in begun)
         for attempt, found in files.items():
             yield UnderWay(
                 name, attempt, tuple(found[rank] for rank in sorted(found)), is_committing
             )
 
-    def _converted(self, url: str, store: Store, wanted: str | None = None) -> Iterator[UnderWay]:
+    def _converted(
+        self, url: str, store: Store, begun: Sequence[Unfinished], wanted: str | None = None
+    ) -> Iterator[UnderWay]:
         """Yields conversions to other formats in a folder; only to the target `wanted` if given."""
-        for one in store.unfinished():
-            is_ours = _SHARD.fullmatch(one.name) or one.name == MANIFEST or "/" in one.name
-            if not is_ours and wanted in (None, one.name):
+        for one in begun:
+            is_native = _SHARD.fullmatch(one.name) or one.name == MANIFEST
+            if not is_native and wanted in (None, one.name):
                 file = self._part(url, store, one, None)
                 yield UnderWay(one.name, "", (file,), is_committing=False)
         for folder in store.folders():
@@ -169,12 +180,23 @@ class Watch:
         return FileUnderWay(one.name, rank, phase, nbytes, total, one.started)
 
 
-def _recent(store: Store, folders: Sequence[str]) -> list[str]:
+def _by_folder(begun: Sequence[Unfinished]) -> dict[str, list[Unfinished]]:
+    """Returns uploads to files of folders, by the folder, with the names of the files alone."""
+    found: dict[str, list[Unfinished]] = {}
+    for one in begun:
+        folder, _, name = one.name.partition("/")
+        if name and "/" not in name:
+            found.setdefault(folder, []).append(replace(one, name=name))
+    return found
+
+
+def _recent(store: Store) -> list[str]:
     """Returns the folders that changed last; in a bucket those with the largest numbers."""
-    times: Mapping[str, float] = {}
-    if local_path(store.url) is not None:
-        times = {name: _modified(store, name) or 0.0 for name in folders}
-    return sorted(folders, key=lambda name: (times.get(name, 0.0), natural(name)))[-RECENT:]
+    folders = [name for name in store.folders() if not _FOLDER.fullmatch(name)]
+    if local_path(store.url) is None:
+        return sorted(folders, key=natural)[-FAR_RECENT:]
+    times = {name: _modified(store, name) or 0.0 for name in folders}
+    return sorted(folders, key=times.__getitem__)[-RECENT:]
 
 
 def _modified(store: Store, name: str) -> float | None:
@@ -193,14 +215,15 @@ def _planned_bytes(store: Store, one: Unfinished) -> int | None:
     if not one.name.endswith(".safetensors"):
         return None
     try:
-        prefix = store.read(one.upload_id, 0, PREFIX_BYTES)
-        length = int.from_bytes(prefix, "little")
+        length = int.from_bytes(store.read(one.upload_id, 0, PREFIX_BYTES), "little")
         if not 0 < length <= current().header_bytes:
             return None
-        header = parse(prefix + store.read(one.upload_id, PREFIX_BYTES, length), one.name)
+        lo = max(0, length - END_BYTES)
+        end = store.read(one.upload_id, PREFIX_BYTES + lo, length - lo)
     except (OSError, FormatError):  # the header is not there yet, or the file is complete now
         return None
-    return header.data_offset + header.data_bytes
+    ends = [int(digits) for digits in _OFFSETS.findall(end)]
+    return PREFIX_BYTES + length + max(ends) if ends else None
 
 
 def _space(path: str, otherwise: int) -> int:

@@ -100,6 +100,20 @@ def test_an_empty_folder_has_nothing_under_way(run, tmp_path):
     assert ended.out.splitlines()[1:] == ["nothing is under way"]
 
 
+@pytest.mark.parametrize("count", [1, 8, 3000])
+def test_the_header_of_a_file_under_way_tells_its_whole_size(tmp_path: Path, count: int) -> None:
+    name = '"data_offsets":[0,9]'
+    ckpt.save(tmp_path / "a", {f"{name}{at}": torch.ones(1 + at) for at in range(count)})
+    (shard,) = (tmp_path / "a").glob("*.safetensors")
+    (tmp_path / "b").mkdir()
+    data = shard.read_bytes()
+    for nbytes, phase in ((len(data) - 1, "writing"), (len(data), "flushing")):
+        (tmp_path / "b" / f".{shard.name}.0123abcd.part").write_bytes(data[:nbytes])
+        (one,) = Watch(tmp_path).look()
+        (file,) = one.files
+        assert (file.nbytes, file.planned_bytes, file.phase) == (nbytes, len(data), phase)
+
+
 def test_a_header_of_hostile_bytes_tells_no_size(tmp_path):
     folder = tmp_path / "step-1"
     folder.mkdir()
