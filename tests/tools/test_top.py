@@ -114,6 +114,26 @@ def test_the_header_of_a_file_under_way_tells_its_whole_size(tmp_path: Path, cou
         assert (file.nbytes, file.planned_bytes, file.phase) == (nbytes, len(data), phase)
 
 
+def test_a_place_between_the_shares_of_two_ranks_does_not_count(tmp_path: Path) -> None:
+    """Ranks that convert together write into one file, each from its own place on."""
+    part = tmp_path / ".c.pt.0123abcd.part"
+    with part.open("wb") as file:
+        file.seek(1 << 24)
+        file.write(bytes(1 << 16))
+    if part.stat().st_blocks * 512 >= part.stat().st_size:
+        pytest.skip("this disk stores holes")
+    (one,) = Watch(tmp_path / "c.pt").look()
+    assert (1 << 16) <= (one.files[0].nbytes or 0) < 1 << 20
+
+
+def test_a_conversion_does_not_take_over_the_times_of_the_save(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "a", STATE, blocking=False).wait()
+    ckpt.convert(tmp_path / "a", tmp_path / "b")
+    times = {"save_seconds", "staged_seconds"}
+    assert times <= set(ckpt.open(tmp_path / "a").metadata)
+    assert not times & set(ckpt.open(tmp_path / "b").metadata)
+
+
 def test_a_header_of_hostile_bytes_tells_no_size(tmp_path):
     folder = tmp_path / "step-1"
     folder.mkdir()
