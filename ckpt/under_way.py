@@ -31,10 +31,10 @@ from formats.native.manifest import MANIFEST
 from formats.safetensors_header import PREFIX_BYTES
 
 RECENT, FAR_RECENT = 32, 4
-"""The most folders in a place that are looked into, on a disk and in a bucket, where each is a
-request. An upload in parts counts in any folder."""
+"""The most folders in a place that are looked into: on a disk, and in a bucket, where each costs a
+request. An upload in parts is seen in any folder of S3."""
 END_BYTES = 1 << 16
-"""The part of a header that is read: the last entry ends with the file."""
+"""The most bytes of a header that are read: its last entry tells where the file ends."""
 Phase = Literal["writing", "flushing", "written", "uploading"]
 _SHARD = re.compile(r"([0-9a-f]{16})-([0-9]{5,})\.safetensors")
 _OFFSETS = re.compile(rb'"data_offsets":\[\d{1,18},(\d{1,18})\]')
@@ -99,7 +99,7 @@ class Watch:
         above, name = split_url(self.url.rstrip("/") or "/")
         found = [*self._inside(self.url, name)]
         if name and local_path(self.url) is not None:
-            with open_store(above) as store:
+            with suppress(PermissionError), open_store(above) as store:
                 found += self._converted(above, store, store.unfinished(), name)
         return sorted(found, key=lambda one: -one.changed)
 
