@@ -6,6 +6,7 @@ that sees the folder, and costs the run nothing.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sys
@@ -35,6 +36,8 @@ ATTEMPTS_SHOWN = 4
 CHECKPOINTS_SHOWN = 10
 LOOKS = 6
 """Rates are averages over the time of so many looks."""
+REREAD_EVERY = 10
+"""Looks after which the checkpoints are listed again: the run removes old ones."""
 _SECONDS = re.compile(r"\d{1,9}\.\d{3}")
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -61,8 +64,8 @@ class Checkpoint:
     """The sizes of its files."""
     world_size: str
     """The number of ranks that saved it; empty if the manifest does not tell."""
-    age_seconds: float | None
-    """The time since its commit."""
+    committed: float | None
+    """The time of its commit, in seconds since 1970."""
     save_seconds: float | None
     """The time from the call to the commit; None if the manifest does not tell."""
     stall_seconds: float | None
@@ -135,11 +138,12 @@ def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]
             f"{options.url}: there is no such folder, and no conversion to it is under way; give "
             "the folder of a run, or the target of a conversion"
         )
-    while True:
+    for number in itertools.count(1):
         yield looks, found
         time.sleep(options.interval)
         looks.append(Look(time.monotonic(), watch.look()))
-        if _names(looks[-2]) != _names(looks[-1]):  # a save has ended, or begun
+        has_changed = _names(looks[-2]) != _names(looks[-1])  # a save has ended, or begun
+        if has_changed or number % REREAD_EVERY == 0:
             found = _checkpoints(options.url, told)
 
 
@@ -168,7 +172,7 @@ def _checkpoint(one: Committed, nbytes: int) -> Checkpoint:
     staged = _seconds(one.metadata.get(STAGED_SECONDS))
     ended = None
     with suppress(ValueError):
-        ended = time.time() - timegm(time.strptime(one.time, _TIME_FORMAT))
+        ended = float(timegm(time.strptime(one.time, _TIME_FORMAT)))
     ranks = one.metadata.get("world_size", "")
     return Checkpoint(one.name, nbytes, ranks, ended, took, took if staged is None else staged)
 
@@ -219,7 +223,7 @@ def _cells(one: Checkpoint) -> tuple[str, ...]:
         printable(one.name),
         size(one.bytes),
         printable(one.world_size or "-"),
-        "-" if one.age_seconds is None else age(one.age_seconds),
+        "-" if one.committed is None else age(time.time() - one.committed),
         _time(one.save_seconds),
         _time(one.stall_seconds),
     )
@@ -289,9 +293,11 @@ def _told(one: UnderWay, rows: Sequence[_Row]) -> str:
     if total.rate is not None:
         said.append(f"{size(round(total.rate))}/s")
     if total.left is not None:
+        said.append(f"{_time(total.left)} left")
+    if total.rate is not None and total.planned_bytes is not None:
         slowest = rows[0][0]
         who = printable(slowest.name) if slowest.rank is None else f"rank {slowest.rank}"
-        said += [f"{_time(total.left)} left", f"slowest: {who}"]
+        said.append(f"slowest: {who}")
     return ", ".join(said)
 
 
@@ -315,7 +321,7 @@ def _total(rows: Sequence[_Row]) -> _Total:
         sum(file.nbytes or 0 for file, _, _ in rows),
         None if None in planned else sum(one for one in planned if one is not None),
         sum(speeds) if speeds else None,
-        None if None in lefts else max(one for one in lefts if one is not None),
+        None if None in lefts else max((one for one in lefts if one is not None), default=None),
     )
 
 

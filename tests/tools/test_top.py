@@ -126,6 +126,18 @@ def test_a_place_between_the_shares_of_two_ranks_does_not_count(tmp_path: Path) 
     assert (1 << 16) <= (one.files[0].nbytes or 0) < 1 << 20
 
 
+def test_a_conversion_without_a_file_yet_and_a_rank_that_stands_still_are_shown(
+    run: Any, tmp_path: Path
+) -> None:
+    (tmp_path / ".hf.0123abcd.part").mkdir()
+    assert (
+        "hf: 0 files written, 0 B; not committed" in run("top", "--interval", "0.01s", tmp_path).out
+    )
+    looks = [top.Look(0.0, under_way(0, 100)), top.Look(2.0, under_way(200, 100))]
+    lines = list(top._lines(top.Options("run", True, 1.0, False, False), looks, []))
+    assert lines[2] == "step-1: 0 of 2 files written, 300 B of 800 B, 100 B/s, slowest: rank 1"
+
+
 def test_a_conversion_does_not_take_over_the_times_of_the_save(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "a", STATE, blocking=False).wait()
     ckpt.convert(tmp_path / "a", tmp_path / "b")
