@@ -8,6 +8,7 @@
     full = ckpt.state_dict.convert(model, to="full", rank0_only=True)
 
 Names are imported when they are first used: `ckpt inspect`, `verify` and `ls` never import torch.
+`ckpt.sharding` is the training runtime.
 No module has the name of a function here (`ckpt.saving` has `save`): importing it would hide it.
 """
 
@@ -23,11 +24,12 @@ check_neighbours()
 from sharding.supported import check_versions  # noqa: E402 - a `sharding` that is not ours is named first
 
 check_versions()
+import formats  # noqa: E402
 from ckpt import errors  # noqa: E402
 from ckpt.errors import *  # noqa: E402, F403 - `ckpt.errors` has the one list of errors
 
 if TYPE_CHECKING:
-    from ckpt import events, state_dict
+    from ckpt import events, sharding, state_dict
     from ckpt.background.save_handle import Saved, SaveHandle
     from ckpt.collecting import LeftOver, gc
     from ckpt.converting import convert
@@ -72,7 +74,7 @@ _WHERE = {
     "LeftOver": "ckpt.collecting",
     "diff": "ckpt.diffing",
     "verify": "ckpt.verifying",
-    "limits": "formats.limits",
+    "limits": f"{formats.__name__}.limits",
     "LiveState": "ckpt.live.publish",
     "publish": "ckpt.live.publish",
     "Checkpointer": "ckpt.run.checkpointer",
@@ -118,6 +120,7 @@ __all__ = [
     "rng",
     "run_steps",
     "save",
+    "sharding",
     "state_dict",
     "verify",
 ]
@@ -125,7 +128,7 @@ __all__ += errors.__all__
 
 
 def __getattr__(name: str) -> object:
-    if name in ("events", "state_dict"):
+    if name in ("events", "sharding", "state_dict"):
         return importlib.import_module(f"ckpt.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")

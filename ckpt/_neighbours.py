@@ -1,5 +1,6 @@
-"""Detects a user's folder that shadows one of our packages.
+"""Detects a user's folder that shadows one of our packages, where the repository is on the path.
 
+An installation has one package, `ckpt`, with the others inside, so nothing shadows them.
 `formats`, `sharding` and `tools` are common words: a folder of such a name beside a user's train.py
 comes first on Python's path. `formats` or `sharding` would break every call, so it is an error.
 `tools` serves only the `ckpt` command, so it is a warning.
@@ -13,7 +14,7 @@ from pathlib import Path
 from warnings import warn
 
 HOME = Path(__file__).resolve().parent.parent
-"""The folder of all four packages."""
+"""The folder of `ckpt`, and in the repository of all four packages."""
 
 
 def check_neighbours() -> None:
@@ -21,6 +22,8 @@ def check_neighbours() -> None:
 
     The process of the `ckpt` command runs no other code, so it puts our packages first instead.
     """
+    if (HOME / "ckpt" / "formats").is_dir():
+        return
     if _is_command():
         sys.path.insert(0, str(HOME))
     for name in ("formats", "sharding"):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import formats.errors
-import sharding.errors
+from formats import errors as bytes_errors
 from formats.errors import *  # noqa: F403 - every error has one list, in its own module
 from formats.errors import CorruptError
+from sharding import errors as root_errors
 from sharding.errors import *  # noqa: F403
 from sharding.errors import SHOWN_NAMES, CkptError, mixed_content
 from sharding.url_secrets import without_secrets
@@ -48,8 +48,8 @@ __all__ = [
     "VersionGoneError",
     "WaitTimeoutError",
 ]
-__all__ += formats.errors.__all__
-__all__ += sharding.errors.__all__
+__all__ += bytes_errors.__all__
+__all__ += root_errors.__all__
 
 
 class StateError(CkptError, ValueError):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
+import formats
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.stores.replacement_guard import guarded
@@ -110,7 +111,7 @@ def _read_file(store: Store, name: str) -> Catalog:
         raise CorruptError(f"{store.url}/{name}: the file is empty; {kind.advice}")
     if not kind.reader:
         raise ForeignFileError(f"{store.url}/{name}", kind.name, kind.advice)
-    catalog: Catalog = import_module(f"formats.{kind.reader}").read(store, name)
+    catalog: Catalog = import_module(f"{formats.__name__}.{kind.reader}").read(store, name)
     return catalog
 
 

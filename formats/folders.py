@@ -38,11 +38,11 @@ class FolderFormat:
     sign: Sign
     """Returns the entry that shows the format, or None for a folder of another format."""
     module: str
-    """The module with `read(reader) -> Catalog`."""
+    """The module of this package with `read(reader) -> Catalog`."""
 
     def read(self, reader: Reader) -> Catalog:
         """Returns the catalog of a folder of this format. Raises as its module does."""
-        catalog: Catalog = import_module(self.module).read(reader)
+        catalog: Catalog = import_module(f"{__package__}.{self.module}").read(reader)
         return catalog
 
 
@@ -79,32 +79,28 @@ _MEGATRON = has_like(r"common\.pt|\.metadata")
 _DEEPSPEED = r"(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
 
 FOLDERS: tuple[FolderFormat, ...] = (
-    FolderFormat("megatron", both(has("metadata.json"), _MEGATRON), "formats.megatron"),
-    FolderFormat("megatron", has("latest_checkpointed_iteration.txt"), "formats.megatron"),
-    FolderFormat("lightning", has("meta.pt", DCP_METADATA), "formats.lightning"),
-    FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "formats.dcp"),
-    FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "formats.training_folders"),
-    FolderFormat("accelerate", has_like(r"random_states_[0-9]+\.pkl"), "formats.training_folders"),
-    FolderFormat("orbax", has("_METADATA"), "formats.orbax"),
-    FolderFormat("orbax", has("_CHECKPOINT_METADATA"), "formats.orbax"),
+    FolderFormat("megatron", both(has("metadata.json"), _MEGATRON), "megatron"),
+    FolderFormat("megatron", has("latest_checkpointed_iteration.txt"), "megatron"),
+    FolderFormat("lightning", has("meta.pt", DCP_METADATA), "lightning"),
+    FolderFormat("dcp", has_like(r"(__[0-9]+)?\.metadata"), "dcp"),
+    FolderFormat("trainer", both(has("trainer_state.json"), _TRAINED), "training_folders"),
+    FolderFormat("accelerate", has_like(r"random_states_[0-9]+\.pkl"), "training_folders"),
+    FolderFormat("orbax", has("_METADATA"), "orbax"),
+    FolderFormat("orbax", has("_CHECKPOINT_METADATA"), "orbax"),
     FolderFormat(
         "torch_checkpointing",
         both(has("metadata.pkl"), has_like(r".+_[0-9]+\.pt")),
-        "formats.torch_checkpointing",
+        "torch_checkpointing",
     ),
-    FolderFormat("deepspeed", has_like(_DEEPSPEED), "formats.deepspeed"),
-    FolderFormat(
-        "deepspeed", both(has_like("latest(_universal)?"), has_like(".+/")), "formats.deepspeed"
-    ),
-    FolderFormat(
-        "huggingface", has_like(r".+\.safetensors(\.index\.json)?"), "formats.huggingface"
-    ),
+    FolderFormat("deepspeed", has_like(_DEEPSPEED), "deepspeed"),
+    FolderFormat("deepspeed", both(has_like("latest(_universal)?"), has_like(".+/")), "deepspeed"),
+    FolderFormat("huggingface", has_like(r".+\.safetensors(\.index\.json)?"), "huggingface"),
     FolderFormat(
         "huggingface",
         has_like(r"(diffusion_)?pytorch_model.*\.bin(\.index\.json)?|adapter_model\.bin"),
-        "formats.huggingface_bin",
+        "huggingface_bin",
     ),
-    FolderFormat("consolidated", has_like(r"consolidated\.[0-9]+\.pth"), "formats.consolidated"),
+    FolderFormat("consolidated", has_like(r"consolidated\.[0-9]+\.pth"), "consolidated"),
 )
 
 

@@ -89,9 +89,9 @@ _MODULES = ("comm_hooks", "composable", "sharded_grad_scaler", "wrap")
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return import_module(f"sharding.{name}")
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
-        raise AttributeError(f"module 'sharding' has no attribute {name!r}")
-    value = getattr(import_module(f"sharding.{_FROM.get(name, 'policies')}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_FROM.get(name, 'policies')}"), name)
     globals()[name] = value
     return value

@@ -201,7 +201,7 @@ class _Wrapping:
     kwargs: dict[str, Any]
 
 
-_wrapping: ContextVar[_Wrapping | None] = ContextVar("sharding.wrap", default=None)
+_wrapping: ContextVar[_Wrapping | None] = ContextVar("wrapping", default=None)
 """The wrapper in force. Each thread has its own, so that ranks can be threads of one process."""
 
 

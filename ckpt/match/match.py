@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import sharding
 from ckpt.match.casting import Casting, dtype_problem
 from ckpt.match.match_builder import NOT_SAVED, Installer, Match, MatchBuilder
 from ckpt.match.match_optimizer import match_optimizer
@@ -330,7 +331,7 @@ def _customised(module: nn.Module) -> bool:
 def _is_of_runtime(hook: object) -> bool:
     function = getattr(hook, "hook", hook)
     module = str(getattr(function, "__module__", ""))
-    return module.startswith(("torch.distributed.", "sharding."))
+    return module.startswith(("torch.distributed.", f"{sharding.__name__}."))
 
 
 def _holds_target(node: object) -> bool:

@@ -175,9 +175,13 @@ class _OwnMembers(Protocol):
     def is_flat(self, tensor: torch.Tensor) -> bool: ...
 
 
+_FLAT_PARAMETERS = f"{__name__.removesuffix('describe.describing')}engine.flat_param_group"
+"""The module of our flat parameters: `sharding` lies in `ckpt` in an installation."""
+
+
 def _own_members() -> _OwnMembers | None:
     """Returns the description of our flat parameters; None before any module can have one."""
-    if "sharding.engine.flat_param_group" not in sys.modules:
+    if _FLAT_PARAMETERS not in sys.modules:
         return None
     # Start-up: this imports the engine, which takes a second, and few states have flat parameters.
     from sharding.describe import own_members

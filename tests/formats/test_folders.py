@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 
+import formats
 from formats.folders import FOLDERS, folder_format, sign_of_another_format
 
 SHARD = "0123456789abcdef-00000.safetensors"
@@ -46,4 +47,4 @@ def test_the_entries_of_a_folder_decide_its_format(
 
 @pytest.mark.parametrize("row", FOLDERS, ids=lambda row: f"{row.name}-{row.module}")
 def test_every_row_has_a_reader(row) -> None:
-    assert callable(import_module(row.module).read)
+    assert callable(import_module(f"{formats.__name__}.{row.module}").read)

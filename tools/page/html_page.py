@@ -54,7 +54,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def _asset(name: str) -> str:
-    return files("tools.page").joinpath(name).read_text(encoding="utf-8")
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
