@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-import sharding
-from sharding.wrap import ModuleWrapPolicy
+from ckpt import sharding
+from ckpt.sharding.wrap import ModuleWrapPolicy
 
 PEAK_RATE = 1e-3
 WARMUP_STEPS = 20

@@ -4,7 +4,7 @@
 
 starts two jobs by torchrun. Nothing but the addresses of two live states connects them:
 
-- the *trainer*, 2 ranks with `sharding.fully_shard` and float32, publishes the state "policy";
+- the *trainer*, 2 ranks with `ckpt.sharding.fully_shard` and float32, publishes the state "policy";
 - the *generator*, 3 ranks with tensor parallelism and bfloat16, follows it, writes text with each
   version and publishes the tokens as the state "rollouts", which the trainer follows.
 

@@ -117,6 +117,6 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) 
     entry_point = entry_point_of(module)
     if entry_point is None:
         raise ArgumentError(
-            f"{type(module).__name__} was not given to sharding.composable.fully_shard"
+            f"{type(module).__name__} was not given to ckpt.sharding.composable.fully_shard"
         )
     return clip_grad_norm(module, float(max_norm), float(norm_type), entry_point.compute_device)

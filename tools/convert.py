@@ -1,6 +1,6 @@
 """`ckpt convert`: any checkpoint into a file or folder that others open.
 
-`torchrun --nproc-per-node N -m tools.convert SRC DST` does it with N processes on one host or many.
+`torchrun --nproc-per-node N -m ckpt convert SRC DST` does it with N processes on one host or many.
 """
 
 from __future__ import annotations

@@ -76,6 +76,6 @@ def check_divides_evenly(layout: Layout, name: str) -> None:
     if len({layout.local_shape(rank) for rank in layout.mesh.ranks()}) > 1:
         raise UnknownPlacementError(
             f"{name}: tensor parallelism divides its shape {layout.shape} unevenly, and flat "
-            "parameters over that have no layout; use sharding.fully_shard, or a size that divides "
-            "evenly"
+            "parameters over that have no layout; use ckpt.sharding.fully_shard, or a size that "
+            "divides evenly"
         )

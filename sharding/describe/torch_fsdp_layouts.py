@@ -81,7 +81,7 @@ def _divided_before(flat: FlatParameter, index: int) -> Layout | None:
     if not isinstance(spec, DTensorSpec):
         raise UnknownPlacementError(
             f"{name}: an extension of torch's FSDP, {type(spec).__name__}, has changed it before "
-            "it was flattened, in an unknown way; use sharding.fully_shard"
+            "it was flattened, in an unknown way; use ckpt.sharding.fully_shard"
         )
     local = torch.empty(flat._shapes[index], device="meta")
     like = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

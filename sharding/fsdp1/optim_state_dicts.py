@@ -232,7 +232,7 @@ def _described(name: str, entry: object, value: object) -> tuple[Any, ...]:
         raise OptimizerMismatchError(
             f"{name}: the optimizer's {entry!r} has a tensor of shape {tuple(tensor.shape)}, and "
             "only numbers and tensors of the parameter's shape can be divided among ranks; use "
-            "sharding.fully_shard, or an optimizer that works element by element"
+            "ckpt.sharding.fully_shard, or an optimizer that works element by element"
         )
     return "value", value
 

@@ -132,7 +132,7 @@ def test_ranks_that_plan_other_files_are_an_error(
 
 def test_torchrun_converts(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tools.convert", str(source), str(tmp_path / "c.safetensors"), "--json"]
+    command += ["-m", "ckpt", "convert", str(source), str(tmp_path / "c.safetensors"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"target_format"') == 1
