@@ -21,7 +21,6 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-HOME = "ckpt"
 MOVED = ("formats", "sharding", "tools")
 _FROM = re.compile(rb"from(?:\s|\\\r?\n)+")
 _MODULE = re.compile(rf"(?:{'|'.join(MOVED)})(?:\.\w*)+")
