@@ -5,7 +5,8 @@ Rules:
 1. A connection serves one request at a time. Idle connections wait for the next request of any
    thread, so there are as many connections as threads that read at once.
 2. The bytes of a range go from the socket into the caller's memory.
-3. All requests may be repeated. One that finds its kept connection closed goes over a new one.
+3. All requests may be repeated. One that finds its kept connection closed goes over a new one. A
+   server with too many connections resets new ones, so a request has two of these.
 4. A wait for bytes ends after `HttpOptions.seconds`. A failure is an error with the address.
 """
 
@@ -33,6 +34,10 @@ from sharding.errors import ArgumentError
 TIMEOUT_SECONDS = 30.0
 MOST_ANSWER_BYTES = 64 << 20
 """The largest answer that is not a range of a file."""
+NEW_CONNECTIONS = 2
+"""For one request."""
+BROKEN = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
+"""The errors of a connection that the server has closed before its answer."""
 TOKEN_VARIABLE = "CKPT_TOKEN"
 JSON_TYPE = "application/json"
 _IS_TOKEN = re.compile(r"[!-~]+")
@@ -241,20 +246,22 @@ class HttpClient:
         body: bytes | None,
         wait_seconds: float,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Sends a request, and again over a new connection if a kept one was closed (rule 3)."""
+        """Sends a request, and again if the connection breaks before an answer (rule 3)."""
+        new = 0
         while True:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
-            is_new = connection is None
-            if connection is None:
-                connection = self._connected()
             try:
+                if connection is None:
+                    new += 1
+                    connection = self._connected()
                 connection.sock.settimeout(self._seconds + wait_seconds)
                 connection.request(method, path, body, {**self._headers, **headers})
                 return connection, connection.getresponse()
             except BaseException as error:
-                connection.close()
-                if is_new or not isinstance(error, ConnectionError):
+                if connection is not None:
+                    connection.close()
+                if new == NEW_CONNECTIONS or not isinstance(error, BROKEN):
                     raise
 
     def _connected(self) -> http.client.HTTPConnection:

@@ -6,8 +6,9 @@ import itertools
 import os
 import signal
 import socket
+import struct
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -276,6 +277,55 @@ def test_another_program_at_the_address_is_a_named_error(answer: str) -> None:
         assert "127.0.0.1" in str(raised.value)
         listener.shutdown(socket.SHUT_RDWR)
     server.join(60)
+
+
+@contextmanager
+def unsteady(address: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """A way to a server on which each second connection is reset before a request is read."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def relay(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 20):
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def accept() -> None:
+        for number in itertools.count():
+            try:
+                connected, _ = listener.accept()
+            except OSError:
+                return
+            if number % 2 == 0:
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connected.close()
+                continue
+            server = stack.enter_context(socket.create_connection(address, 60))
+            stack.enter_context(connected)
+            for ends in ((connected, server), (server, connected)):
+                Thread(target=relay, args=ends, daemon=True).start()
+
+    with listener, ExitStack() as stack:
+        accepting = Thread(target=accept, daemon=True)
+        accepting.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join(60)
+
+
+def test_a_load_goes_on_while_each_second_connection_is_reset(
+    offer: Offer, sockets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNTIME, sockets["elsewhere"])
+    with unsteady(offer.server.address) as (host, port):
+        url = offer.url.replace(f":{offer.server.address[1]}/", f":{port}/")
+        assert host == offer.server.address[0]
+        for _ in range(3):
+            state = ckpt.load(url, target())
+    assert {float(value) for name in "abcd" for value in state[name].unique()} == {1.0}
 
 
 def loaded(url: str, sockets: str, is_killed: int) -> str:
