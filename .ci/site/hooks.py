@@ -20,7 +20,12 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"ckpt": "The functions and classes of `ckpt`.", "sharding": "The training runtime."}
+PACKAGES = {
+    "ckpt": "The functions and classes of `ckpt`.",
+    "sharding": "The training runtime: `from ckpt.sharding import fully_shard`.",
+}
+SHOWN = {"ckpt": "ckpt", "sharding": "ckpt.sharding"}
+"""The names by which users import the packages."""
 MODULES = {
     "ckpt": ("state_dict", "events"),
     "sharding": ("composable", "wrap", "comm_hooks", "sharded_grad_scaler"),
@@ -42,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages of the reference."""
     pages = {"command": _commands(), "ckpt.integrations": _integrations()}
     for package, said in PACKAGES.items():
-        pages[package] = "\n\n".join([f"# {package}", said, *_package(package)])
+        pages[package] = "\n\n".join([f"# {SHOWN[package]}", said, *_package(package)])
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
@@ -67,7 +72,7 @@ def _package(package: str) -> Iterator[str]:
     yield from _entries(package)
     for name in MODULES[package]:
         said = inspect.getdoc(importlib.import_module(f"{package}.{name}"))
-        yield f"## {package}.{name}\n\n{said}"
+        yield f"## {SHOWN[package]}.{name}\n\n{said}"
         yield from _entries(f"{package}.{name}")
 
 
@@ -85,7 +90,7 @@ def _entries(module_name: str) -> Iterator[str]:
             raise PluginError(f"{module_name}.{name} has no docstring")
         if inspect.isclass(one) or inspect.isfunction(one):
             yield _block(f"{one.__module__}.{one.__qualname__}", with_members=not is_error[name])
-        elif name not in MODULES.get(module_name, ()):
+        elif name not in (*MODULES.get(module_name, ()), *PACKAGES):
             raise PluginError(f"{module_name}.{name} is a {type(one).__name__}: name it in MODULES")
 
 
