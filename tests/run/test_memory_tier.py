@@ -138,6 +138,7 @@ def test_killed_trainers_go_on_from_memory_on_any_number_of_ranks(
     assert clusters(2).run(trained, str(folder), 1, 12) == [10, 10]
 
 
+@pytest.mark.thorough
 def test_a_lost_host_is_read_from_the_replicas_of_its_neighbour(
     doomed_cluster: Callable[[int], Any], clusters: Callable[[int], Any], folder: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_the_newest_complete_step_of_three_tiers_wins_on_all_ranks(
     assert restore() == (10, [])
 
 
+@pytest.mark.slow
 def test_a_stale_memory_does_not_hide_a_newer_step_of_a_disk(
     doomed_cluster: Callable[[int], Any], folder: Path, restore: Callable[[], Any]
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_stale_memory_does_not_hide_a_newer_step_of_a_disk(
     assert restore() == (6, [])
 
 
+@pytest.mark.slow
 def test_the_save_after_one_that_failed_starts_a_server_in_the_place_of_one_that_has_ended(
     doomed_cluster: Callable[[int], Any], folder: Path, restore: Callable[[], Any]
 ) -> None:
