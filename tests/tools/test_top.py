@@ -17,6 +17,12 @@ from ckpt.under_way import FileUnderWay, UnderWay, Watch, rates, seconds_left
 from tools import top
 from tools.exit_codes import ExitCode
 
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from ckpt.__main__ import main
+sys.exit(main())
+"""
 STATE = {f"w{at}": torch.full((1000,), float(at)) for at in range(8)}
 
 
@@ -188,9 +194,9 @@ def test_the_slowest_rank_comes_first_and_the_whole_needs_its_time() -> None:
 
 
 def test_a_terminal_gets_a_new_view_until_an_interrupt(tmp_path: Path) -> None:
-    """The command runs on a pseudo-terminal."""
+    """The command runs on a pseudo-terminal. Jobs in the background are started without SIGINT."""
     ours, theirs = os.openpty()
-    program = [sys.executable, "-m", "ckpt", "top", "--interval", "0.01s", str(tmp_path)]
+    program = [sys.executable, "-c", COMMAND, "top", "--interval", "0.01s", str(tmp_path)]
     with subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs) as child:
         os.close(theirs)
         seen = b""
