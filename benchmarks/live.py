@@ -44,6 +44,7 @@ CASES = ((2, 2), (2, 3), (4, 1))
 RUNTIME = "CKPT_RUNTIME_DIR"
 COPY, SENDFILE, RIVAL = "copy of warm memory", "sendfile → recv_into", "gather, broadcast, load"
 LOAD_HERE, LOAD_TCP = "ckpt.load, same host", "ckpt.load, loopback TCP"
+UNVERIFIED = "the same, verify=False"
 ALL, UPDATE, COPY_PART = "update, then ckpt.load", "update returns", "copy of a trainer's part"
 TO_TMPFS, DCP = "ckpt.save to tmpfs, ckpt.load", "DCP to tmpfs, DCP load"
 REQUEST = struct.Struct("<QQ")
@@ -145,9 +146,9 @@ class _Job:
         dist.barrier()
         self.load()
 
-    def load(self) -> None:
+    def load(self, verify: bool = True) -> None:
         if not self.is_trainer:
-            ckpt.load(self.url, self.state, group=self.group)
+            ckpt.load(self.url, self.state, verify=verify, group=self.group)
 
     def load_over_tcp(self) -> None:
         """A reader that finds no socket of the server is on another host."""
@@ -243,6 +244,7 @@ def hand_over(
     ways = {
         COPY: way(job.copy, False),
         LOAD_HERE: way(job.load),
+        UNVERIFIED: way(lambda: job.load(verify=False)),
         LOAD_TCP: way(job.load_over_tcp),
         SENDFILE: way(job.sendfile, False),
         COPY_PART: way(job.copy_part, False),
@@ -261,7 +263,7 @@ def hand_over(
     return samples
 
 
-FLOORS = {LOAD_HERE: COPY, LOAD_TCP: SENDFILE, UPDATE: COPY_PART}
+FLOORS = {LOAD_HERE: COPY, UNVERIFIED: COPY, LOAD_TCP: SENDFILE, UPDATE: COPY_PART}
 """The way to compare with; all others are compared with the gather."""
 
 

@@ -8,7 +8,7 @@ checkpoint may borrow from another. Formats check names before they form such a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -76,6 +76,22 @@ class Reader(Protocol):
     def read_into(self, name: str, offset: int, *targets: memoryview) -> None:
         """Fills writable buffers end to end with the bytes from `offset` on. Raises as `read`."""
         ...
+
+
+def in_place(
+    reader: Reader, name: str, offset: int, length: int
+) -> AbstractContextManager[memoryview] | None:
+    """Returns bytes of a file that can be read where they lie; None if `read_into` must copy them.
+
+    They are valid in the block of a `with`. Its end raises, as `read_into` does, if other bytes
+    have taken their place.
+    """
+    lends: Lends | None = getattr(reader, "in_place", None)
+    return None if lends is None else lends(name, offset, length)
+
+
+Lends = Callable[[str, int, int], "AbstractContextManager[memoryview] | None"]
+"""The method of a reader whose files lie in memory."""
 
 
 class FileWriter(Protocol):

@@ -3,7 +3,7 @@
 One arena serves all saves of a process, because the first touch of memory costs several times the
 copy into it.
 
-    progress (8 bytes) ... | from HEAD_BYTES on: the data section of the shard file
+    progress (8 bytes) | generation (8 bytes) ... | from HEAD_BYTES on: the data of the shard file
 
 Rules:
 
@@ -12,6 +12,9 @@ Rules:
    each of the last `REMEMBERED` saves needed, to the largest of these needs.
 3. The arena has no name: the system frees its memory when the last process that has it open ends
    in any way.
+4. The size of a sealed arena never shrinks, so that other processes can map it and read without
+   danger. Each save gives the arena a new generation, a random number, before any byte changes. A
+   reader that finds the same generation before and after a copy has the bytes of one save.
 """
 
 from __future__ import annotations
@@ -19,12 +22,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
+import secrets
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from ckpt.errors import StoreError
+from ckpt.shared_memory import (
+    GENERATION,
+    NO_DATA,
+    address_of,
+    mapped,
+    new_memory,
+    populate,
+    remove,
+    take_huge_pages,
+)
 from formats.threads import Pool
 
 HEAD_BYTES = 1 << 12
@@ -38,10 +50,16 @@ REMEMBERED = 4
 class Arena:
     """The arena's owner: the process that stages."""
 
-    def __init__(self, before_remapping: Callable[[int], None] = lambda address: None) -> None:
-        self.descriptor = shared_memory("ckpt-arena")
+    def __init__(
+        self,
+        before_remapping: Callable[[int], None] = lambda address: None,
+        is_sealed: bool = False,
+    ) -> None:
+        """`is_sealed` makes an arena that others may map (rule 4)."""
+        self._is_sealed = is_sealed
+        self.descriptor = new_memory("ckpt-arena", is_sealed)
         self._before_remapping = before_remapping
-        self._map: mmap.mmap | None = None
+        self._map: memoryview | None = None
         self._needs: deque[int] = deque(maxlen=REMEMBERED)
         self.touched = 0
         """Bytes of data with mapped memory: a copy into them causes no page fault."""
@@ -59,7 +77,8 @@ class Arena:
             self._remap(most)
         assert self._map is not None
         set_progress(self._map, 0)
-        return memoryview(self._map)[HEAD_BYTES : HEAD_BYTES + nbytes]
+        self._map[GENERATION] = (secrets.randbits(63) | 1).to_bytes(8, "little")
+        return self._map[HEAD_BYTES : HEAD_BYTES + nbytes]
 
     def fill(self, lo: int, address: int, nbytes: int) -> None:
         """Copies memory to byte `lo` of the data, also into pages that were never touched.
@@ -83,25 +102,24 @@ class Arena:
         """
         if self._map is None or self.touched >= self.size:
             return
-        whole = memoryview(self._map)
-        address, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(whole)), len(whole)
+        memory, nbytes = self._map, len(self._map)
+        if self._is_sealed:  # readers gain too, in each version
+            take_huge_pages(memory, is_patient=True)
         with Pool(workers) as pool:
-            failed = list(
+            done = list(
                 pool.map(
-                    lambda lo: _madvise(
-                        address + lo, min(TOUCH_BYTES, nbytes - lo), _MADV_POPULATE_WRITE
-                    ),
+                    lambda lo: populate(memory, lo, min(lo + TOUCH_BYTES, nbytes)),
                     range(0, nbytes, TOUCH_BYTES),
                 )
             )
-        if not any(failed):
+        if all(done):
             self.touched = nbytes - HEAD_BYTES
 
     def progress(self) -> int:
         """Returns the bytes that the writer process has written, by its own count."""
         return 0 if self._map is None else get_progress(self._map)
 
-    def head(self) -> mmap.mmap:
+    def head(self) -> memoryview:
         """The mapping for `set_progress`; valid after `reserve`."""
         assert self._map is not None
         return self._map
@@ -112,55 +130,41 @@ class Arena:
         os.close(self.descriptor)
 
     def discard(self) -> None:
-        """Frees the memory, whoever has it open: they find it empty."""
-        self._unmap()
-        os.ftruncate(self.descriptor, 0)
-        os.close(self.descriptor)
+        """Frees the memory, whoever has it open or mapped: they find it without a generation."""
+        if self._map is not None:
+            self._map[GENERATION] = NO_DATA  # first: no reader takes the zeros for data
+            remove(self._map)
+        self.close()
 
     def _remap(self, nbytes: int) -> None:
+        if self._is_sealed and nbytes < self.size:
+            fresh = new_memory("ckpt-arena", is_sealed=True)
+            self.discard()
+            self.descriptor = fresh
         self._unmap()
         self.touched = 0
         pages = -(-(HEAD_BYTES + nbytes) // mmap.PAGESIZE)
         os.ftruncate(self.descriptor, pages * mmap.PAGESIZE)
         self._map = mapped(self.descriptor)
+        self.touched = max(0, take_huge_pages(self._map) - HEAD_BYTES)
 
     def _unmap(self) -> None:
-        before, self._map = self._map, None  # first: an interrupt may come before the close
+        """Ends the mapping, unless a view of it remains."""
+        before, self._map = self._map, None
         if before is not None:
-            self._before_remapping(ctypes.addressof(ctypes.c_char.from_buffer(before)) + HEAD_BYTES)
-            with suppress(BufferError):  # a remaining view keeps the mapping alive
-                before.close()
+            self._before_remapping(address_of(before) + HEAD_BYTES)
 
 
-def mapped(descriptor: int) -> mmap.mmap:
-    """Returns the mapping of the whole arena in a process that has it open."""
-    found = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    with suppress(OSError, AttributeError):  # the system has no huge pages for shared memory
-        found.madvise(mmap.MADV_HUGEPAGE)
-    return found
-
-
-_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _pwrite = ctypes.CDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _pwrite.restype = ctypes.c_ssize_t
 
 
-def set_progress(head: mmap.mmap, nbytes: int) -> None:
+def set_progress(head: memoryview, nbytes: int) -> None:
     """Stores the progress for the other process."""
     head[:8] = nbytes.to_bytes(8, "little")
 
 
-def get_progress(head: mmap.mmap) -> int:
+def get_progress(head: memoryview) -> int:
     """Returns the progress of the other process, whose eight bytes change as one."""
     return int.from_bytes(head[:8], "little")
-
-
-def shared_memory(name: str) -> int:
-    """Returns a descriptor of new memory; `name` is shown in the system's lists of open files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -74,9 +74,9 @@ class Workplace:
             writer.close()
 
 
-def new_arena() -> Arena:
-    """Returns an arena that copies from devices can use."""
-    return Arena(before_remapping=device_copies.release)
+def new_arena(is_sealed: bool = False) -> Arena:
+    """Returns an arena that copies from devices can use; `is_sealed` as for `Arena`."""
+    return Arena(before_remapping=device_copies.release, is_sealed=is_sealed)
 
 
 _workplace: Workplace | None = None

@@ -24,12 +24,12 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from mmap import mmap
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 
-from ckpt.background.arena import HEAD_BYTES, mapped, set_progress
+from ckpt.background.arena import HEAD_BYTES, set_progress
+from ckpt.shared_memory import mapped
 from ckpt.transfer.write_job import (
     error_message,
     is_seal_job,
@@ -78,7 +78,7 @@ def _work(
     jobs: SimpleQueue[tuple[bytes, int] | None],
     is_abandoned: threading.Event,
 ) -> None:
-    known: dict[int, mmap] = {}
+    known: dict[int, memoryview] = {}
 
     def do(message: bytes, arena: int) -> ShardSummary:
         memory = _memory(arena, known)
@@ -88,7 +88,7 @@ def _work(
                 raise AbandonedError
             set_progress(memory, done_bytes)
 
-        data = memoryview(memory)[HEAD_BYTES:]
+        data = memory[HEAD_BYTES:]
         if not is_seal_job(message):
             return write_staged(read_job(message), data, advance)
         from ckpt.live.sealing import read_seal_job, seal  # the other saves need no servers
@@ -109,7 +109,7 @@ def _work(
             connection.send_bytes(answer)
 
 
-def _memory(arena: int, known: dict[int, mmap]) -> mmap:
+def _memory(arena: int, known: dict[int, memoryview]) -> memoryview:
     """Returns the mapping of an arena; `known` has the last ones by the numbers of their files."""
     about = os.fstat(arena)
     found = known.pop(about.st_ino, None)

@@ -122,7 +122,7 @@ MOST_LEASE_SECONDS = 3600.0
 class _Slot:
     """An arena, and the version whose bytes it has."""
 
-    arena: Arena = field(default_factory=new_arena)
+    arena: Arena = field(default_factory=lambda: new_arena(is_sealed=True))
     version: int | None = None
 
 
@@ -308,7 +308,7 @@ class LiveState:
         slot.version = version
         if is_held:
             slot.arena.discard()
-            slot.arena = new_arena()
+            slot.arena = new_arena(is_sealed=True)
         self._workplace.use(slot.arena)
         return self._workplace
 

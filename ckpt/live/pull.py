@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import mmap
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from ckpt.live.address import authority
 from ckpt.live.memory_file import MemoryFile
 from ckpt.live.protocol import STALL_SECONDS, Address, RefusedError, Segment
 from ckpt.live.wire import Wire
+from ckpt.shared_memory import mapped, new_memory, take_huge_pages
 
 CONNECT_SECONDS = 10.0
 COPY = "copy"
@@ -115,13 +115,14 @@ async def _head(wire: Wire, parser: h11.Connection) -> h11.Response:
 @contextmanager
 def _new_memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
     """Yields the descriptor and the bytes of new memory, which an error frees."""
-    descriptor = os.memfd_create("ckpt-replica", os.MFD_CLOEXEC)
+    descriptor = new_memory("ckpt-replica")
     try:
         os.ftruncate(descriptor, nbytes)
         if not nbytes:
             yield descriptor, memoryview(bytearray())
             return
-        with mmap.mmap(descriptor, nbytes) as memory, memoryview(memory) as view:
+        with mapped(descriptor) as view:
+            take_huge_pages(view)
             yield descriptor, view
     except BaseException:
         os.close(descriptor)

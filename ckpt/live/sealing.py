@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, replace
 
 import xxhash
 
-from ckpt.background.arena import HEAD_BYTES, shared_memory
+from ckpt.background.arena import HEAD_BYTES
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import Segment
 from ckpt.plan.save_plan import SavePlan, WriteItem
+from ckpt.shared_memory import new_memory
 from ckpt.transfer.write_job import STEP_BYTES, plan_json, read_plan
 from formats.native.shard import ShardSummary, chunk_bytes_of
 from formats.native.shard_writer import raw_header, records_of
@@ -107,7 +108,7 @@ def seal(
 
 def in_memory(data: bytes) -> int:
     """Returns a descriptor of shared memory with these bytes."""
-    descriptor = shared_memory("ckpt-live")
+    descriptor = new_memory("ckpt-live")
     try:
         left = memoryview(data)
         while left:

@@ -6,7 +6,7 @@ Rules:
    All reads of the store are of this version. `close` gives the lease back.
 2. A lease ends if the store reads nothing for a while. The next read then takes another one on the
    same version. Once the version is retired, reads raise VersionGoneError with the newest version.
-3. Files of a server on this host are read by descriptors (`ckpt.stores.shared_files`), others by
+3. Files of a server on this host are read from its memory (`ckpt.stores.shared_files`), others by
    ranges over HTTP, from the first of their servers that answers.
 4. Without a version in the URL, the versions are the folders of the store.
 """
@@ -16,8 +16,8 @@ from __future__ import annotations
 import http.client
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from errno import ENOENT
 from time import monotonic
@@ -175,6 +175,31 @@ class LiveStore(ReadOnlyStore):
         elif shared.read_into(offset, views) < sum(map(len, views)):
             self._renew(lease)  # raises if the memory was taken away
             raise self._truncated(name, offset, views, shared.size)
+
+    def in_place(
+        self, name: str, offset: int, length: int
+    ) -> AbstractContextManager[memoryview] | None:
+        """Returns bytes where they lie, as `formats.storage.in_place` does."""
+        other = self._other(name)
+        if other is not None:
+            return other[0].in_place(other[1], offset, length)
+        lease = self._renewed()
+        shared = self._shared(lease, name) if name in lease.files else None
+        view = None if shared is None else shared.view(offset, length)
+        if shared is None or view is None:
+            return None
+        return self._lent(lease, shared, name, offset, view)
+
+    @contextmanager
+    def _lent(
+        self, lease: _Lease, shared: SharedFile, name: str, offset: int, view: memoryview
+    ) -> Iterator[memoryview]:
+        try:
+            yield view
+        finally:
+            if not shared.is_intact(offset):  # and not damaged, if the block says so
+                self._renew(lease)  # raises, because the memory was taken away
+                raise self._truncated(name, offset, [view], shared.size)
 
     def close(self) -> None:
         """Gives the lease back, and closes connections and descriptors."""

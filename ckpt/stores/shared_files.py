@@ -1,8 +1,9 @@
-"""Files in the memory of other processes on this host, read by their descriptors.
+"""Files in the memory of other processes on this host, read from their mappings or descriptors.
 
-A server sends the descriptors of a file over its Unix socket. The file is read by `pread`, never
-mapped: the owner may take the memory away, which shortens a read, and would kill a process with a
-mapping.
+A server sends the descriptors of a file over its Unix socket. Memory that cannot become shorter is
+mapped, because a copy from a mapping is faster, and other memory is read by `pread`: access to a
+mapping of memory that has become shorter would end the process. A publisher may take the memory
+away at any time: a read then gives fewer bytes than wanted, and never other ones.
 """
 
 from __future__ import annotations
@@ -11,10 +12,25 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ckpt.live.protocol import Segment
+from ckpt.shared_memory import GENERATION, NO_DATA, is_sealed, mapped
 from ckpt.stores.local_writer import IO_VECTORS
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A mapping of the memory of segments, and its generation while the server had the file."""
+
+    memory: memoryview
+    generation: bytes
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the bytes that were read so far are those of the file."""
+        return self.generation != NO_DATA and self.memory[GENERATION] == self.generation
 
 
 class SharedFile:
@@ -28,6 +44,8 @@ class SharedFile:
         self._segments = segments
         self._holder = holder
         self._ends = list(accumulate(one.nbytes for one in segments))
+        found = {at: _mapping(at) for at in {one.descriptor for one in segments}}
+        self._mappings = [found[one.descriptor] for one in segments]
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # an interrupt has ended `__init__`
@@ -49,7 +67,7 @@ class SharedFile:
         at = bisect_right(self._ends, offset)
         is_in_one = at < len(self._ends) and offset + wanted <= self._ends[at]
         if is_in_one and len(views) <= IO_VECTORS:
-            count = self._pread(at, offset, views)
+            count = self._fill(at, offset, views)
             if count == wanted:
                 return count
         done = 0
@@ -58,13 +76,54 @@ class SharedFile:
                 at = bisect_right(self._ends, offset + done)
                 if at == len(self._ends):
                     return done
-                count = self._pread(at, offset + done, [view[: self._ends[at] - offset - done]])
+                count = self._fill(at, offset + done, [view[: self._ends[at] - offset - done]])
                 if count == 0:
                     return done
                 done, view = done + count, view[count:]
         return done
 
-    def _pread(self, at: int, offset: int, views: Sequence[memoryview]) -> int:
+    def view(self, offset: int, length: int) -> memoryview | None:
+        """Returns bytes where they lie, if they are mapped; `is_intact` tells of them afterwards.
+
+        None if they must be copied.
+        """
+        at = bisect_right(self._ends, offset)
+        if at == len(self._ends) or offset + length > self._ends[at]:
+            return None
+        mapping = self._mappings[at]
+        if mapping is None:
+            return None
+        first = self._first(at, offset)
+        return mapping.memory[first : first + length]
+
+    def is_intact(self, offset: int) -> bool:
+        """Whether bytes that a `view` has shown so far are those of the file."""
+        mapping = self._mappings[bisect_right(self._ends, offset)]
+        return mapping is not None and mapping.is_intact
+
+    def _fill(self, at: int, offset: int, views: Sequence[memoryview]) -> int:
+        first, mapping = self._first(at, offset), self._mappings[at]
+        if mapping is None:
+            return os.preadv(self._segments[at].descriptor, views, first)
+        count = 0
+        for view in views:
+            start = first + count
+            view[:] = mapping.memory[start : start + len(view)]
+            count += len(view)
+        return count if mapping.is_intact else 0
+
+    def _first(self, at: int, offset: int) -> int:
+        """Returns the place in a segment's descriptor of byte `offset` of the file."""
         segment = self._segments[at]
-        before = self._ends[at] - segment.nbytes
-        return os.preadv(segment.descriptor, views, segment.offset + offset - before)
+        return segment.offset + offset - (self._ends[at] - segment.nbytes)
+
+
+def _mapping(descriptor: int) -> _Mapping | None:
+    """Maps memory; None if it could become shorter, or there is no room for a mapping."""
+    if not is_sealed(descriptor):
+        return None
+    try:
+        memory = mapped(descriptor, writable=False)
+    except (OSError, ValueError):
+        return None
+    return _Mapping(memory, bytes(memory[GENERATION]))

@@ -32,7 +32,7 @@ from ckpt.transfer.unchanged import Unchanged, changed_ranges
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES, Reader
+from formats.storage import LOCAL_READ_BYTES, Reader, in_place
 from formats.threads import Pool
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ DIRECT_BYTES = 8 << 20
 """Bytes of a tensor that one thread reads at a time into the tensor's memory."""
 THREAD_BYTES = 32 << 20
 """The caller itself reads fewer bytes than these in all: threads would cost more."""
+LONG_BYTES = 64 << 10
+"""A copy of so many bytes lets other threads run meanwhile."""
 MAX_WORKERS = 4
 FAR_WORKERS = 4
 """Threads that wait for a server, which takes time to answer."""
@@ -164,9 +166,23 @@ class RangeReader:
     def _do(self, group: list[ByteRange], targets: Targets) -> None:
         """Reads, verifies and places one group."""
         first = group[0]
-        if first.direct and len(group) == 1:
-            self._do_direct(first, _own(first, targets))
-            return
+        lo, hi = first.lo, max(one.hi for one in group)
+        lent = in_place(self._reader, first.file, lo, hi - lo)
+        if lent is not None:
+            with lent as stored:
+                for one in group:
+                    self._use(one, stored[one.lo - lo : one.hi - lo], targets)
+        elif first.direct and len(group) == 1:
+            read = self._reader.read_into
+            self._fill(
+                first, _own(first, targets), lambda at, data: read(first.file, first.lo + at, data)
+            )
+        else:
+            self._do_copied(group, targets)
+
+    def _do_copied(self, group: list[ByteRange], targets: Targets) -> None:
+        """Reads one group into targets and scratch memory, verifies and places it."""
+        first = group[0]
         # Buffers in the order of the file: memory of targets, and lengths of scratch between them.
         ends: list[memoryview | int] = []
         stored: list[memoryview | int] = []  # of each range: its target, or its place in scratch
@@ -198,16 +214,38 @@ class RangeReader:
         self._reader.read_into(first.file, first.lo, *buffers)
         for one, place in zip(group, stored, strict=True):
             data = scratch[place : place + one.hi - one.lo] if isinstance(place, int) else place
-            self._check(one, one.chunk, data)
-            part_sum = self._sums.part(one.request, one.lo, one.hi)
-            if part_sum is not None:
-                part_sum.take(one.lo, data)
-                self._compare(one, part_sum)
+            self._verify(one, data)
             if one.box_copy is not None:
                 _place(one, self._decoded(one, data), targets[one.request.target])
 
-    def _do_direct(self, one: ByteRange, target: memoryview) -> None:
-        """Reads one range into its target, in parts that are verified one by one."""
+    def _use(self, one: ByteRange, stored: memoryview, targets: Targets) -> None:
+        """Verifies and places one range whose bytes lie in memory."""
+        if one.direct:
+            self._fill(
+                one,
+                _own(one, targets),
+                lambda at, data: _copy(stored[at : at + len(data)], data),
+            )
+            return
+        self._verify(one, stored)
+        if one.box_copy is not None:
+            _place(one, self._decoded(one, stored), targets[one.request.target])
+
+    def _verify(self, one: ByteRange, data: memoryview) -> None:
+        """Raises unless these are the bytes of the range."""
+        self._check(one, one.chunk, data)
+        part_sum = self._sums.part(one.request, one.lo, one.hi)
+        if part_sum is not None:
+            part_sum.take(one.lo, data)
+            self._compare(one, part_sum)
+
+    def _fill(
+        self, one: ByteRange, target: memoryview, read: Callable[[int, memoryview], None]
+    ) -> None:
+        """Fills a target with one range, in parts that are verified one by one.
+
+        `read` fills memory with the bytes of the range from a place on.
+        """
         step, chunk, chunks = self._limits.read_bytes, one.chunk, one.request.extent.chunks
         if chunk >= 0 and chunks is not None:
             step = max(1, step // chunks.chunk_bytes) * chunks.chunk_bytes
@@ -216,7 +254,7 @@ class RangeReader:
             step = len(target)  # nothing is compared, so no part has to stay in the cache
         for at in range(0, len(target), step):
             data = target[at : at + step]
-            self._reader.read_into(one.file, one.lo + at, data)
+            read(at, data)
             if part is not None:
                 part.take(one.lo + at, data)
             if chunk >= 0 and chunks is not None:
@@ -310,6 +348,16 @@ def _own(one: ByteRange, targets: Targets) -> memoryview:
     """Returns the memory of the target that a direct range fills."""
     at = one.at
     return targets[one.request.target][at : at + one.hi - one.lo]
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Copies memory; other threads run meanwhile if it takes long."""
+    if len(target) < LONG_BYTES:
+        target[:] = source
+        return
+    import numpy as np  # opening a checkpoint starts without numpy
+
+    np.copyto(np.frombuffer(target, "u1"), np.frombuffer(source, "u1"))
 
 
 def _place(one: ByteRange, data: memoryview, memory: memoryview) -> None:

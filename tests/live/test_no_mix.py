@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import threading
@@ -10,9 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ckpt.background.arena import HEAD_BYTES, Arena
 from ckpt.errors import CkptError
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
+from ckpt.stores.shared_files import SharedFile
 from tests.live.hosts import TOKEN, Client, Hosts
 
 NBYTES = 6 << 20
@@ -29,7 +30,7 @@ class Publisher:
 
     def __init__(self, server: HostServer) -> None:
         self.server = server
-        self.arenas = [os.memfd_create("arena"), os.memfd_create("arena")]
+        self.arenas = [Arena(is_sealed=True), Arena(is_sealed=True)]
         self.was_held = self.was_reused = 0
 
     def publish(self, version: int) -> None:
@@ -38,18 +39,18 @@ class Publisher:
             overdue = self.server.retire(version - 2, 0.02)
             if self.server.drop(version - 2, overdue):
                 self.was_held += 1
-                os.ftruncate(self.arenas[turn], 0)
-                os.close(self.arenas[turn])
-                self.arenas[turn] = os.memfd_create("arena")
+                self.arenas[turn].discard()
+                self.arenas[turn] = Arena(is_sealed=True)
             else:
                 self.was_reused += 1
-        os.pwrite(self.arenas[turn], bytes([version % VALUES]) * NBYTES, 0)
-        self.server.put(version, "f", [Segment(self.arenas[turn], 0, NBYTES)])
+        self.arenas[turn].reserve(NBYTES)[:] = bytes([version % VALUES]) * NBYTES
+        part = Segment(self.arenas[turn].descriptor, HEAD_BYTES, NBYTES)
+        self.server.put(version, "f", [part])
         self.server.commit(version, {"f": FileAt(NBYTES, (self.server.address,))})
 
     def close(self) -> None:
         for arena in self.arenas:
-            os.close(arena)
+            arena.close()
 
 
 def read_by_http(server: HostServer, seed: random.Random) -> bytes:
@@ -75,16 +76,25 @@ def read_by_http(server: HostServer, seed: random.Random) -> bytes:
     return bytes(body)
 
 
-def read_by_descriptors(server: HostServer, seed: random.Random) -> bytes:
-    """The same on the same host."""
+def read_from_memory(server: HostServer, seed: random.Random) -> bytes:
+    """The same on the same host, by copies or in place."""
     body = bytearray()
     with HostServer.attach("policy") as reader:
         newest = max(reader.versions())
-        for part in reader.get(newest, "f", TOKEN):
-            for at in range(0, part.nbytes, 1 << 20):
-                time.sleep(seed.random() * 0.03)
-                body += os.pread(part.descriptor, min(1 << 20, part.nbytes - at), part.offset + at)
-            os.close(part.descriptor)
+        file = SharedFile(reader.get(newest, "f", TOKEN), reader)
+        for at in range(0, file.size, 1 << 20):
+            time.sleep(seed.random() * 0.03)
+            part = bytearray(min(1 << 20, file.size - at))
+            if seed.random() < 0.5:
+                if file.read_into(at, [memoryview(part)]) < len(part):
+                    break
+            else:
+                view = file.view(at, len(part))
+                assert view is not None
+                part[:] = view
+                if not file.is_intact(at):
+                    break
+            body += part
     return bytes(body)
 
 
@@ -105,7 +115,7 @@ def test_no_reader_ever_sees_bytes_of_two_versions(hosts: Hosts) -> None:
                 elif len(body) == NBYTES:
                     whole.append(body[0])
 
-    kinds = [read_by_http] * 4 + [read_by_descriptors] * 2
+    kinds = [read_by_http] * 4 + [read_from_memory] * 2
     threads = [threading.Thread(target=read, args=(kind, at)) for at, kind in enumerate(kinds)]
     for thread in threads:
         thread.start()

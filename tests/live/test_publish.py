@@ -15,6 +15,7 @@ import torch
 
 import ckpt
 from ckpt.live.process import HostServer
+from ckpt.stores.shared_files import SharedFile
 from tests.live import publishers
 from tests.live.publishers import RUNTIME, SECONDS, same, wait_until_nothing_is_left, whole_state
 
@@ -131,12 +132,20 @@ def test_memory_that_a_reader_holds_is_never_written_again(runtime: Path) -> Non
     with ckpt.publish(state, "policy", lease_seconds=0.2) as live:
         with HostServer.attach("policy") as reader:
             file = next(name for name in reader.versions()[1].files if name != "manifest.json")
-            _, data, _ = reader.get(1, file, live.hosts.token)
+            held = SharedFile(reader.get(1, file, live.hosts.token), reader)
+            middle = held.size // 8 * 4
+            view = held.view(middle, 4)
+            assert view is not None
+            assert bytes(view) == state["w"][:1].numpy().tobytes()
+            assert held.is_intact(middle)
             for value in (2.0, 3.0, 4.0):
                 state["w"].fill_(value)
                 live.update().wait(SECONDS)
             assert live.version == 4
-            assert os.pread(data.descriptor, data.nbytes, data.offset) == b""
+            assert not held.is_intact(middle)
+            assert held.read_into(middle, [memoryview(bytearray(4))]) == 0
+            assert bytes(view) == bytes(4)
+            del held
         assert torch.equal(ckpt.read(live.url)["w"], state["w"])  # type: ignore[index]
         assert sorted(live.hosts.server.versions()) == [3, 4]  # type: ignore[union-attr]
         used = {slot.arena.descriptor for slot in live._slots}
