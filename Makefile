@@ -52,7 +52,7 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@echo 'Building $(VENV) with $(PYTHON), once: about a minute.'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: $(STAMP)

@@ -62,17 +62,19 @@ def losses_of(
 @pytest.mark.parametrize(
     ("library", "name", "options", "worlds"),
     [
-        ("lightning", "with_lightning", ["--how", "fsdp2"], [2, 3]),
+        ("lightning", "with_lightning", ["--how", "fsdp2"], [3]),
+        pytest.param("lightning", "with_lightning", ["--how", "fsdp2"], [2], marks=SLOW),
         pytest.param("lightning", "with_lightning", ["--how", "ddp"], [3], marks=SLOW),
         pytest.param("lightning", "with_lightning", ["--how", "plugin"], [2], marks=SLOW),
         ("accelerate", "with_accelerate", [], [3]),
         ("accelerate", "with_accelerate", ["--dropout", "0.3"], [2]),
         pytest.param("transformers", "with_trainer", [], [3], marks=SLOW),
         ("transformers", "with_trainer", ["--dropout", "0.3"], [2]),
-        ("peft", "with_trainer", ["--lora"], [2, 3]),
+        ("peft", "with_trainer", ["--lora"], [3]),
+        pytest.param("peft", "with_trainer", ["--lora"], [2], marks=SLOW),
         ("torchdata", "with_torchdata", [], [2]),
         ("torchtitan", "with_torchtitan", [], [2, 3]),
-        ("torchtitan", "with_torchtitan", ["--how", "disabled"], [3]),
+        pytest.param("torchtitan", "with_torchtitan", ["--how", "disabled"], [3], marks=SLOW),
     ],
 )
 @pytest.mark.thorough

@@ -198,7 +198,13 @@ def test_a_rank_that_dies_ends_the_others_with_an_error(
         doomed_cluster(3).run(one_leaves, where)
 
 
-@pytest.mark.parametrize("where", ["skips the forward", thorough("skips the backward")])
+@pytest.mark.parametrize(
+    "where",
+    [
+        thorough("skips the forward"),
+        pytest.param("skips the backward", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_skips_a_collective_ends_the_others_within_the_time_out(
     doomed_cluster: Callable, where: str
 ) -> None:

@@ -193,7 +193,6 @@ CASES = {
 }
 QUICK = (
     ("fully_shard", "each skips another"),
-    ("wrapper", "one skips a block"),
     ("composable", "a rank without backward"),
 )
 THREE = (
