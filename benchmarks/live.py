@@ -277,7 +277,8 @@ def hand_over_rows(label: str, samples: measure.Samples) -> list[list[str]]:
             pairs = zip(found, samples[other], strict=True)
             ratio = f"{report.spread([a.seconds / b.seconds for a, b in pairs])} of “{other}”"
         extra = f"{max(one.extra_bytes for one in found) / 2**20:.0f}"
-        rows.append([label, name, report.spread([one.seconds for one in found]), ratio, extra])
+        cpu = report.spread([one.cpu_seconds for one in found])
+        rows.append([label, name, report.spread([one.seconds for one in found]), ratio, cpu, extra])
     return rows
 
 
@@ -390,7 +391,7 @@ def main() -> None:
     print(report.machine(), end="\n\n", flush=True)
     size = f"{given.size_mb} MB, {rounds} rounds"
     if given.table != "training":
-        columns = ("ranks", "way", "seconds", "ratio", "extra MiB a rank")
+        columns = ("ranks", "way", "seconds", "ratio", "CPU seconds", "extra MiB a rank")
         rows = hand_overs(nbytes, rounds)
         print(report.Table(f"From trainers to readers, {size}", columns, rows), flush=True)
     if given.table != "hand-over":

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 Buffer = bytes | bytearray | memoryview
 
-LOCAL_READ_BYTES = 256 << 10
+LOCAL_READ_BYTES = 512 << 10
 """Small enough to stay in the processor's cache until it is verified and copied."""
 REMOTE_READ_BYTES = 24 << 20
 """Large enough that the fixed cost of a request does not matter."""
