@@ -243,20 +243,21 @@ class LiveState:
     def _chosen(self, ranks: Ranks, version: int | None) -> tuple[int, int]:
         """Returns rank 0's choice of the version and the slot. All ranks call this."""
 
-        def choose() -> list[int]:
-            if ranks.rank or self._is_closed:
-                return []
+        def choose() -> bytes:
+            if self._is_closed:
+                return b"[0, 0]"
             assert self.hosts.server is not None
             known = self.hosts.server.versions()
             newest = max((v for v, found in known.items() if found.complete), default=0)
             tried = max((slot.version or 0 for slot in self._slots), default=0)
             slot = 1 if self._slots[0].version == newest else 0
             self.version = max(self.version, newest)
-            return [max(newest, tried) + 1 if version is None else version, slot]
+            given = version if type(version) is int else 0  # which `_check` refuses
+            number = max(newest, tried) + 1 if version is None else given
+            return json.dumps([number, slot]).encode()
 
-        mine = ranks.run_on_all("choosing a version", choose)
-        chosen: list[int] = json.loads(ranks.broadcast(json.dumps(mine).encode()) or b"[]")
-        return (chosen[0], chosen[1]) if chosen else (0, 0)
+        number, slot = json.loads(ranks.from_first("choosing a version", choose))
+        return number, slot
 
     def _check(self, version: int | None, number: int) -> None:
         if self._is_closed:
@@ -278,18 +279,23 @@ class LiveState:
         """
         if version is None:
             return False
-        overdue = True
-        if self.hosts.server is not None and ranks.rank == 0:
-            retired, error = result_or_error(
-                lambda: self.hosts.server.retire(version, self._lease_seconds)  # type: ignore[union-attr]
+        hosts, is_one_host = self.hosts, len(self.hosts.addresses) == 1
+
+        def retire() -> bytes:
+            found, error = result_or_error(
+                lambda: hosts.server.retire(version, self._lease_seconds)  # type: ignore[union-attr]
             )
-            overdue = retired[0] if retired else error is not None
-        overdue = ranks.broadcast(bytes([overdue])) == b"\1"
-        held = dropped(self.hosts, version, overdue)
+            overdue = found[0] if found else error is not None
+            return bytes([dropped(hosts, version, overdue) if is_one_host else overdue])
+
+        answer = ranks.from_first("retiring a version", retire) == b"\1"
+        if is_one_host:
+            return answer
+        held = dropped(hosts, version, overdue=answer)
         everyone = ranks.joined("dropping a version", bytes([held]), b"".join)
         return any(
-            is_held and host == self.hosts.here
-            for is_held, host in zip(everyone, self.hosts.host_of, strict=True)
+            is_held and host == hosts.here
+            for is_held, host in zip(everyone, hosts.host_of, strict=True)
         )
 
     def drop_others(self) -> None:

@@ -252,6 +252,13 @@ class Ranks:
         answer = self._meet(f"sending the data of rank {source}", record, lambda r: r[source])
         return data if self.rank == source else zlib.decompress(answer)
 
+    def from_first(self, stage: str, action: Callable[[], bytes]) -> bytes:
+        """Returns the bytes of the action of rank 0, which alone runs it; raises as `agree`."""
+        with self._call(stage):
+            self.doing(stage)
+            found, error = result_or_error(action) if self.rank == 0 else ([], None)
+            return self._meet(stage, found[0] if found else b"", _first, error)
+
     def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
         """Returns all records, by rank, on rank 0; nothing on the others. Raises as `agree`."""
         everyone: list[bytes] = []
@@ -314,6 +321,10 @@ class Ranks:
 def _world(size: int) -> Mesh:
     """Returns the mesh of the default group: one object for equal sizes."""
     return Mesh.grid(("world",), (size,))
+
+
+def _first(records: Sequence[bytes]) -> bytes:
+    return records[0]
 
 
 def _minimum(records: Sequence[bytes]) -> bytes:
