@@ -81,22 +81,23 @@ def take_huge_pages(memory: memoryview, is_patient: bool = False) -> int:
     """Gives a mapping huge pages; returns the bytes, from its first on, that have them.
 
     The bytes keep their values, and other processes may use them meanwhile. Stops where the system
-    refuses. Unless `is_patient`, stops too once it takes longer than pages of 4 KiB do: the system
-    moves other memory to make room, or gets it from a host of virtual machines.
+    refuses, and once it takes longer than pages of 4 KiB do: the system moves other memory to make
+    room, or gets it from a host of virtual machines. If `is_patient`, goes on in both cases.
     """
     address, huge = address_of(memory), _huge_bytes()
     end = len(memory) // huge * huge if huge and not address % huge else 0
-    start, lo = perf_counter(), 0
-    while lo < end:
+    start, taken = perf_counter(), 0
+    for lo in range(0, end, STEP_BYTES):
         if not is_patient and perf_counter() - start > SLACK_SECONDS + lo * SECONDS_PER_BYTE:
             break
         hi = min(lo + STEP_BYTES, end)
         for at in range(lo, hi, huge):  # the system collapses pages, of which there must be one
             _madvise(address + at, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
-        if _madvise(address + lo, hi - lo, _MADV_COLLAPSE):
+        if _madvise(address + lo, hi - lo, _MADV_COLLAPSE) == 0:
+            taken = hi if taken == lo else taken
+        elif not is_patient:
             break
-        lo = hi
-    return lo
+    return taken
 
 
 def populate(memory: memoryview, lo: int, hi: int) -> bool:
