@@ -23,7 +23,7 @@ SHAPE = (512, 128)
 PUBLISHER = f"""
 import sys, torch, ckpt
 state = {{"w": torch.ones{SHAPE}}}
-live = ckpt.publish(state, "policy", lease_seconds=0.5)
+live = ckpt.publish(state, "policy", lease_seconds=float(sys.argv[1]))
 print(live.url, live.hosts.server.pid, flush=True)
 for _ in sys.stdin:
     state["w"] += 1
@@ -77,13 +77,17 @@ class Publisher:
 
 
 @pytest.fixture
-def publisher(runtime: Path, programs: Callable[..., Any]) -> Iterator[Publisher]:
-    found = Publisher(programs(PUBLISHER))
+def publisher(
+    request: pytest.FixtureRequest, runtime: Path, programs: Callable[..., Any]
+) -> Iterator[Publisher]:
+    """A publisher with leases of the parameter's seconds, by default of half a second."""
+    found = Publisher(programs(PUBLISHER, str(getattr(request, "param", 0.5))))
     yield found
     if found.is_running:  # the test has failed
         found.kill(server=True)
 
 
+@pytest.mark.parametrize("publisher", [SECONDS], indirect=True)  # no lease ends meanwhile
 @pytest.mark.parametrize("server", [False, True])
 def test_a_reader_with_a_mapping_survives_the_death_of_its_publisher(
     publisher: Publisher, runtime: Path, server: bool
