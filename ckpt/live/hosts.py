@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from ckpt.errors import ArgumentError, NotACheckpointError
@@ -187,11 +188,24 @@ def own_address() -> str:
     return socket.gethostname()
 
 
-def dropped(hosts: Hosts, version: int, overdue: bool) -> bool:
-    """Drops a version on this host, and returns whether a reader still has its memory."""
+class Dropped(IntEnum):
+    """The memory of a version that a server was asked to drop."""
+
+    FREE = 0
+    """Nobody has it."""
+    HELD = 1
+    """A reader of this host has it, and the server sends none of it."""
+    UNKNOWN = 2
+    """The server gave no answer: it may go on sending."""
+
+
+def dropped(hosts: Hosts, version: int, overdue: bool) -> Dropped:
+    """Drops a version on this host, and tells who still has its memory."""
     if hosts.server is None:
-        return False
+        return Dropped.FREE
     held, error = result_or_error(lambda: hosts.server.drop(version, overdue))  # type: ignore[union-attr]
     if isinstance(error, NotACheckpointError):  # it never came here
-        return False
-    return not held or held[0]  # without an answer a reader may have it
+        return Dropped.FREE
+    if not held:
+        return Dropped.UNKNOWN
+    return Dropped.HELD if held[0] else Dropped.FREE

@@ -30,7 +30,7 @@ from ckpt.errors import ClosedError
 from ckpt.garbage import collected_later
 from ckpt.in_flight import Lane, told_by_this_call
 from ckpt.live.address import MOST_VERSION, NAME
-from ckpt.live.hosts import Hosts, Listening, dropped, serve
+from ckpt.live.hosts import Dropped, Hosts, Listening, dropped, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.replicas import copied_from
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
@@ -272,13 +272,13 @@ class LiveState:
                 f"{self.hosts.url.shown}: version {number} is not above {self.version}, the newest"
             )
 
-    def _reclaimed(self, ranks: Ranks, version: int | None) -> bool:
-        """Retires and drops a version; returns whether its arena cannot be written again.
+    def _reclaimed(self, ranks: Ranks, version: int | None) -> Dropped:
+        """Retires and drops a version; tells who still has the memory of it on this host.
 
         All ranks call this. No error: a server that fails here fails the update later.
         """
         if version is None:
-            return False
+            return Dropped.FREE
         hosts, is_one_host = self.hosts, len(self.hosts.addresses) == 1
 
         def retire() -> bytes:
@@ -288,15 +288,13 @@ class LiveState:
             overdue = found[0] if found else error is not None
             return bytes([dropped(hosts, version, overdue) if is_one_host else overdue])
 
-        answer = ranks.from_first("retiring a version", retire) == b"\1"
+        (answer,) = ranks.from_first("retiring a version", retire)
         if is_one_host:
-            return answer
-        held = dropped(hosts, version, overdue=answer)
+            return Dropped(answer)
+        held = dropped(hosts, version, overdue=bool(answer))
         everyone = ranks.joined("dropping a version", bytes([held]), b"".join)
-        return any(
-            is_held and host == hosts.here
-            for is_held, host in zip(everyone, hosts.host_of, strict=True)
-        )
+        here = [how for how, at in zip(everyone, hosts.host_of, strict=True) if at == hosts.here]
+        return Dropped(max(here))
 
     def drop_others(self) -> None:
         """Drops the versions on this host that an earlier publisher has left.
@@ -308,12 +306,15 @@ class LiveState:
         for number in server.versions().keys() - mine:
             server.drop(number)
 
-    def _place(self, index: int, version: int, is_held: bool) -> Workplace:
+    def _place(self, index: int, version: int, held: Dropped) -> Workplace:
         """Returns the workplace with the arena for a version."""
         slot = self._slots[index]
         slot.version = version
-        if is_held:
-            slot.arena.discard()
+        if held:
+            if held == Dropped.HELD:
+                slot.arena.discard()
+            else:  # the server would send zeros; the memory ends with its last user
+                slot.arena.close()
             slot.arena = new_arena(is_sealed=True)
         self._workplace.use(slot.arena)
         return self._workplace
@@ -329,12 +330,12 @@ class _Version:
     live: LiveState
     number: int
     slot: int
-    is_held: bool
+    held: Dropped
     info: Mapping[str, object]
 
     def workplace(self) -> Workplace:
         """Returns the live state's workplace, with the arena of this version."""
-        return self.live._place(self.slot, self.number, self.is_held)
+        return self.live._place(self.slot, self.number, self.held)
 
     def write(self, data: memoryview, place: Workplace) -> ShardSummary:
         """Seals this rank's part, and gives it to the server of this host."""

@@ -21,16 +21,19 @@ from ckpt.stores.local_writer import IO_VECTORS
 
 
 @dataclass(frozen=True, slots=True)
-class _Mapping:
-    """A mapping of the memory of segments, and its generation while the server had the file."""
+class _SealedMemory:
+    """Memory that never becomes shorter, and its generation while the server had the file."""
 
-    memory: memoryview
+    descriptor: int
+    memory: memoryview | None
+    """Its mapping; None if there is no room for one."""
     generation: bytes
 
     @property
     def is_intact(self) -> bool:
         """Whether the bytes that were read so far are those of the file."""
-        return self.generation != NO_DATA and self.memory[GENERATION] == self.generation
+        now = _generation(self.descriptor) if self.memory is None else self.memory[GENERATION]
+        return now == self.generation != NO_DATA
 
 
 class SharedFile:
@@ -44,8 +47,8 @@ class SharedFile:
         self._segments = segments
         self._holder = holder
         self._ends = list(accumulate(one.nbytes for one in segments))
-        found = {at: _mapping(at) for at in {one.descriptor for one in segments}}
-        self._mappings = [found[one.descriptor] for one in segments]
+        found = {at: _sealed(at) for at in {one.descriptor for one in segments}}
+        self._sealed = [found[one.descriptor] for one in segments]
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # an interrupt has ended `__init__`
@@ -90,27 +93,28 @@ class SharedFile:
         at = bisect_right(self._ends, offset)
         if at == len(self._ends) or offset + length > self._ends[at]:
             return None
-        mapping = self._mappings[at]
-        if mapping is None:
+        sealed = self._sealed[at]
+        if sealed is None or sealed.memory is None:
             return None
         first = self._first(at, offset)
-        return mapping.memory[first : first + length]
+        return sealed.memory[first : first + length]
 
     def is_intact(self, offset: int) -> bool:
         """Whether bytes that a `view` has shown so far are those of the file."""
-        mapping = self._mappings[bisect_right(self._ends, offset)]
-        return mapping is not None and mapping.is_intact
+        sealed = self._sealed[bisect_right(self._ends, offset)]
+        return sealed is not None and sealed.is_intact
 
     def _fill(self, at: int, offset: int, views: Sequence[memoryview]) -> int:
-        first, mapping = self._first(at, offset), self._mappings[at]
-        if mapping is None:
-            return os.preadv(self._segments[at].descriptor, views, first)
-        count = 0
-        for view in views:
-            start = first + count
-            view[:] = mapping.memory[start : start + len(view)]
-            count += len(view)
-        return count if mapping.is_intact else 0
+        first, sealed = self._first(at, offset), self._sealed[at]
+        if sealed is None or sealed.memory is None:
+            count = os.preadv(self._segments[at].descriptor, views, first)
+        else:
+            count = 0
+            for view in views:
+                start = first + count
+                view[:] = sealed.memory[start : start + len(view)]
+                count += len(view)
+        return count if sealed is None or sealed.is_intact else 0
 
     def _first(self, at: int, offset: int) -> int:
         """Returns the place in a segment's descriptor of byte `offset` of the file."""
@@ -118,12 +122,16 @@ class SharedFile:
         return segment.offset + offset - (self._ends[at] - segment.nbytes)
 
 
-def _mapping(descriptor: int) -> _Mapping | None:
-    """Maps memory; None if it could become shorter, or there is no room for a mapping."""
+def _sealed(descriptor: int) -> _SealedMemory | None:
+    """Maps memory, if there is room; None if the memory could become shorter."""
     if not is_sealed(descriptor):
         return None
     try:
         memory = mapped(descriptor, writable=False)
     except (OSError, ValueError):
-        return None
-    return _Mapping(memory, bytes(memory[GENERATION]))
+        memory = None
+    return _SealedMemory(descriptor, memory, _generation(descriptor))
+
+
+def _generation(descriptor: int) -> bytes:
+    return os.pread(descriptor, len(NO_DATA), GENERATION.start)

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.background.arena import HEAD_BYTES, Arena
 from ckpt.live.protocol import Segment
+from ckpt.stores import shared_files
 from ckpt.stores.shared_files import SharedFile
 from tests.live.hosts import descriptors_of, until
 from tests.live.publishers import RUNTIME, SECONDS, wait_until_nothing_is_left
@@ -146,3 +148,21 @@ def test_memory_that_could_become_shorter_is_not_mapped(runtime: Path) -> None:
     os.ftruncate(plain, 110)
     assert file.read_into(5, [memoryview(into)]) == 5
     del file
+
+
+def test_sealed_memory_without_room_for_a_mapping_is_never_read_as_zeros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(descriptor: int, writable: bool) -> memoryview:
+        raise OSError(12, "no room")
+
+    monkeypatch.setattr(shared_files, "mapped", no_room)
+    arena = Arena(is_sealed=True)
+    arena.reserve(8)[:] = b"contents"
+    file = SharedFile([Segment(os.dup(arena.descriptor), HEAD_BYTES, 8)], None)
+    into = bytearray(8)
+    assert file.view(0, 8) is None
+    assert file.read_into(0, [memoryview(into)]) == 8
+    assert into == b"contents"
+    arena.discard()
+    assert file.read_into(0, [memoryview(into)]) == 0

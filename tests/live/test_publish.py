@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.live.hosts import Dropped
 from ckpt.live.process import HostServer
 from ckpt.stores.shared_files import SharedFile
 from tests.live import publishers
@@ -125,6 +126,17 @@ def test_a_wrong_argument_is_an_error_and_leaves_no_server(
 ) -> None:
     with pytest.raises(ckpt.CkptError, match=said):
         ckpt.publish({"w": torch.ones(2)}, **options)
+
+
+def test_memory_whose_server_gave_no_answer_keeps_its_bytes(runtime: Path) -> None:
+    with ckpt.publish({"w": torch.full((100_000,), 1.0)}, "policy") as live:
+        slot = next(slot for slot in live._slots if slot.version == 1)
+        theirs = os.dup(slot.arena.descriptor)
+        before = os.pread(theirs, 1 << 20, 0)
+        live._place(live._slots.index(slot), 2, Dropped.UNKNOWN)
+        assert not os.path.sameopenfile(slot.arena.descriptor, theirs)
+        assert os.pread(theirs, 1 << 20, 0) == before
+        os.close(theirs)
 
 
 def test_memory_that_a_reader_holds_is_never_written_again(runtime: Path) -> None:
