@@ -15,7 +15,7 @@ from formats.errors import *  # noqa: F403 - every error has one list, in its ow
 from formats.errors import CorruptError
 from sharding import errors as root_errors
 from sharding.errors import *  # noqa: F403
-from sharding.errors import SHOWN_NAMES, CkptError, mixed_content
+from sharding.errors import CkptError, mixed_content
 from sharding.url_secrets import without_secrets
 
 __all__ = [
@@ -176,14 +176,24 @@ class MismatchError(CkptError, ValueError):
     def __init__(self, url: str, differences: Sequence[Difference]) -> None:
         self.url = url
         self.differences = tuple(differences)
-        shown = [f"  {difference}" for difference in self.differences[:SHOWN_NAMES]]
-        if len(self.differences) > SHOWN_NAMES:
-            shown.append(f"  ... and {len(self.differences) - SHOWN_NAMES} more")
+        shown = [f"  {difference}" for difference in self.differences[:SHOWN_DIFFERENCES]]
+        if len(self.differences) > SHOWN_DIFFERENCES:
+            shown.append(f"  ... and {len(self.differences) - SHOWN_DIFFERENCES} more")
+        if any(difference.problem in NOT_STRICT for difference in self.differences):
+            shown.append(NOT_STRICT_ADVICE)
         super().__init__(
             f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown)
         )
 
 
+SHOWN_DIFFERENCES = 10
+"""The most differences in a message; the exception has all of them."""
+NOT_STRICT = frozenset({"missing", "unexpected", "shape"})
+"""The differences that `strict=False` skips."""
+NOT_STRICT_ADVICE = (
+    "  Make the target as the state was when it was saved. Or call ckpt.load with strict=False, "
+    "which skips missing, unexpected and other shapes, or with rename= if names have changed."
+)
 DifferenceKind = Literal["missing", "unexpected", "shape", "dtype", "structure", "pattern"]
 """`pattern` is a pattern, or a key of `rename=`, that matches no name."""
 
@@ -208,7 +218,10 @@ class PartialLoadError(CkptError):
 
     def __init__(self, message: str, touched: Sequence[str]) -> None:
         self.touched = tuple(touched)
-        super().__init__(f"{message}. {mixed_content(self.touched)}")
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {mixed_content(self.touched)}"
 
 
 class DamagedLoadError(PartialLoadError, CorruptError):

@@ -46,6 +46,7 @@ from formats.errors import (
     TooLargeError,
 )
 from sharding.agreement.ranks import Ranks
+from sharding.errors import said
 
 TO_USER = 7
 """The stack level, in `_tell`, of the program that called `ckpt.load`."""
@@ -98,12 +99,12 @@ def load_or_older(
         try:
             loaded = load(here)
         except Exception as error:
-            said = error.touched if isinstance(error, PartialLoadError | RankError) else ()
-            touched.update(dict.fromkeys(said))
+            named = error.touched if isinstance(error, PartialLoadError | RankError) else ()
+            touched.update(dict.fromkeys(named))
             if tries < TRIES and _failure(ranks) in REPLACED and not is_one_version(here):
                 tries += 1
                 continue
-            is_said = touched.keys() <= set(said)
+            is_said = touched.keys() <= set(named)
             kind = (DAMAGE | LOST if is_live(here) else DAMAGE).get(_failure(ranks))
             if kind is None:
                 if not touched or (is_said and not skipped):
@@ -112,10 +113,10 @@ def load_or_older(
                 failure = ReplacedLoadError if is_replaced else PartialLoadError
                 raise failure(
                     f"{_partly_read(url, skipped)}; then {here} failed with "
-                    f"{type(error).__name__}: {error}",
+                    f"{type(error).__name__}: {said(error)}",
                     list(touched),
                 ) from error
-            skipped.append(Skipped(here, kind, str(error)))
+            skipped.append(Skipped(here, kind, said(error)))
             older = _older(ranks, url, fallback, options) if older is None else older
             if older:
                 here, tries = older.pop(0), 1
@@ -187,8 +188,8 @@ def _folder_and_name(url: Url) -> tuple[str, str]:
 
 def _none_is_sound(skipped: Sequence[Skipped], touched: Sequence[str]) -> Exception:
     """Returns the error for a checkpoint whose fallbacks are all damaged too."""
-    said = "; ".join(one.message for one in skipped)
-    message = f"{skipped[0].url}: neither it nor one of its fallbacks can be loaded: {said}"
+    reasons = "; ".join(one.message for one in skipped)
+    message = f"{skipped[0].url}: neither it nor one of its fallbacks can be loaded: {reasons}"
     is_gone = all(one.kind == NotACheckpointError.kind for one in skipped)
     if touched and is_gone:  # a checkpoint that was replaced meanwhile, and none is damaged
         return ReplacedLoadError(message, touched)

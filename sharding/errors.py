@@ -48,6 +48,11 @@ class CkptError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(one) if isinstance(one, str) else one for one in args))
 
+    @property
+    def reason(self) -> str:
+        """The message without a part that concerns this rank alone."""
+        return super().__str__()
+
 
 class ArgumentError(CkptError, ValueError):
     """An argument, or a variable of the environment, has a value that is not accepted."""
@@ -143,8 +148,8 @@ class RankError(CkptError):
         super().__init__(f"{stage} failed on rank {rank} with {error}: {message}")
 
     def __str__(self) -> str:
-        text = super().__str__()
-        return f"{text}. On this rank: {mixed_content(self.touched)}" if self.touched else text
+        mixed = f". On this rank: {mixed_content(self.touched)}" if self.touched else ""
+        return self.reason + mixed
 
 
 def mixed_content(touched: Sequence[str]) -> str:
@@ -157,6 +162,9 @@ def mixed_content(touched: Sequence[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Returns the text of an exception and, in parentheses, the notes that were added to it."""
+    """Returns the reason of an exception and, in parentheses, the notes that were added to it.
+
+    Other ranks are told so much, and so is a user whose load went on with another checkpoint.
+    """
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{error}{notes}"
+    return f"{error.reason if isinstance(error, CkptError) else error}{notes}"

@@ -9,7 +9,7 @@ from warnings import warn
 
 import xxhash
 
-from ckpt.errors import Difference, MismatchError
+from ckpt.errors import NOT_STRICT, Difference, MismatchError
 from ckpt.match.match_builder import Match
 from ckpt.match.overlaps import Placed, conflict
 from ckpt.match.selection import Claim
@@ -90,7 +90,7 @@ def check_fits(
     A warning names the skipped ones if `warns`.
     """
     if not strict:
-        skipped = [d for d in found if d.problem in ("missing", "unexpected", "shape")]
+        skipped = [d for d in found if d.problem in NOT_STRICT]
         found = [d for d in found if d not in skipped]
         if skipped and warns:
             shown = "; ".join(map(str, skipped[:3])) + ("; ..." if len(skipped) > 3 else "")

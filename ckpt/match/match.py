@@ -163,8 +163,7 @@ class _Matcher:
             self._builder.differ(
                 name,
                 "shape",
-                f"the checkpoint has shape {record.shape}, the target has {tuple(tensor.shape)}; "
-                "pass strict=False to skip it, or rename it with rename=",
+                f"the checkpoint has shape {record.shape}, the target has {tuple(tensor.shape)}",
             )
         elif (lossy := dtype_problem(record.dtype, tensor.dtype, self._casting)) is not None:
             self._builder.differ(name, "dtype", lossy)

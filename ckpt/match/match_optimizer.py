@@ -162,8 +162,7 @@ class _OptimizerMatch:
                     self.builder.differ(
                         where,
                         "missing",
-                        f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}; "
-                        "pass strict=False to load without it",
+                        f"is not in the checkpoint, which has {lacking.entry} of {lacking.other}",
                     )
 
     def _saved_states(self, named: NamedParameter) -> Iterator[SavedState]:

@@ -40,6 +40,7 @@ from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks
+from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
@@ -315,6 +316,7 @@ class Checkpointer:
         found = self._ranks.restorable(step, self._local, self._memory)
         self._is_restored = True
         if not found:
+            self._ranks.log("no checkpoint to restore, the run begins")
             return None
         taken = load_first(
             [place for place, _ in found],
@@ -326,6 +328,7 @@ class Checkpointer:
         restored = dict(found)[taken]
         self._last_step, self._decided = restored, None
         self._exchange_at = 0
+        self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
         return restored
 
     def latest_step(self) -> int | None:

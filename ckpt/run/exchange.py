@@ -6,6 +6,7 @@ All ranks call every method. Rank 0 reads the folder and its clock for all of th
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,13 @@ from ckpt.run.retention import RunStep
 from ckpt.stores.store import Options, join_url
 from sharding.agreement.ranks import Ranks
 from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from ckpt.live.publish import LiveState
     from sharding.agreement.ranks import Group
 
+_log = logging.getLogger("ckpt.run")
 CALL = "ckpt.Checkpointer"
 """The name of the call that other ranks see in errors."""
 
@@ -195,6 +198,11 @@ class RunRanks:
         found += [(one, self.place(one.step)) for one in self.steps()]
         found.sort(key=lambda one: one[0].age_key, reverse=True)
         return [(place, one.step) for one, place in found]
+
+    def log(self, text: str) -> None:
+        """Logs a line about the run at the level INFO, on rank 0."""
+        if self.is_first:
+            _log.info("%s: %s", without_secrets(self.url), text)
 
     def _joined(
         self,

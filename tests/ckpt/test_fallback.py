@@ -111,6 +111,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run: Path, damage: Cal
     assert warning.taken == str(run / "step-2")
     kind = "not_a_checkpoint" if damage in (remove_manifest, shutil.rmtree) else "corrupt"
     assert [(one.url, one.kind) for one in warning.skipped] == [(str(run / "step-3"), kind)]
+    assert "mix of old and new" not in str(warning), "the target is whole"
     assert warned[0].filename == __file__
 
 

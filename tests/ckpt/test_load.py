@@ -79,12 +79,20 @@ def test_all_differences_are_listed_before_anything_is_touched(tmp_path: Path) -
     }
     assert "the checkpoint has shape (4, 3), the target has (4, 2)" in str(error.value)
     assert "the checkpoint has dtype int64, the target has float32" in str(error.value)
+    assert str(error.value).count("ckpt.load with strict=False") == 1
     assert repr(target) == repr(before)
+
+
+def test_a_dtype_that_strict_cannot_skip_gets_no_such_advice(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"n": torch.tensor(1)})
+    with pytest.raises(ckpt.MismatchError) as error:
+        ckpt.load(tmp_path, {"n": torch.tensor(0.5)})
+    assert "strict=False" not in str(error.value)
 
 
 def test_a_long_list_of_differences_is_cut_short_but_kept_whole(tmp_path: Path) -> None:
     ckpt.save(tmp_path, {"a": 1})
-    with pytest.raises(ckpt.MismatchError, match=r"and 31 more") as error:
+    with pytest.raises(ckpt.MismatchError, match=r"and 41 more") as error:
         ckpt.load(tmp_path, {str(index): torch.zeros(1) for index in range(50)})
     assert len(error.value.differences) == 51
 

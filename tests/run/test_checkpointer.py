@@ -135,6 +135,19 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
             run.restore(state, step=9)
 
 
+def test_a_restore_logs_the_step_that_it_took_or_that_there_was_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "ckpt.run"), ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        assert run.restore(state_of(0)) is None
+        run.save(1, state_of(1))
+        assert run.restore(state_of(0)) == 1
+    assert caplog.messages == [
+        f"{tmp_path}: no checkpoint to restore, the run begins",
+        f"{tmp_path}: restored step 1 from {tmp_path}/step-1",
+    ]
+
+
 def test_a_base_stays_while_another_checkpoint_refers_to_it(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "step-1", state_of(1))
     ckpt.save(tmp_path / "step-2", state_of(1), base=tmp_path / "step-1")
