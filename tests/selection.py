@@ -39,6 +39,11 @@ def thorough(value: object) -> ParameterSet:
     return pytest.param(value, marks=pytest.mark.thorough)
 
 
+def slow(value: object) -> ParameterSet:
+    """A value of a parameter that `make test-all` leaves out as well."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 is_quick = False
 """Whether this run is `make test`; the options of the command line decide."""
 

@@ -9,8 +9,7 @@ other options, loads, and trains those three steps.
   everywhere; the note in `trainers` says where not and why. Elsewhere it is as close as `ROUNDING`.
 
 What CI runs has each kind as a target of four others and as a source of four, as a target at one
-world size and as a source at another; `make test` has one of these targets. `slow` has every kind
-at every world size with every other.
+world size and as a source at another. `slow` has every kind at every world size with every other.
 """
 
 from __future__ import annotations
@@ -130,8 +129,6 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 # Which pairs.
 
 
-QUICK_TARGET: Run = ("fully_shard-hybrid", 4)
-"""The target of `make test`."""
 RUNS = [(kind, ranks) for kind in KINDS for ranks in worlds(kind)]
 
 
@@ -148,14 +145,6 @@ def covering() -> dict[Run, list[Run]]:
             loading = (target, ranks_of(target, j))
             pairs.setdefault(loading, []).append((source, ranks_of(source, i + 2)))
     return pairs
-
-
-def targets() -> list[Any]:
-    """Those of the pairs: one for `make test`."""
-    return [
-        run if run == QUICK_TARGET else pytest.param(run, marks=pytest.mark.thorough)
-        for number, run in enumerate(covering())
-    ]
 
 
 def test_the_selection_has_each_kind_on_either_side_and_all_numbers_of_ranks() -> None:
@@ -215,7 +204,8 @@ def named(run: Run) -> str:
     return f"{run[0]}-on-{run[1]}"
 
 
-@pytest.mark.parametrize("target", targets(), ids=named)
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", covering(), ids=named)
 def test_any_trainer_loads_what_any_other_saved_and_goes_on_as_it_would_have(
     clusters: Callable[[int], Any], saved: Callable[[Run], str], target: Run
 ) -> None:

@@ -28,6 +28,7 @@ from ckpt.garbage import collected_later
 from ckpt.transfer.write_job import error_message, read_answer
 from tests.ckpt.late_copies import SECONDS, late_copies
 from tests.conftest import Program
+from tests.selection import slow
 
 
 def state(numel: int = 500_000) -> dict[str, Any]:
@@ -488,7 +489,7 @@ if rank != {first}:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("closed", [slow((0,)), slow((1,)), (0, 1, 2)])
 def test_a_trainer_without_standard_streams_saves_in_the_background(
     tmp_path: Path, closed: tuple[int, ...]
 ) -> None:

@@ -130,7 +130,7 @@ def test_ranks_that_plan_other_files_are_an_error(
     assert not list(tmp_path.rglob("*.p*"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # and `make package` runs this command
 def test_torchrun_converts(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "ckpt", "convert", str(source), str(tmp_path / "c.safetensors"), "--json"]

@@ -40,6 +40,7 @@ from replica import (
 
 import sharding
 from tests.old_torch import TORCH_TRAINS_ON_CPU
+from tests.selection import slow
 
 Library = SimpleNamespace
 OURS: Library = sharding  # type: ignore[assignment]
@@ -872,7 +873,7 @@ def compiled(way: str, backend: str) -> None:
 
 
 @pytest.mark.thorough  # each rank imports the compiler
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [slow("eager"), "aot_eager"])
 @pytest.mark.parametrize(
     "way", ["in place, then sharded", "wrapped, then sharded", "sharded, then in place"]
 )
