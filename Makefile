@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu soak docs package lint style
+.PHONY: help demo test test-all test-slow test-stores test-versions test-peers test-gpu pages soak docs package lint style
 .PHONY: types contracts
 .PHONY: check format bench bench-gpu clean
 
@@ -42,6 +42,7 @@ help:
 	@echo 'make test-versions  the tests on other versions of Python and torch, which it installs'
 	@echo 'make test-peers  the tests beside DeepSpeed, torchao and others, which it installs'
 	@echo 'make test-gpu   the tests that need a GPU, with the torch of PYTHON=python3; no downloads'
+	@echo 'make pages      the commands of README and of the how-to pages, with their outputs'
 	@echo 'make soak       random commands, kills and faults, MINUTES=60 on disk and over S3 each'
 	@echo 'make bench      a short form of the benchmarks, beside other libraries'
 	@echo 'make bench-gpu  saves, stalls and loads of tensors on a GPU, beside DCP'
@@ -81,6 +82,9 @@ test-peers:
 test-gpu:
 	CKPT_GPU_REQUIRED=1 PYTHONPATH=$(CURDIR) PYTORCH_NVML_BASED_CUDA_CHECK=1 \
 		$(PYTHON) -m pytest -m gpu -W default tests/gpu
+
+pages: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow tests/docs -k 'not start'
 
 package: $(STAMP)
 	$(BIN)/python tests/packages.py
