@@ -5,7 +5,6 @@ A program whose start or end is not what a test is about runs in a forked proces
 Real servers come from `tests/stores/fixtures.py`.
 """
 
-import gc
 import os
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from hypothesis import settings
 
 import tests.old_torch  # noqa: F401
 from tests import selection
+from tests.garbage import collect_garbage
 from tests.selection import pairs, quick
 from tests.stores.fixtures import azurite_server, gcs_server, moto, radosgw_server, servers
 
@@ -317,8 +317,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over all that is there now: it costs a second each time."""
-    gc.collect()
-    gc.freeze()
+    collect_garbage()
 
 
 def pytest_runtest_logfinish() -> None:

@@ -1,6 +1,5 @@
 """An open checkpoint is indexed as a tensor is, and reads what the index needs."""
 
-import gc
 import os
 from collections.abc import Iterator
 from math import prod
@@ -21,6 +20,7 @@ from ckpt.lazy import Checkpoint
 from formats.catalog import TensorRef
 from formats.errors import CorruptError
 from formats.native.shard import CHUNK_BYTES
+from tests.garbage import collect_garbage
 
 SHAPES = ((7, 5, 4), (12,), (), (0, 3), (1, 1, 2, 3), (2, 0), (9, 4))
 FORMATS = {"ckpt": "c", "safetensors": "c.safetensors", "hf": "hf", "torch": "c.pt", "dcp": "dcp"}
@@ -237,7 +237,7 @@ def test_a_closed_checkpoint_says_so_and_closes_twice(saved: Checkpoint) -> None
 
 def test_opening_and_closing_leaves_no_descriptor(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "c", state())
-    gc.collect()  # what other tests forgot
+    collect_garbage()  # what other tests forgot
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):
         with ckpt.open(tmp_path / "c") as checkpoint:

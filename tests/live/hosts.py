@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
+from tests.garbage import collect_garbage
 
 TOKEN = "a-token"
 END_SECONDS = 30
@@ -112,7 +112,7 @@ def descriptors_of(pid: int | str = "self") -> int:
 def check_no_more_descriptors(before: int) -> None:
     """Fails if this process has more open descriptors than before, beside those of garbage."""
     if descriptors_of() > before:
-        gc.collect()
+        collect_garbage()
     assert descriptors_of() <= before
 
 

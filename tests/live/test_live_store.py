@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -19,6 +18,7 @@ from ckpt.stores.store import join_url, open_store, split_url
 from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
 from tests.ckpt.test_reshard import load_every_way, placements
 from tests.ckpt.test_reshard import save as save_every_way
+from tests.garbage import collect_garbage
 from tests.live.offered import RUNTIME, Offer, offered
 from tools.main import main
 
@@ -70,7 +70,7 @@ def url(
 
 def descriptors() -> list[str]:
     """The open files and sockets of this process, without those of garbage."""
-    gc.collect()
+    collect_garbage()
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from ckpt.background.arena import HEAD_BYTES, Arena
 from ckpt.live.protocol import Segment
 from ckpt.stores import shared_files
 from ckpt.stores.shared_files import SharedFile
+from tests.garbage import collect_garbage
 from tests.live.hosts import descriptors_of, until
 from tests.live.publishers import RUNTIME, SECONDS, wait_until_nothing_is_left
 
@@ -131,7 +131,7 @@ def test_readers_in_turn_leave_no_mapping(publisher: Publisher, runtime: Path) -
         assert bool((target["w"] == value).all())
         with ckpt.open(publisher.url) as checkpoint:
             assert bool((checkpoint["w"][:, 3:7] == value).all())
-        gc.collect()
+        collect_garbage()
         assert maps_of_arenas() == before
     publisher.kill(server=False)
     wait_until_nothing_is_left(runtime)
