@@ -44,9 +44,14 @@ def run(options: Options) -> int:
     return ExitCode.FINE
 
 
+def is_asked() -> bool:
+    """Whether a shell asks for completions."""
+    return ASKED in os.environ
+
+
 def answer(parser: ArgumentParser) -> None:
     """Answers a shell that asks for completions and ends the process; else returns at once."""
-    if ASKED in os.environ:
+    if is_asked():
         import argcomplete
 
         argcomplete.autocomplete(parser, always_complete_options=False)

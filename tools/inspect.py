@@ -61,6 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "patterns",
         metavar="NAME",
         nargs="*",
+        default=[],  # without it, argparse names NAME among missing arguments
         help="only these names and those below them; may have * and ?",
     )
     add("--depth", type=int, metavar="N", help="fold levels deeper than N")

@@ -43,6 +43,34 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ExitCode.USAGE, f"ckpt: {printable(message)}; see `{self.prog} --help`\n")
 
 
+class _CommandParser(_Parser):
+    """The parser of one command. Options may stand between its other arguments, and after them.
+
+    argparse alone takes `CHECKPOINT [NAME ...]` as complete at the first option after CHECKPOINT.
+    """
+
+    _is_intermixed = False
+
+    def parse_known_args(  # type: ignore[override]  # the overloads differ in the namespace alone
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses the arguments of the command; here, unknown ones end it with this parser's error.
+
+        The parser of all commands, which calls this method, would name its own help instead.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if self._is_intermixed or not unknown or completion.is_asked():
+            return found, unknown
+        self._is_intermixed = True  # argparse calls this method again: for the options, then for
+        try:  # the other arguments
+            found, unknown = self.parse_known_intermixed_args(args, None)
+        finally:
+            self._is_intermixed = False
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, []
+
+
 @dataclass(frozen=True)
 class _Command(Generic[OptionsT]):
     """One command: the functions that declare its arguments and run it."""
@@ -124,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     found = _Parser(prog="ckpt", description=DESCRIPTION, epilog=table(), formatter_class=raw)
     found.add_argument("-V", "--version", action="version", version=f"ckpt {__version__}")
-    commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = found.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
     for command in _COMMANDS:
         one = commands.add_parser(
             command.name,

@@ -1,4 +1,5 @@
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from formats.errors import CorruptError, HostileError, UnsupportedError
 from sharding.errors import HoleError
 from tests import dcp_alone
 from tools.exit_codes import MEANINGS, ExitCode, code_of
+from tools.main import parser
 
 COMMANDS = ("ls", "inspect", "verify", "diff", "convert")
 WHOLE = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -82,6 +84,57 @@ def test_wrong_arguments_are_one_line_that_says_where_to_look(run, arguments):
     assert ended.err.startswith("ckpt: ")
     assert ended.err.count("\n") == 1
     assert "--help`" in ended.err
+
+
+ARGUMENTS = {
+    "ls": (["folder"], ["-o", "key=1"]),
+    "inspect": (["checkpoint", "name", "other"], ["--depth", "2"]),
+    "verify": (["checkpoint", "other", "third"], ["-v"]),
+    "diff": (["a", "b"], ["--rtol", "0.1"]),
+    "convert": (["src", "dst"], ["--overwrite"]),
+    "plan": (["checkpoint"], ["--world-size", "2"]),
+    "top": (["run"], ["--once"]),
+    "serve": (["run"], ["--port", "1"]),
+    "latest": (["folder"], ["--verify"]),
+    "rm": (["checkpoint", "other"], ["-n"]),
+    "gc": (["folder"], ["--delete"]),
+    "completion": (["bash"], []),
+}
+"""Of each command: arguments that are not options, as many as it takes, and an option."""
+
+
+def test_the_table_of_arguments_has_every_command():
+    assert list(ARGUMENTS) == re.findall(r"^    ([a-z]+)", parser().format_help(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_an_option_may_stand_before_between_and_after_the_other_arguments(command):
+    plain, option = ARGUMENTS[command]
+    parsed = [
+        parser().parse_args([command, *plain[:at], *option, *plain[at:]])
+        for at in range(len(plain) + 1)
+    ]
+    assert all(one == parsed[0] for one in parsed)
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+@pytest.mark.parametrize("unknown", ["--bogus", "extra"])
+def test_an_unknown_argument_is_told_with_the_help_of_its_command(run, command, unknown):
+    plain, option = ARGUMENTS[command]
+    if unknown == "extra" and command in ("inspect", "verify", "rm"):
+        return  # these take any number
+    ended = run(command, *plain, *option, unknown)
+    assert ended.code == ExitCode.USAGE
+    assert ended.err == f"ckpt: unrecognized arguments: {unknown}; see `ckpt {command} --help`\n"
+
+
+def test_two_dashes_end_the_options():
+    found = parser().parse_args(["inspect", "--values", "--", "-checkpoint", "-name"])
+    assert (found.url, found.patterns, found.values) == ("-checkpoint", ["-name"], True)
+
+
+def test_an_optional_argument_is_not_told_as_missing(run):
+    assert run("inspect").err.startswith("ckpt: the following arguments are required: CHECKPOINT;")
 
 
 @pytest.mark.parametrize(
