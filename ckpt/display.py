@@ -6,6 +6,7 @@ and a notebook gets no HTML of one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -50,6 +51,15 @@ def count(number: int, noun: str) -> str:
     ('1 tensor', '2,000 tensors')
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Returns a sort key that puts step-9 before step-10.
+
+    >>> sorted(["step-10", "step-9"], key=natural)
+    ['step-9', 'step-10']
+    """
+    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
 
 
 def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], total: int) -> str:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import NamedTuple
 from warnings import warn
 
+from ckpt.display import natural
 from ckpt.errors import (
     DamagedLoadError,
     FallbackWarning,
@@ -34,7 +35,7 @@ from ckpt.errors import (
     VersionGoneError,
 )
 from ckpt.live.address import is_live, is_one_version
-from ckpt.newest import committed, natural
+from ckpt.newest import committed
 from ckpt.stores.replacement_guard import TRIES
 from ckpt.stores.store import Options, absolute, is_file, join_url, split_url
 from formats.errors import (

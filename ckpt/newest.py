@@ -17,12 +17,14 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from time import gmtime, strftime
 from typing import NamedTuple
 from warnings import warn
 
+from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
+from ckpt.nearby import checkpoints_below, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
 from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
 from ckpt.verifying import verify as verify_all
@@ -171,11 +173,6 @@ def _is_out_of_reach(error: OSError) -> bool:
     return isinstance(error, PermissionError) or error.errno == errno.ELOOP
 
 
-def natural(name: str) -> tuple[tuple[str, int], ...]:
-    """Returns a sort key that puts step-9 before step-10."""
-    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
-
-
 def _committed(store: Store, name: str) -> Committed | OSError | None:
     """Returns the checkpoint in a folder; None without a manifest, an error if it is unreadable."""
     manifest = f"{name}/{MANIFEST}"
@@ -267,10 +264,16 @@ def _check_sizes(where: str, store: Store, wanted: dict[str, int]) -> None:
 def _what_is_there(folder: str | os.PathLike[str], options: Options) -> str:
     with open_store(folder, options) as store:
         if store.exists(MANIFEST):
-            return "is a checkpoint itself; give the folder that it lies in"
-        folders: Sequence[str] = store.folders()
+            above, _ = split_url(folder)
+            return f"this is a checkpoint itself; give the folder that it lies in, {above}"
+        entries = store.entries()
+        below = checkpoints_below(store, entries, only_native=True)
+    if not entries:
+        return f"no checkpoint here (nothing is there){similar_path(folder)}"
+    folders = sorted((name[:-1] for name in entries if name.endswith("/")), key=natural)
     if not folders:
-        return "no folder is in it, so no checkpoint"
+        return "no folder is in it, so no checkpoint of ckpt's own format"
     more = f" and {len(folders) - SHOWN} more" if len(folders) > SHOWN else ""
-    shown = ", ".join(sorted(folders, key=natural)[-SHOWN:])
-    return f"no checkpoint of ckpt's own format was committed in its folders ({shown}{more})"
+    shown = ", ".join(folders[-SHOWN:]) + more
+    said = f"no folder in it is a committed checkpoint of ckpt's own format ({shown})"
+    return said if below is None else f"{said}; {below.advice(store.url)}"

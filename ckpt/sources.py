@@ -11,6 +11,7 @@ from importlib import import_module
 import formats
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
+from ckpt.nearby import checkpoints_below, similar_path
 from ckpt.stores.replacement_guard import guarded
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
@@ -46,13 +47,16 @@ class Source:
 
 
 @contextmanager
-def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterator[Source]:
+def open_source(
+    url: str | os.PathLike[str], options: Options = None, *, with_advice: bool = True
+) -> Iterator[Source]:
     """Opens the checkpoint at a path or URL, of any format, until the block ends.
 
     Waits for a save of this process to the same place that is in the background.
 
     Raises:
-        NotACheckpointError: no checkpoint of a known format is there. The message lists the place.
+        NotACheckpointError: no checkpoint of a known format is there. The message lists the place
+            and, `with_advice`, names a checkpoint near it, which costs a few looks (`ckpt.nearby`).
         HostileError: the checkpoint claims more than `formats.limits` allows.
         CorruptError, FormatError: the description is damaged.
         UnsupportedError: this version cannot read the checkpoint.
@@ -65,7 +69,7 @@ def open_source(url: str | os.PathLike[str], options: Options = None) -> Iterato
         # The most likely format comes first: each look at a server is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
-            found = _read_folder(store) if catalog is None else catalog
+            found = _read_folder(store, with_advice) if catalog is None else catalog
             yield Source(text, store, _credible(text, found))
             return
     folder, name = split_url(text)
@@ -115,9 +119,9 @@ def _read_file(store: Store, name: str) -> Catalog:
     return catalog
 
 
-def _read_folder(store: Store) -> Catalog:
+def _read_folder(store: Store, with_advice: bool = False) -> Catalog:
     try:
-        return _catalog_of(store)
+        return _catalog_of(store, with_advice)
     except NotACheckpointError:
         raise
     except FileNotFoundError as error:
@@ -126,7 +130,7 @@ def _read_folder(store: Store) -> Catalog:
         ) from error
 
 
-def _catalog_of(store: Store) -> Catalog:
+def _catalog_of(store: Store, with_advice: bool) -> Catalog:
     entries = store.entries()
     if MANIFEST in entries:
         from formats.native import reader
@@ -141,10 +145,17 @@ def _catalog_of(store: Store) -> Catalog:
             "checkpoint here"
         )
     if found is None:
-        folders = any(name.endswith("/") for name in entries)
-        advice = "; `ckpt ls` lists those in its folders" if folders else ""
+        advice = _advice(store, entries) if with_advice else ""
         raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(entries)}){advice}")
     return found.read(store)
+
+
+def _advice(store: Store, entries: Sequence[str]) -> str:
+    """Returns the end of a message: a similar path, or the checkpoints below; empty without one."""
+    if not entries:
+        return similar_path(store.url)
+    below = checkpoints_below(store, entries)
+    return f"; {below.advice(store.url)}" if below is not None else ""
 
 
 def _shown(entries: Sequence[str]) -> str:

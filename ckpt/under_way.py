@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckpt.newest import natural
+from ckpt.display import natural
 from ckpt.resuming import JOURNAL
 from ckpt.stores.capabilities import Unfinished
 from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url

@@ -51,13 +51,16 @@ def run(options: Options) -> int:
     """Prints the list."""
     from ckpt.collecting import gc, is_folder
     from ckpt.errors import NotACheckpointError
+    from ckpt.nearby import similar_path
 
     storage = mapping(options.storage_options)
     found = gc(
         options.url, delete=options.delete, older_than=options.older_than, storage_options=storage
     )
     if not found and not is_folder(options.url, storage):
-        raise NotACheckpointError(f"{options.url}: there is no such folder")
+        raise NotACheckpointError(
+            f"{options.url}: there is no such folder{similar_path(options.url)}"
+        )
     if options.as_json:
         print(json_text({"url": options.url, "left_overs": [asdict(one) for one in found]}))
         return ExitCode.FINE

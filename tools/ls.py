@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.display import printable, size
+from ckpt.display import natural, printable, size
 from ckpt.errors import NotACheckpointError
 from formats.catalog import Catalog
 from formats.errors import FormatError
@@ -188,7 +188,6 @@ def _is_run(url: str, told: Mapping[str, object] | None) -> bool:
 
 def _checkpoints(url: str, told: Mapping[str, object] | None) -> Iterator[Row]:
     """Yields the checkpoints directly in a folder, by name, with numbers in names by value."""
-    from ckpt.newest import natural
     from ckpt.stores.store import is_file, join_url, open_store
 
     if is_file(url, told):
@@ -214,7 +213,7 @@ def _row(url: str, name: str, told: Mapping[str, object] | None) -> Row | None:
     from ckpt.stores.store import open_store
 
     try:
-        with open_source(url, told) as source:
+        with open_source(url, told, with_advice=False) as source:
             catalog, wrong = source.catalog, _wrong(source.store, source.catalog)
             gone = [base for base in catalog.bases if not _is_there(source.store, base)]
     except NotACheckpointError:

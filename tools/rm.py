@@ -73,6 +73,7 @@ def run(options: Options) -> int:
 
 def _thin(url: str, keep: Keep, options: Options) -> None:
     """Deletes checkpoints of a run that no rule keeps. Raises NotACheckpointError without a run."""
+    from ckpt.nearby import similar_path
     from ckpt.run.history import run_steps
     from ckpt.run.removal import removals
     from ckpt.stores.store import join_url
@@ -80,7 +81,8 @@ def _thin(url: str, keep: Keep, options: Options) -> None:
     storage = mapping(options.storage_options)
     steps = len(run_steps(url, storage_options=storage))
     if not steps and not options.missing_ok:
-        raise NotACheckpointError(f"{url}: no run is here: it has no checkpoint named step-N")
+        near = similar_path(url)
+        raise NotACheckpointError(f"{url}: no run is here: it has no checkpoint named step-N{near}")
     gone = 0
     for one in removals(url, keep, storage, dry_run=options.dry_run):
         place = printable(join_url(url, one.step.name))

@@ -127,6 +127,7 @@ def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]
     """Yields the last looks and the checkpoints, again and again."""
     from ckpt.collecting import is_folder
     from ckpt.errors import NotACheckpointError
+    from ckpt.nearby import similar_path
     from ckpt.under_way import Watch
 
     told = mapping(options.storage_options)
@@ -136,7 +137,7 @@ def _views(options: Options) -> Iterator[tuple[Sequence[Look], list[Checkpoint]]
     if not (looks[0].under_way or found or is_folder(options.url, told)):
         raise NotACheckpointError(
             f"{options.url}: there is no such folder, and no conversion to it is under way; give "
-            "the folder of a run, or the target of a conversion"
+            f"the folder of a run, or the target of a conversion{similar_path(options.url)}"
         )
     for number in itertools.count(1):
         yield looks, found

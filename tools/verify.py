@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field
 
 from ckpt.display import count, printable, size
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.report import Report
 from sharding.url_secrets import without_secrets
 from tools.exit_codes import ExitCode, code_of
@@ -30,7 +31,9 @@ class Options:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs")
+    parser.add_argument(
+        "urls", metavar="CHECKPOINT", nargs="+", help="paths or URLs; RUN/*/ are those of a run"
+    )
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print all problems, not only the first ones"
     )
@@ -78,7 +81,25 @@ def _verified(url: str, options: Options) -> Report:
 
     told = mapping(options.storage_options)
     with progress("verify", lambda: file_bytes(url, told)) as advance:
-        return verify(url, advance, storage_options=told)
+        try:
+            return verify(url, advance, storage_options=told)
+        except NotACheckpointError as error:
+            if not _is_local_run(url):
+                raise
+            every = shlex.quote(url.rstrip("/")) + "/*/"
+            raise NotACheckpointError(f"{error}; `ckpt verify {every}` verifies all") from error
+
+
+def _is_local_run(url: str) -> bool:
+    """Whether checkpoints of ckpt's own format lie in a folder on a disk."""
+    from ckpt.nearby import checkpoints_below
+    from ckpt.stores.store import local_path, open_store
+
+    if local_path(url) is None:  # no shell expands the star
+        return False
+    with open_store(url) as store:
+        below = checkpoints_below(store, store.entries(), only_native=True)
+        return below is not None and below.is_in(url)
 
 
 def _print(report: Report, most: int | None) -> None:

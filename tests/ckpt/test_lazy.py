@@ -345,9 +345,7 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path: Path) -> None
     with pytest.raises(NotACheckpointError, match="nothing is there"):
         ckpt.open(tmp_path / "absent")
     (tmp_path / "step-1").mkdir()
-    with pytest.raises(
-        NotACheckpointError, match=r"step-1/\); `ckpt ls` lists those in its folders"
-    ):
+    with pytest.raises(NotACheckpointError, match=r"step-1/\)$"):
         ckpt.open(tmp_path)
 
 

@@ -129,10 +129,10 @@ def test_where_none_is_sound_the_error_says_what_is_wrong_with_each(tmp_path: Pa
 
 
 def test_where_there_is_none_the_error_says_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ckpt.NotACheckpointError, match="no folder is in it"):
+    with pytest.raises(ckpt.NotACheckpointError, match="nothing is there"):
         ckpt.latest(tmp_path / "nowhere")
     (save(tmp_path / "step-1") / "manifest.json").unlink()
-    with pytest.raises(ckpt.NotACheckpointError, match=r"no checkpoint .* was committed .*step-1"):
+    with pytest.raises(ckpt.NotACheckpointError, match=r"no folder in it is a committed .*step-1"):
         ckpt.latest(tmp_path)
     with pytest.raises(ckpt.NotACheckpointError, match="the folder that it lies in"):
         ckpt.latest(save(tmp_path / "step-2"))

@@ -165,6 +165,29 @@ def test_where_there_is_no_checkpoint_one_line_says_so(run, tmp_path, command):
     assert ended.err == f"ckpt: {tmp_path}/nothing: no checkpoint here (nothing is there)\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["latest", "{}/rum"], "(nothing is there); did you mean {}/run?"),
+        (["ls", "{}/rum/step-3"], "(nothing is there); did you mean {}/run/step-3?"),
+        (["inspect", "{}/run/step-4"], "(nothing is there); did you mean {}/run/step-3?"),
+        (["rm", "{}/run/step-4"], "; did you mean {}/run/step-3?"),
+        (["rm", "{}/rum", "--keep", "last=1"], "; did you mean {}/run?"),
+        (["gc", "{}/rum"], "; did you mean {}/run?"),
+        (["top", "{}/rum"], "; did you mean {}/run?"),
+        (["latest", "{}"], "{}/run is a folder of checkpoints: `ckpt latest {}/run` prints the"),
+        (["inspect", "{}/run"], "give one of these folders, such as {}/run/step-3 (`ckpt latest"),
+        (["convert", "{}/run", "{}/out"], "such as {}/run/step-3 (`ckpt latest {}/run` prints"),
+        (["verify", "{}/run/"], "; `ckpt verify {}/run/*/` verifies all"),
+    ],
+)
+def test_an_error_names_the_checkpoint_that_is_near(run, saved, tmp_path, arguments, said):
+    ended = run(*(argument.replace("{}", str(tmp_path)) for argument in arguments))
+    assert ended.code == ExitCode.NOT_A_CHECKPOINT
+    assert said.replace("{}", str(tmp_path)) in ended.err
+    assert ended.err.count("\n") == 1
+
+
 def test_a_damaged_file_is_one_line_without_a_traceback(run, saved, monkeypatch):
     manifest = saved / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-1])

@@ -1,0 +1,100 @@
+"""An error at a place without a checkpoint names the checkpoint that is near it."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt
+from ckpt.nearby import COMPARED, DEEPER_LOOKS, LOOKS, checkpoints_below, similar_path
+from ckpt.stores.store import open_store
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps, and one with a checkpoint of another format."""
+    root = tmp_path_factory.mktemp("work")
+    for step in (9, 10):
+        ckpt.save(root / f"runs/lm/step-{step}", {"w": torch.ones(2)})
+    folder = root / "trainer/out/checkpoint-500"
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("missing", "meant"),
+    [
+        ("runs/lmx", "runs/lm"),
+        ("runs/lm/step-1O", "runs/lm/step-10"),
+        ("runz/lm", "runs/lm"),
+        ("runz/lm/step-11", "runs"),
+        ("runs/lm/stepp-9/", "runs/lm/step-9"),
+        ("runs/quite-another", None),
+        ("runs/lm", None),
+    ],
+)
+def test_a_missing_path_is_told_with_the_most_similar_one(
+    work: Path, monkeypatch: pytest.MonkeyPatch, missing: str, meant: str | None
+) -> None:
+    monkeypatch.chdir(work)
+    assert similar_path(missing) == (f"; did you mean {meant}?" if meant else "")
+    there = f"; did you mean {work}/{meant}?" if meant else ""
+    assert similar_path(work / missing) == there
+
+
+def test_a_similar_path_is_sought_only_where_the_search_is_short(tmp_path: Path) -> None:
+    assert similar_path("memory://runs/lmx") == ""
+    for number in range(COMPARED + 1):
+        (tmp_path / f"f{number:04}").touch()
+    assert similar_path(tmp_path / "f999").startswith("; did you mean ")
+
+
+@pytest.mark.parametrize(
+    ("folder", "only_native", "found"),
+    [
+        ("runs/lm", False, "runs/lm/step-10"),
+        ("runs", True, "runs/lm/step-10"),
+        (".", False, None),  # three levels above
+        ("trainer/out", False, "trainer/out/checkpoint-500"),
+        ("trainer", False, "trainer/out/checkpoint-500"),
+        ("trainer", True, None),
+        ("runs/lm/step-9", False, None),
+    ],
+)
+def test_checkpoints_are_found_in_a_folder_and_in_the_folders_in_it(
+    work: Path, folder: str, only_native: bool, found: str | None
+) -> None:
+    with open_store(work / folder) as store:
+        below = checkpoints_below(store, store.entries(), only_native)
+    assert (None if below is None else below.checkpoint) == (found and str(work / found))
+
+
+def test_a_search_lists_few_folders(work: Path) -> None:
+    files = fsspec.filesystem("memory")
+    for outer in range(LOOKS + 4):
+        for inner in range(DEEPER_LOOKS + 4):
+            files.pipe_file(f"/wide/{outer}/{inner}/notes.txt", b"")
+    with open_store("memory://wide") as store:
+        listed, entries = [], store.entries
+
+        def counted(folder: str = "") -> list[str]:
+            listed.append(folder)
+            return entries(folder)
+
+        store.entries = counted  # type: ignore[method-assign]
+        assert checkpoints_below(store, entries()) is None
+    assert len(listed) == LOOKS * (1 + DEEPER_LOOKS)
+
+
+def test_a_run_in_the_place_of_a_checkpoint_is_told_with_a_checkpoint_of_it(work: Path) -> None:
+    run = work / "runs/lm"
+    message = rf"give one of these folders, such as {run}/step-10 \(`ckpt latest {run}` prints the"
+    with pytest.raises(ckpt.NotACheckpointError, match=message):
+        ckpt.load(run, {"w": torch.zeros(2)})
+    with pytest.raises(ckpt.NotACheckpointError, match=rf"; {run} is a folder of checkpoints"):
+        ckpt.latest(work / "runs")
+    with pytest.raises(ckpt.NotACheckpointError, match=r"is here; did you mean .*/step-9"):
+        ckpt.delete(work / "runs/lm/step-8")
