@@ -296,12 +296,12 @@ class _Target:
             raise ArgumentError(
                 f"{without_secrets(self.url)} would be written as {self.format.value}; a "
                 "conversion can go on only to a folder of hf or dcp on a disk, whose files are "
-                "complete one by one: leave out resume=True (--resume)"
+                "complete one by one: leave out resume=True"
             )
         if resume and group != SELF:
             raise ArgumentError(
-                "a conversion by several ranks leaves nothing to go on from: leave out resume=True "
-                "(--resume), or convert with one process"
+                "a conversion by several ranks leaves nothing to go on from: leave out "
+                "resume=True, or convert with one process"
             )
 
     def check_has_shards(self) -> None:
@@ -312,9 +312,7 @@ class _Target:
             return
         else:
             why = f"{self.format.value} has no files of a largest size"
-        raise ArgumentError(
-            f"{without_secrets(self.url)}: {why}: leave out max_shard_bytes= (--max-shard-size)"
-        )
+        raise ArgumentError(f"{without_secrets(self.url)}: {why}: leave out max_shard_bytes=")
 
     def check_free(self, source: Source) -> None:
         """Raises as `convert` does if the target is there, and may not be replaced."""

@@ -145,13 +145,12 @@ def checked_kind(kind: str | None, world_size: int | None) -> tuple[Kind | None,
         if world_size is not None:
             raise ArgumentError(
                 f"a world size of {world_size} needs a kind: give one of {Kind.names()} as well "
-                "(kind=, --kind)"
+                "(kind=)"
             )
         return None, None
     chosen = Kind.named(kind)
     if world_size is None and chosen is not Kind.FULL:
         raise ArgumentError(
-            f"the kind {chosen.value} needs a number of ranks: give it as well (world_size=, "
-            "--world-size)"
+            f"the kind {chosen.value} needs a number of ranks: give it as well (world_size=)"
         )
     return chosen, world_size or 1

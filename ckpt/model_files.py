@@ -67,8 +67,8 @@ def read_model_files(place: str | os.PathLike[str], options: Options = None) -> 
         found = model_files_in(store)
     if not found:
         raise NotACheckpointError(
-            f"{without_secrets(folder)}: no {CONFIG} is there; config= (--config) is the folder of "
-            f"a model or adapter, as save_pretrained writes it, or its {CONFIG} or {ADAPTER}"
+            f"{without_secrets(folder)}: no {CONFIG} is there; config= is the folder of a "
+            f"model or adapter, as save_pretrained writes it, or its {CONFIG} or {ADAPTER}"
         )
     return found
 

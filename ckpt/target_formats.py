@@ -67,7 +67,7 @@ def _check_no_foreign_ending(target: str) -> None:
         raise ArgumentError(
             f"{without_secrets(target)} ends with {ending}, which is {ENDINGS[ending]}, and no "
             "such file is written; end it with .safetensors, .pt, .gguf or .npz, or name the "
-            "folder's format (to='ckpt', --to ckpt)"
+            "folder's format (to='ckpt')"
         )
 
 
@@ -96,7 +96,7 @@ def check_values(chosen: Format, state: Outgoing) -> None:
             if isinstance(value, TypedValue):
                 raise UnsupportedError(
                     f"{name} is {value!s:.80}, and {chosen.value} has no {value.kind} that torch "
-                    "loads without running code: leave it out (exclude=, --exclude), store plain "
+                    "loads without running code: leave it out (exclude=), store plain "
                     "values in its place, or convert to ckpt's own format"
                 )
 
@@ -126,14 +126,13 @@ def check_can_hold(
     if compress and chosen is not Format.CKPT:
         raise ArgumentError(
             f"{without_secrets(target)} would be written as {chosen.value}, which is not "
-            "compressed; only ckpt's own format is: convert to a folder with to='ckpt' "
-            "(--to ckpt), or leave out compress=True (--compress)"
+            "compressed; only ckpt's own format is: convert to a folder with to='ckpt', "
+            "or leave out compress=True"
         )
     is_whole = kind in (None, Kind.FULL) and ranks in (None, 1)
     if chosen is not Format.CKPT and not is_whole:
         raise ArgumentError(
             f"{without_secrets(target)} would be written as {chosen.value}, which has whole "
             "tensors that belong to no rank; only ckpt's own format is divided among ranks: "
-            "convert to a folder with to='ckpt' (--to ckpt), or leave out the kind and the "
-            f"world size of {ranks}"
+            "convert to a folder with to='ckpt', or leave out kind= and world_size="
         )

@@ -231,7 +231,7 @@ def _check_no_part_of_another(target: str, options: Options) -> None:
     if data and (name == MANIFEST or _names(data, name)):
         raise ExistsError(
             f"{target} belongs to the checkpoint {folder}, whose manifest names it; convert to "
-            "another place, or replace that checkpoint as a whole: to='ckpt' (--to ckpt)"
+            "another place, or replace that checkpoint as a whole: to='ckpt'"
         )
     if is_shard(name):
         found, own = base_files_beside(folder, options)

@@ -88,13 +88,13 @@ def _kind(
             kind, shape = number, true_shape
     if kind is None:
         raise UnsupportedError(
-            f"{file}: GGUF has no {tensor.dtype}, of {name}; cast it (dtype='float16', --dtype "
-            "float16), or leave it out (exclude=, --exclude)"
+            f"{file}: GGUF has no {tensor.dtype}, of {name}; cast it (dtype='float16'), or "
+            "leave it out (exclude=)"
         )
     if len(name.encode()) > NAME_BYTES or len(shape) > DIMENSIONS:
         raise UnsupportedError(
             f"{file}: {name} of shape {list(shape)}: in GGUF names have at most {NAME_BYTES} bytes "
-            f"and tensors at most {DIMENSIONS} dimensions; leave it out (exclude=, --exclude)"
+            f"and tensors at most {DIMENSIONS} dimensions; leave it out (exclude=)"
         )
     return kind, shape
 

@@ -134,7 +134,7 @@ ENDINGS = {
     ".pkl": "a pickle (.pt is one that torch.load opens)",
     ".zip": "a zip (.pt and .npz are zips)",
     ".ckpt": "a file of torch.save in some libraries, and a folder in others",
-    ".distcp": "a file in a folder of DCP (to='dcp', --to dcp)",
+    ".distcp": "a file in a folder of DCP (to='dcp')",
     ".json": "JSON",
     ".mlmodel": "Core ML",
     ".engine": "TensorRT",

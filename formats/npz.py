@@ -114,8 +114,8 @@ def plan(name: str, state: Outgoing) -> FilePlan:
         dtypes = sorted({str(tensor.dtype) for tensor in lacking})
         raise UnsupportedError(
             f"{name}: numpy has no {', '.join(dtypes)}, of {len(lacking)} tensors "
-            f"({', '.join(tensor.name for tensor in lacking[:3])}); cast them (dtype='float32', "
-            "--dtype float32), or leave them out (exclude=, --exclude)"
+            f"({', '.join(tensor.name for tensor in lacking[:3])}); cast them "
+            "(dtype='float32'), or leave them out (exclude=)"
         )
     members = [
         Member(tensor.name + MEMBER, tensor, _ALIGN_BYTES, _built(tensor))

@@ -26,6 +26,7 @@ from ckpt.version import __version__
 from sharding.url_secrets import without_secrets
 from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
 from tools.exit_codes import ExitCode, code_of, table
+from tools.option_names import with_options
 from tools.text import tell
 
 OptionsT = TypeVar("OptionsT")
@@ -133,7 +134,12 @@ def _run(argv: Sequence[str]) -> int:
         arguments = found.parse_args(argv)
     except SystemExit as end:  # from argparse: --help, --version, wrong arguments
         return end.code if isinstance(end.code, int) else ExitCode.FINE
-    return int(arguments.command(arguments))
+    try:
+        return int(arguments.command(arguments))
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(error, arguments.parser)
 
 
 def _let_go() -> None:
@@ -162,23 +168,23 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=raw,
         )
         command.add_arguments(one)
-        one.set_defaults(command=command)
+        one.set_defaults(command=command, parser=one)
     return found
 
 
-def _report(error: BaseException) -> int:
-    """Prints an error and returns its exit code."""
+def _report(error: BaseException, used: argparse.ArgumentParser | None = None) -> int:
+    """Prints an error and returns its exit code. `used` is the parser of the command that ran."""
     if os.environ.get("CKPT_TRACEBACK"):
         tell("".join(traceback.format_exception(error)).rstrip("\n"))
     code = code_of(error)
-    message = " ".join(str(error).splitlines())
+    message = " ".join(line.strip() for line in str(error).splitlines())
     if code == ExitCode.INTERRUPTED:
         message = "interrupted"
     elif code == ExitCode.INTERNAL:
         message = f"a bug: {type(error).__name__}: {message}; set CKPT_TRACEBACK=1 to see where"
-    elif code == ExitCode.EXISTS and "overwrite=True" in message:
-        message += " (here: --overwrite)"
     elif isinstance(error, OSError) and error.strerror and error.filename:
         message = f"{error.filename}: {error.strerror}"
+    elif used is not None:
+        message = with_options(message, used)
     tell(f"ckpt: {printable(without_secrets(message))}")
     return code

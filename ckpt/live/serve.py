@@ -39,7 +39,7 @@ class ServeOptions:
         if not self.folder.is_dir():
             raise ArgumentError(f"{self.folder}: not a folder; give one to serve")
         if self.token == "":
-            raise ArgumentError("the token is empty: give one, or ask for none (--no-token)")
+            raise ArgumentError("the token is empty: give one, or ask for none")
         if not 0 <= self.port < 65536:
             raise ArgumentError(f"port={self.port}: give a number from 0 to 65535")
         if self.key is not None and self.certificate is None:

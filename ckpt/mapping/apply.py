@@ -165,8 +165,8 @@ def _check_none_left(mapping: TensorMapping, names: Sequence[str]) -> None:
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         raise ArgumentError(
             f"{mapping.name} has no rule for {', '.join(names[:SHOWN_NAMES])}{more}: the checkpoint"
-            " is of another model, or holds more: --select (select=) takes the model alone, and "
-            "--exclude (exclude=) leaves tensors out"
+            " is of another model, or holds more: select= takes the model alone, and "
+            "exclude= leaves tensors out"
         )
 
 

@@ -71,7 +71,7 @@ def _checked(name: str | None) -> DType | None:
         return None
     if name.removeprefix("torch.") not in get_args(DtypeName):
         raise ArgumentError(
-            f"floating-point tensors cannot be cast to {name!r}; give dtype= (--dtype) as one of "
+            f"floating-point tensors cannot be cast to {name!r}; give dtype= as one of "
             f"{', '.join(get_args(DtypeName))}"
         )
     return dtype_of_torch(name, "dtype=")

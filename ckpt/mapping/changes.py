@@ -147,7 +147,7 @@ def _check_used(parameters: Mapping[str, int], mappings: Sequence[TensorMapping]
             there = (
                 f"the mappings have {', '.join(known)}" if known else "no mapping has parameters"
             )
-            raise ArgumentError(f"parameters: {name} = {size} (--set): {there}")
+            raise ArgumentError(f"parameters={{{name!r}: {size}}}: {there}")
         if type(size) is not int or size < 1:
             raise ArgumentError(f"parameters: {name} is {size!r:.80}; it is a number of 1 or more")
 
@@ -174,7 +174,7 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
     if isinstance(tree, dict) and "" in tree and selected(tree[""], "", selection):
         raise UnsupportedError(
             f"{url}: the name of a top entry is empty; save the entry under another name, or leave "
-            "it out (exclude=, --exclude '')"
+            "it out (exclude='')"
         )
     selection.check_chooses(set(names_of(tree)), url)
     tree = map_selected(tree, selection, lambda leaf, _: leaf)
@@ -214,7 +214,7 @@ def _place(source: Source, part: Part) -> str:
             url,
             "optimizer",
             "an optimizer is a dict with `state` and `param_groups`, and the checkpoint has "
-            f"{said}; name it with select= (--select)",
+            f"{said}; name it with select=",
             tree,
         )
     if source.catalog.weights:
@@ -228,8 +228,7 @@ def _place(source: Source, part: Part) -> str:
     raise _no_part(
         url,
         "model",
-        f"the model is one of the top entries {', '.join(MODEL_KEYS)}; name it with select= "
-        "(--select)",
+        f"the model is one of the top entries {', '.join(MODEL_KEYS)}; name it with select=",
         tree,
     )
 

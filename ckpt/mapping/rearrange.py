@@ -140,9 +140,9 @@ def sizes_of(dims: Dims, shape: Shape, known: Mapping[str, int], where: str) -> 
         if len(unknown) > 1:
             raise ArgumentError(
                 f"{where}: a dimension of {size} is ({' '.join(dim)}), and the sizes of "
-                f"{' and '.join(unknown)} are unknown; give all but one: with --set "
-                f"{unknown[0]}=NUMBER (parameters=), by a config.json beside the checkpoint, or in "
-                "`sizes` of the rule"
+                f"{' and '.join(unknown)} are unknown; give all but one: with "
+                f"parameters={{'{unknown[0]}': NUMBER}}, by a config.json beside the "
+                "checkpoint, or in `sizes` of the rule"
             )
         others = prod(known[axis] for axis in dim if axis in known)
         rest = size // others if others and unknown else 1

@@ -195,7 +195,7 @@ def value_of(size: Size, parameters: Mapping[str, int], where: str) -> int:
         number = int(term) if term.isdecimal() else parameters.get(term)
         if number is None:
             raise ArgumentError(
-                f"{where}: {term!r} has no value; give it with --set {term}=NUMBER (parameters=), "
+                f"{where}: {term!r} has no value; give it with parameters={{'{term}': NUMBER}}, "
                 "or convert from a folder with a config.json"
             )
         if number < 1 or (dividing and value % number):

@@ -168,10 +168,10 @@ def test_the_changes_come_in_one_order(saved: Path, tmp_path: Path) -> None:
         ({"rename": {"step": "model.w.0"}}, "model.w.0 and step both get the name model.w.0"),
         ({"dtype": {"*.bias": "float32"}}, "dtype: '*.bias' matches no name"),
         ({"dtype": {"*": "int8"}}, "cannot be cast to 'int8'"),
-        ({"parameters": {"heads": 4}}, "heads = 4 (--set): no mapping has parameters"),
+        ({"parameters": {"heads": 4}}, "parameters={'heads': 4}: no mapping has parameters"),
         (
             {"mapping": "llama-hf-torchtitan", "parameters": {"head": 4}},
-            "head = 4 (--set): the mappings have half, heads, kv_heads, two",
+            "parameters={'head': 4}: the mappings have half, heads, kv_heads, two",
         ),
         (
             {"mapping": "llama-hf-torchtitan", "parameters": {"heads": 0}},

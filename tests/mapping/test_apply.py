@@ -177,7 +177,7 @@ def test_parameters_and_ratios_divide_query_groups() -> None:
         (
             '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "(h two d) -> (h d two)"',
             {"a": (8,)},
-            "the sizes of h and two and d are unknown; give all but one: with --set h=NUMBER",
+            "are unknown; give all but one: with parameters={'h': NUMBER}",
         ),
         (
             '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "i o -> o i"',
@@ -187,7 +187,7 @@ def test_parameters_and_ratios_divide_query_groups() -> None:
         (
             '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "(h d) -> h d"\nsizes = { h = "heads" }',
             {"a": (8,)},
-            "'heads' has no value; give it with --set heads=NUMBER",
+            "'heads' has no value; give it with parameters={'heads': NUMBER}",
         ),
         (
             '[[rule]]\nfrom = "a"\nto = ["b", "c"]\nrearrange = "* -> *"',

@@ -150,7 +150,7 @@ def test_query_groups_and_gates_lie_as_in_megatron(tmp_path: Path) -> None:
 def test_a_mapping_without_its_parameters_names_them(tmp_path: Path, mapping: str) -> None:
     hf, path = TORCHTITAN / "llama.safetensors", tmp_path / "there.safetensors"
     ckpt.convert(hf, path, include="hf.*", mapping=[HF, turned(mapping)], parameters=HEADS)
-    with pytest.raises(ArgumentError, match="--set kv_heads=NUMBER"):
+    with pytest.raises(ArgumentError, match=r"parameters=\{'kv_heads': NUMBER}"):
         ckpt.convert(path, tmp_path / "back", mapping=mapping)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
     ckpt.convert(path, tmp_path / "back", mapping=mapping)

@@ -109,9 +109,9 @@ def test_the_table_of_arguments_has_every_command():
 
 @pytest.mark.parametrize("command", ARGUMENTS)
 def test_an_option_may_stand_before_between_and_after_the_other_arguments(command):
-    plain, option = ARGUMENTS[command]
+    (plain, option), whole = ARGUMENTS[command], parser()
     parsed = [
-        parser().parse_args([command, *plain[:at], *option, *plain[at:]])
+        whole.parse_args([command, *plain[:at], *option, *plain[at:]])
         for at in range(len(plain) + 1)
     ]
     assert all(one == parsed[0] for one in parsed)
