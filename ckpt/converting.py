@@ -178,8 +178,8 @@ def convert(
 
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
-            kind or compression, a pattern or a rule matches no name, or a mapping does not fit.
-        MismatchError: the checkpoint has no entry at `select`, or no such part.
+            kind or compression, the checkpoint has no entry at `select`, or no such part, a pattern
+            or a rule matches no name, or a mapping does not fit.
         NotACheckpointError: no checkpoint is at `src`, or no `config.json` at `config`.
         ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
             cannot be replaced.

@@ -1,4 +1,4 @@
-"""`ckpt latest`: print the path of the newest sound checkpoint in a folder, for scripts.
+"""`ckpt latest`: print the path of the newest complete checkpoint in a folder, for scripts.
 
 A script gets the bytes of the path, a terminal printable text.
 """
@@ -15,7 +15,7 @@ from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import tell
 
-SUMMARY = "print the path of the newest sound checkpoint in a folder"
+SUMMARY = "print the path of the newest checkpoint with an intact manifest and all its files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="check every bit; otherwise the manifest, and that all files are there in their sizes",
+        help="compare every checksum too; without it, no tensor is read: the manifest has to be "
+        "intact, and its files to be there in their sizes",
     )
     add_storage_options(parser)
 

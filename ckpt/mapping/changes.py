@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Literal, TypeGuard
 
 from ckpt.arguments import check_word
-from ckpt.errors import Difference, MismatchError
 from ckpt.mapping.apply import Mapped, mapped
 from ckpt.mapping.known import known_mapping
 from ckpt.mapping.parse import read_mapping_file
@@ -91,8 +90,8 @@ class Changes:
         """Returns the catalog of a checkpoint after the changes.
 
         Raises:
-            MismatchError: the checkpoint has no entry at `select`, or no such part.
-            ArgumentError: a pattern or a rule matches no name, or a mapping does not fit.
+            ArgumentError: the checkpoint has no entry at `select`, or no such part, a pattern or a
+                rule matches no name, or a mapping does not fit.
             UnsupportedError: a top entry has an empty name.
         """
         select = self.select or ""
@@ -190,16 +189,14 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
 def _below(catalog: Catalog, select: str, url: str) -> Tree:
     found = Saved(catalog).node(select)
     if isinstance(found, Missing):
-        raise _no_part(url, select, "no entry of the checkpoint has this name", catalog.tree)
+        raise _no_part(url, f"select={select!r} names no entry of the checkpoint", catalog.tree)
     return {"tensor": found} if isinstance(found, TensorRef) else found
 
 
-def _no_part(url: str, name: str, problem: str, tree: Tree) -> MismatchError:
+def _no_part(url: str, problem: str, tree: Tree) -> ArgumentError:
     top = list(tree) if isinstance(tree, dict) else []
     entries = ", ".join(str(key) for key in top[:SHOWN_NAMES])
-    return MismatchError(
-        url, [Difference(name, "missing", f"{problem}; its top entries are {entries}")]
-    )
+    return ArgumentError(f"{url}: {problem}; its top entries are {entries}")
 
 
 def _place(source: Source, part: Part) -> str:
@@ -212,7 +209,6 @@ def _place(source: Source, part: Part) -> str:
         said = f"{len(optimizers)} optimizers: {', '.join(optimizers)}" if optimizers else "none"
         raise _no_part(
             url,
-            "optimizer",
             "an optimizer is a dict with `state` and `param_groups`, and the checkpoint has "
             f"{said}; name it with select=",
             tree,
@@ -227,8 +223,8 @@ def _place(source: Source, part: Part) -> str:
         return ""
     raise _no_part(
         url,
-        "model",
-        f"the model is one of the top entries {', '.join(MODEL_KEYS)}; name it with select=",
+        f"a model is one of the top entries {', '.join(MODEL_KEYS)}, and the checkpoint has none "
+        "of them; name its model with select=",
         tree,
     )
 

@@ -304,3 +304,10 @@ def test_a_wrong_option_is_one_line(run, saved, tmp_path, arguments, said):
     assert ended.code == ExitCode.USAGE
     assert said in ended.err
     assert ended.err.count("\n") == 1
+
+
+def test_a_part_that_is_not_there_is_told_by_the_option_that_names_it(run, saved, tmp_path):
+    ended = run("convert", saved, tmp_path / "made", "--select", "modle")
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    top = "its top entries are model, optimizer, step"
+    assert ended.err == f"ckpt: {saved}: --select modle names no entry of the checkpoint; {top}\n"
