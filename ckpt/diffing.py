@@ -318,19 +318,19 @@ def _described_difference(
 ) -> TensorDifference | None:
     """Returns the difference in shape or dtype of two tensors; None without one."""
     if a.shape != b.shape:
-        return TensorDifference(name, "shape", f"shape {list(a.shape)} and {list(b.shape)}")
+        return TensorDifference(name, "shape", f"shape {list(a.shape)} in A, {list(b.shape)} in B")
     if with_dtype and a.dtype != b.dtype:
-        return TensorDifference(name, "dtype", f"dtype {a.dtype} and {b.dtype}")
+        return TensorDifference(name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
     return None
 
 
 def _values_difference(name: str, record: TensorRecord, found: Numbers) -> TensorDifference:
     elements = prod(record.shape)
     first = tuple(_unravel(found.first, record.shape))
-    at = f"first at {list(first)}" if first else "it"
+    at = f", first at {list(first)}" if first else ""
     detail = (
-        f"{found.differing} of {elements} elements differ, {at} is {found.first_a} and "
-        f"{found.first_b}; the largest difference is {found.max_abs:.6g} (relative "
+        f"{found.differing} of {elements} elements differ{at}: {found.first_a} in A, "
+        f"{found.first_b} in B; the largest difference is {found.max_abs:.6g} (relative "
         f"{found.max_rel:.6g})"
     )
     histogram = tuple((decade_name(decade), number) for decade, number in found.decades.items())

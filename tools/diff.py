@@ -5,9 +5,11 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
+from sharding.url_secrets import without_secrets
 from tools.exit_codes import ExitCode
 from tools.name_changes import MappingOption, Pair, add_name_changes, by_first, mappings_of
 from tools.name_patterns import add_name_patterns
@@ -16,9 +18,11 @@ from tools.storage_options import Option, add_storage_options, add_storage_optio
 from tools.text import json_text, shortened
 
 if TYPE_CHECKING:
-    from ckpt.diffing import Comparison
+    from ckpt.diffing import Comparison, ValueDifference
 
 SUMMARY = "compare names, shapes, dtypes, elements, plain values and structure of two checkpoints"
+CONTEXT = 20
+"""Characters that are shown before the place where two long texts differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,28 @@ def _write_page(path: str, url: str, told: Mapping[str, object] | None, found: C
     write_page(path, {**data, "differences": described_differences(found)})
 
 
+def _value_line(value: ValueDifference) -> str:
+    """Returns the line of a plain value. Long texts begin shortly before they differ.
+
+    >>> from ckpt.diffing import ValueDifference
+    >>> _value_line(ValueDifference("lr", "3", "4")), _value_line(ValueDifference("lr", None, "4"))
+    ('! lr: 3 in A, 4 in B', '+ lr: only in B: 4')
+    """
+    name, a, b = printable(value.name), value.a, value.b
+    if a is None:
+        return f"+ {name}: only in B: {shortened(b or '')}"
+    if b is None:
+        return f"- {name}: only in A: {shortened(a)}"
+    if shortened(a) == shortened(b):
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+        a, b = (f"...{text[same - CONTEXT :]}" for text in (a, b))
+    return f"! {name}: {shortened(a)} in A, {shortened(b)} in B"
+
+
 def _print(found: Comparison) -> None:
+    if not found.equal:
+        print(f"A is {printable(without_secrets(found.a))}")
+        print(f"B is {printable(without_secrets(found.b))}")
     for name in found.only_a:
         print(f"- {printable(name)}: only in A")
     for name in found.only_b:
@@ -124,10 +149,10 @@ def _print(found: Comparison) -> None:
     for tensor in found.tensors:
         print(f"! {printable(tensor.name)}: {printable(tensor.detail)}")
     for value in found.values:
-        sides = [shortened(side) if side is not None else "missing" for side in (value.a, value.b)]
-        print(f"! {printable(value.name)}: {sides[0]} and {sides[1]}")
+        print(_value_line(value))
     for one in found.structure:
-        print(f"! {printable(one.name) or 'the whole'}: {printable(one.a)} and {printable(one.b)}")
+        name = printable(one.name) or "the whole"
+        print(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B")
     for note in found.notes:
         print(f"note: {printable(note)}")
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"

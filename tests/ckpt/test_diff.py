@@ -94,7 +94,7 @@ def test_the_largest_differences_are_those_of_all_elements(pair):
     ).tensors
     assert found.max_abs == 1.0
     assert found.max_rel == pytest.approx(0.5 / 1.5)
-    assert "is 1 and 1.5" in found.detail
+    assert ": 1 in A, 1.5 in B" in found.detail
 
 
 def test_the_sign_of_zero_and_the_bits_of_a_nan_count_without_a_tolerance(pair):
@@ -102,7 +102,7 @@ def test_the_sign_of_zero_and_the_bits_of_a_nan_count_without_a_tolerance(pair):
     other = torch.tensor([0x7FC00002], dtype=torch.int32).view(torch.float32)
     assert pair({"w": nan}, {"w": nan.clone()}).equal
     (found,) = pair({"w": nan}, {"w": other}).tensors
-    assert "nan (bits 7fc00001) and nan (bits 7fc00002)" in found.detail
+    assert "nan (bits 7fc00001) in A, nan (bits 7fc00002) in B" in found.detail
     assert found.max_abs == 0.0
     assert not pair({"w": torch.tensor(0.0)}, {"w": torch.tensor(-0.0)}).equal
     assert pair({"w": nan}, {"w": other}, atol=1e-9).equal
@@ -130,7 +130,7 @@ def test_integers_are_subtracted_exactly(pair, a, b, dtype, difference):
         {"w": torch.tensor([a], dtype=dtype)}, {"w": torch.tensor([b], dtype=dtype)}
     ).tensors
     assert found.max_abs == difference
-    assert f"is {a} and {b};" in found.detail
+    assert f": {a} in A, {b} in B;" in found.detail
 
 
 def test_complex_numbers_differ_by_their_distance(pair):
@@ -147,7 +147,7 @@ def test_packed_floats_are_compared_as_bits(pair):
     kind = torch.float4_e2m1fn_x2
     found = pair({"w": a.view(kind)}, {"w": b.view(kind)}, atol=100.0)
     assert found.tensors[0].differing == 1
-    assert "is bits 22 and bits 23" in found.tensors[0].detail
+    assert ": bits 22 in A, bits 23 in B" in found.tensors[0].detail
 
 
 def test_names_shapes_and_dtypes_are_compared(pair):
@@ -156,8 +156,8 @@ def test_names_shapes_and_dtypes_are_compared(pair):
     found = pair(a, b)
     assert (found.only_a, found.only_b) == (("gone",), ("new",))
     assert [(t.name, t.problem, t.detail) for t in found.tensors] == [
-        ("w", "shape", "shape [2] and [3]"),
-        ("x", "dtype", "dtype float32 and float64"),
+        ("w", "shape", "shape [2] in A, [3] in B"),
+        ("x", "dtype", "dtype float32 in A, float64 in B"),
     ]
     assert found.compared_tensors == 0
 
@@ -189,7 +189,7 @@ def test_large_tensors_are_compared_block_by_block(pair, monkeypatch, block_byte
     counted = []
     (found,) = pair({"w": a}, {"w": b}, progress=counted.append).tensors
     assert (found.differing, found.first, found.max_abs) == (2, (2, 3, 4), 3.0)
-    assert "is 109 and 110;" in found.detail
+    assert ": 109 in A, 110 in B;" in found.detail
     assert sum(counted) == a.nbytes
 
 

@@ -28,14 +28,29 @@ def test_every_kind_of_difference_is_one_line(run, tmp_path):
     assert ended.code == ExitCode.DIFFERENT
     largest = "the largest difference is 0.5 (relative 1)"
     assert ended.out.splitlines() == [
+        f"A is {tmp_path}/a",
+        f"B is {tmp_path}/b",
         "- a: only in A",
         "+ b: only in B",
-        f"! w: 1 of 6 elements differ, first at [1, 1] is 0 and 0.5; {largest}",
-        "! x: shape [2] and [3]",
-        "! y: dtype float32 and float16",
-        "! step: 3 and 4",
+        f"! w: 1 of 6 elements differ, first at [1, 1]: 0 in A, 0.5 in B; {largest}",
+        "! x: shape [2] in A, [3] in B",
+        "! y: dtype float32 in A, float16 in B",
+        "! step: 3 in A, 4 in B",
         "6 differences: 2 in names, 3 in tensors, 1 in values; 1 tensor, 24 B compared",
     ]
+
+
+def test_a_value_of_one_side_alone_and_a_long_one_are_told_by_their_difference(run, tmp_path):
+    long = "x" * 300
+    save(tmp_path / "a", {"lr": 0.1, "only_a": 1, "note": f"{long}1", "w": torch.tensor(1.0)})
+    save(tmp_path / "b", {"lr": 0.2, "only_b": 2, "note": f"{long}2", "w": torch.tensor(2.0)})
+    lines = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert "! lr: 0.1 in A, 0.2 in B" in lines
+    assert "- only_a: only in A: 1" in lines
+    assert "+ only_b: only in B: 2" in lines
+    same = "x" * 20
+    assert f"! note: ...{same}1' in A, ...{same}2' in B" in lines
+    assert any(line.startswith("! w: 1 of 1 elements differ: 1 in A, 2 in B; ") for line in lines)
 
 
 def test_a_tolerance_forgives_and_says_how_much(run, tmp_path):
@@ -93,8 +108,10 @@ def test_a_difference_of_structure_is_a_line_and_in_the_json(run, tmp_path):
     ended = run("diff", tmp_path / "a", tmp_path / "b")
     assert ended.code == ExitCode.DIFFERENT
     assert ended.out.splitlines() == [
-        "! betas: a tuple and a list",
-        "! state.0: under the key 0 and under '0'",
+        f"A is {tmp_path}/a",
+        f"B is {tmp_path}/b",
+        "! betas: a tuple in A, a list in B",
+        "! state.0: under the key 0 in A, under '0' in B",
         (
             "2 differences: 0 in names, 0 in tensors, 0 in values, 2 in structure; "
             "0 tensors, 0 B compared"
