@@ -381,11 +381,8 @@ def _compare_values(
     for side, other in ((a, b), (b, a)):
         kind = side.source.catalog.format
         if kind in FLAT_FORMATS:
-            count = len(other.values)
-            note = (
-                f"{count} plain values of {other.source.url} were not compared: {kind} holds none"
-            )
-            return (), (note,) if count else ()
+            note = f"the plain values of {other.source.url} were not compared: {kind} holds none"
+            return (), (note,) if other.values else ()
     found = []
     for name in dict.fromkeys((*a.values, *b.values)):
         here = _shown(a.values[name]) if name in a.values else None

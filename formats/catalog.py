@@ -184,6 +184,9 @@ class OpaqueValue:
         return f"<{self.type}>"
 
 
+_NESTS = (dict, list, tuple, TensorRef)
+
+
 def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
     """Returns the nest of dicts, lists and tuples with `leaf(node)` in the place of other nodes.
 
@@ -208,14 +211,14 @@ def without_opaque(tree: Tree, path: str = "") -> tuple[Tree, tuple[str, ...]]:
     """Returns the tree without its opaque values, and their key paths. A list has None for them.
 
     >>> without_opaque({"args": OpaqueValue("argparse.Namespace"), "steps": [1, OpaqueValue("C")]})
-    ({'steps': [1, None]}, ('args', 'steps[1]'))
+    ({'steps': [1, None]}, ('args', 'steps.1'))
     """
     if isinstance(tree, dict):
         pairs = {key: without_opaque(item, join(path, key)) for key, item in tree.items()}
         kept = {k: part for k, (part, _) in pairs.items() if not isinstance(tree[k], OpaqueValue)}
         return kept, tuple(name for _, names in pairs.values() for name in names)
     if isinstance(tree, list | tuple):
-        items = [without_opaque(item, f"{path}[{at}]") for at, item in enumerate(tree)]
+        items = [without_opaque(item, join(path, at)) for at, item in enumerate(tree)]
         parts = [part for part, _ in items]
         names = tuple(name for _, names in items for name in names)
         return (parts if isinstance(tree, list) else tuple(parts)), names
@@ -232,6 +235,24 @@ def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
         for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from named_leaves(item, join(path, key))
     else:
+        yield path, tree
+
+
+def plain_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
+    """Yields the plain values of a tree with their names, as they are shown to people and counted.
+
+    A list without tensors and containers in it is one value, and so is an empty container.
+
+    >>> list(plain_values({"w": TensorRef("w"), "groups": [{"betas": (0.9, 0.99)}], "none": {}}))
+    [('groups.0.betas', (0.9, 0.99)), ('none', {})]
+    """
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            yield from plain_values(item, join(path, key))
+    elif isinstance(tree, list | tuple) and any(isinstance(item, _NESTS) for item in tree):
+        for index, item in enumerate(tree):
+            yield from plain_values(item, join(path, index))
+    elif not isinstance(tree, TensorRef) and (path or tree not in ({}, [], ())):
         yield path, tree
 
 

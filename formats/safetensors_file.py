@@ -18,7 +18,7 @@ The shards of a Hugging Face folder are such files: formats/huggingface.py uses 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.catalog import (
@@ -30,6 +30,7 @@ from formats.catalog import (
     TensorRecord,
     TensorRef,
     Tree,
+    plain_values,
 )
 from formats.dtypes import BY_NAME, DType
 from formats.errors import FormatError, UnsupportedError
@@ -126,12 +127,12 @@ def plan_tensors(
 
 
 def left_out(tree: Tree) -> tuple[str, ...]:
-    """Returns the key paths of the plain values in a tree, which a flat format cannot store.
+    """Returns the names of the plain values in a tree, which a flat format cannot store.
 
-    >>> left_out({"model": {"w": TensorRef("w")}, "groups": [{"lr": 0.1}], "step": 3})
-    ('groups[0].lr', 'step')
+    >>> left_out({"model": {"w": TensorRef("w")}, "groups": [{"betas": (0.9, 0.99)}], "step": 3})
+    ('groups.0.betas', 'step')
     """
-    return tuple(_values(tree, ""))
+    return tuple(name or "the whole state" for name, _ in plain_values(tree))
 
 
 def flat_tree(tensors: Mapping[str, TensorRecord], aliases: Mapping[str, str]) -> Tree:
@@ -216,14 +217,3 @@ def _metadata(
         if value:
             found[key] = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return found
-
-
-def _values(tree: Tree, path: str) -> Iterator[str]:
-    if isinstance(tree, dict):
-        for key, inner in tree.items():
-            yield from _values(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list | tuple):
-        for index, inner in enumerate(tree):
-            yield from _values(inner, f"{path}[{index}]")
-    elif not isinstance(tree, TensorRef):
-        yield path or "the whole state"

@@ -21,8 +21,8 @@ from formats.catalog import (
     TensorRecord,
     TensorRef,
     Tree,
-    join,
     map_tree,
+    plain_values,
     str_of,
 )
 from tools.exit_codes import ExitCode
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 SUMMARY = "show tensors, values and files of a checkpoint"
 MAX_DEPTH = 64
 """The most dots at which a name is split."""
-_NESTS = (dict, list, tuple, TensorRef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def run(options: Options) -> int:
     told = mapping(options.storage_options)
     with open_source(options.url, told) as source:
         catalog = source.catalog
-        values = by_name(_values(catalog.tree), source.url)
+        values = by_name(plain_values(catalog.tree), source.url)
         names = by_name([*catalog.tensors.items(), *values.items()], source.url)
         for pattern in options.patterns:
             check_names_some(pattern, [*names, *catalog.aliases], options.url, selects)
@@ -215,18 +214,6 @@ def _rows(branch: _Branch, level: int, depth: int | None) -> Iterator[tuple[str,
             yield (label, "", held, size(child.nbytes) if child.tensors else "", "")
         if depth is None or level + 1 < depth:
             yield from _rows(child, level + 1, depth)
-
-
-def _values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
-    """Yields the plain values by name. A list of only numbers and texts is one value."""
-    if isinstance(tree, dict) and tree:
-        for key, item in tree.items():
-            yield from _values(item, join(path, key))
-    elif isinstance(tree, list | tuple) and any(isinstance(item, _NESTS) for item in tree):
-        for index, item in enumerate(tree):
-            yield from _values(item, join(path, index))
-    elif not isinstance(tree, TensorRef):
-        yield path, tree
 
 
 def _text(value: Tree) -> str:

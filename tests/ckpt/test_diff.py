@@ -203,7 +203,7 @@ def test_one_format_is_compared_with_another(tmp_path):
         assert found.compared_tensors == 3
         flat = to in ("safetensors", "hf")
         assert len(found.notes) == flat
-        assert not flat or "1 plain values of" in found.notes[0]
+        assert not flat or "the plain values of" in found.notes[0]
 
 
 def test_elements_are_the_same_however_they_are_stored(tmp_path):

@@ -222,13 +222,14 @@ def test_the_values_around_the_tensors_are_named_since_they_are_not_stored(tmp_p
     )
     assert write_to(tmp_path, state) == left_out(state.tree)
     assert left_out(state.tree) == (
-        "optimizer.groups[0].lr",
-        "optimizer.groups[0].betas[0]",
-        "optimizer.groups[0].betas[1]",
+        "optimizer.groups.0.lr",
+        "optimizer.groups.0.betas",
         "optimizer.state.0.t",
         "step",
         "note",
+        "empty",
     )
+    assert left_out({}) == ()
     assert left_out(5) == ("the whole state",)
 
 

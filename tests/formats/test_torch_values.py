@@ -392,7 +392,7 @@ def test_a_conversion_leaves_objects_out_by_name(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     for target in ("a", "b.pt", "c.safetensors"):
         report = ckpt.convert(tmp_path / "a.pt", tmp_path / target)
-        assert report.left_out[:2] == ("args", "log[1]")
+        assert report.left_out[:2] == ("args", "log.1")
     expected = {"model": {"w": A}, "log": [1, None]}
     assert same(ckpt.read(tmp_path / "a"), expected)
     assert same(ckpt.read(tmp_path / "b.pt"), expected)

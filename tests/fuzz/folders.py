@@ -12,7 +12,7 @@ from ckpt.plan.read_plan import requests_for
 from ckpt.sources import Source
 from ckpt.stores.store import Store
 from ckpt.transfer.read import read_requests
-from formats.catalog import Catalog
+from formats.catalog import Catalog, plain_values
 from formats.errors import CorruptError, FormatError, GoneError, SizeError, TooLargeError
 from formats.storage import LOCAL_READ_BYTES
 from sharding.errors import HoleError
@@ -137,7 +137,7 @@ def _read(folder: Folder, catalog: Catalog, name: str) -> None:
 def _look(catalog: Catalog) -> None:
     """`ckpt inspect` and `ckpt ls` show nothing that a terminal would take for a command."""
     shown = inspect.Options("memory", [], None, True, True, True, as_json=False, html=None)
-    values = dict(inspect._values(catalog.tree))
+    values = dict(plain_values(catalog.tree))
     for line in inspect._lines(shown, catalog, values, lambda name: True):
         assert line.isprintable(), line
     inspect.json_text(inspect._described("memory", catalog, values, lambda name: True))

@@ -139,3 +139,13 @@ def test_notes_of_a_checkpoint_are_shown(run, tmp_path):
     note = "2 files without numbers or an index were read as one checkpoint"
     assert f"  note: {note}" in run("inspect", tmp_path).out.splitlines()
     assert json.loads(run("inspect", tmp_path, "--json").out)["notes"] == [note]
+
+
+def test_inspect_and_convert_count_and_name_plain_values_alike(run, tmp_path):
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]
+    state = {"w": torch.ones(2), "optim": {"state": {}, "param_groups": groups}, "log": [1, [2]]}
+    save(tmp_path / "a", state)
+    assert "; 6 plain values;" in run("inspect", tmp_path / "a").out
+    shown = json.loads(run("inspect", tmp_path / "a", "--json").out)["values"]
+    ended = run("convert", tmp_path / "a", tmp_path / "a.safetensors", "--json")
+    assert json.loads(ended.out)["left_out"] == list(shown)

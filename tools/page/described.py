@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt.stores.store import join_url, split_url
 from formats.catalog import (
     Catalog,
-    OpaqueValue,
     TensorRecord,
-    TensorRef,
     Tree,
-    named_leaves,
+    plain_values,
     str_of,
 )
 from formats.folders import is_shard
@@ -175,7 +173,5 @@ def _rank(name: str) -> int | None:
 
 
 def _values(tree: Tree) -> Iterator[list[str]]:
-    for name, value in named_leaves(tree):
-        if not isinstance(value, TensorRef):
-            text = repr(value) if isinstance(value, OpaqueValue) else str_of(value)
-            yield [name, text[:SHOWN_CHARACTERS]]
+    for name, value in plain_values(tree):
+        yield [name, str_of(value)[:SHOWN_CHARACTERS]]
