@@ -67,7 +67,12 @@ class Options:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declares the arguments."""
     add = parser.add_argument
-    add("src", metavar="SRC", help="a path or URL; its format is seen from what is there")
+    add(
+        "src",
+        metavar="SRC",
+        help="a path or URL; its format is seen from what is there, and the checksums of the parts "
+        "that are read are compared",
+    )
     add("dst", metavar="DST", help="a path or URL that does not exist yet")
     add(
         "--to",
@@ -85,7 +90,7 @@ def add_arguments(parser: ArgumentParser) -> None:
             dest="part",
             action="store_const",
             const=part,
-            help=f"the same for the place of the {part}, which is found",
+            help=f"only the {part}, wherever it is in SRC: --select without its key path",
         )
     add_name_patterns(parser)
     add_name_changes(parser, "SRC")

@@ -45,7 +45,7 @@ def add_name_changes(parser: ArgumentParser, whose: str) -> None:
         action="append",
         type=_parameter,
         metavar="NAME=N",
-        help="a size that a mapping needs (example: heads=32); without it from the config.json",
+        help="a size that a mapping needs (example: heads=32); by default from the config.json",
     )
     add(
         "--config",

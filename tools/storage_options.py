@@ -21,8 +21,8 @@ def add_storage_options(parser: ArgumentParser) -> None:
         action="append",
         metavar="KEY=VALUE",
         type=storage_option,
-        help="tell the fsspec driver of a URL, as in storage_options=; VALUE is JSON or else text "
-        "(example: -o anon=true); repeatable",
+        help="an option for the fsspec driver of a URL; VALUE is JSON or else text (example: "
+        "-o anon=true); repeatable",
     )
 
 
