@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt.errors import ArgumentError, NotACheckpointError
-from ckpt.nearby import similar_path
+from ckpt.nearby import advice_at
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store
 from ckpt.transfer.commit import withdraw
 from formats.folders import sign_of_another_format
@@ -56,8 +56,9 @@ def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options)
         except (FileNotFoundError, NotADirectoryError) as error:
             if missing_ok and _is_missing(url, store, options):
                 return False
+            advice = advice_at(store, store.entries())
             raise NotACheckpointError(
-                f"{store.url}: no checkpoint of ckpt's own format is here{similar_path(url)}"
+                f"{store.url}: no checkpoint of ckpt's own format is here{advice}"
             ) from error
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
         withdraw(store, data)

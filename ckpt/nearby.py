@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -26,6 +26,24 @@ from formats.native.manifest import MANIFEST
 LOOKS, DEEPER_LOOKS = 8, 2
 COMPARED = 2000
 """A name is compared with at most so many others: more would take a noticeable time."""
+
+
+def nothing_at(url: str | os.PathLike[str]) -> str:
+    """Returns the state of a place where no file and no folder was found."""
+    path = local_path(url)
+    is_there = path is not None and os.path.isdir(path)
+    return "the folder is empty" if is_there else "nothing is there"
+
+
+def advice_at(store: Store, entries: Sequence[str]) -> str:
+    """Returns a similar path, or the checkpoints below a folder with these entries; empty without.
+
+    It begins with a semicolon, for the end of a message.
+    """
+    if not entries:
+        return similar_path(store.url)
+    below = checkpoints_below(store, entries)
+    return f"; {below.advice(store.url)}" if below is not None else ""
 
 
 def similar_path(url: str | os.PathLike[str]) -> str:

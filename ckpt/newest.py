@@ -24,9 +24,9 @@ from warnings import warn
 
 from ckpt.display import natural
 from ckpt.errors import FallbackWarning, NotACheckpointError, Skipped
-from ckpt.nearby import checkpoints_below, similar_path
+from ckpt.nearby import checkpoints_below, nothing_at, similar_path
 from ckpt.stores.replacement_guard import MANIFEST_HEAD_BYTES, head_now, replaced, unless_replaced
-from ckpt.stores.store import Options, Store, absolute, join_url, open_store, split_url
+from ckpt.stores.store import Options, Store, absolute, is_file, join_url, open_store, split_url
 from ckpt.verifying import verify as verify_all
 from formats.errors import CorruptError, FormatError, UnsupportedError
 from formats.limits import current
@@ -268,8 +268,10 @@ def _what_is_there(folder: str | os.PathLike[str], options: Options) -> str:
             return f"this is a checkpoint itself; give the folder that it lies in, {above}"
         entries = store.entries()
         below = checkpoints_below(store, entries, only_native=True)
+    if is_file(folder, options):
+        return "this is a file; give a folder of checkpoints"
     if not entries:
-        return f"no checkpoint here (nothing is there){similar_path(folder)}"
+        return f"no checkpoint here ({nothing_at(folder)}){similar_path(folder)}"
     folders = sorted((name[:-1] for name in entries if name.endswith("/")), key=natural)
     if not folders:
         return "no folder is in it, so no checkpoint of ckpt's own format"

@@ -11,7 +11,7 @@ from importlib import import_module
 import formats
 from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
-from ckpt.nearby import checkpoints_below, similar_path
+from ckpt.nearby import advice_at, nothing_at
 from ckpt.stores.replacement_guard import guarded
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from formats.catalog import Catalog
@@ -145,22 +145,13 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
             "checkpoint here"
         )
     if found is None:
-        advice = _advice(store, entries) if with_advice else ""
-        raise NotACheckpointError(f"{store.url}: no checkpoint here ({_shown(entries)}){advice}")
+        there = _shown(entries) if entries else nothing_at(store.url)
+        advice = advice_at(store, entries) if with_advice else ""
+        raise NotACheckpointError(f"{store.url}: no checkpoint here ({there}){advice}")
     return found.read(store)
 
 
-def _advice(store: Store, entries: Sequence[str]) -> str:
-    """Returns the end of a message: a similar path, or the checkpoints below; empty without one."""
-    if not entries:
-        return similar_path(store.url)
-    below = checkpoints_below(store, entries)
-    return f"; {below.advice(store.url)}" if below is not None else ""
-
-
 def _shown(entries: Sequence[str]) -> str:
-    if not entries:
-        return "nothing is there"
     found = sorted(entries, key=lambda name: name.endswith("/"))
     more = f" and {len(found) - SHOWN_NAMES} more" if len(found) > SHOWN_NAMES else ""
     return "there are " + ", ".join(found[:SHOWN_NAMES]) + more

@@ -80,9 +80,11 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
     """Raises ExistsError unless a conversion may write a native checkpoint to `target`."""
     _check_is_not_source(source, target)
     path = local_path(target)
-    if path is not None and _kind(target, Path(path)) not in (None, "a folder"):
+    kind = None if path is None else _kind(target, Path(path))
+    if kind not in (None, "a folder"):
         raise ExistsError(
-            f"{target} is not a folder, and ckpt's own format is one; choose another place"
+            f"{target} is {kind}, and ckpt's own format is a folder; choose another place, or a "
+            "format that is a file (to=)"
         )
     with open_store(target, options) as store:
         if not store.exists(MANIFEST):

@@ -25,8 +25,8 @@ def parse_size(text: str) -> int:
     size = int(Decimal(match["number"]) * _bytes_of(match["unit"] or "B")) if match else 0
     if size < 1:
         raise ArgumentError(
-            f"{text!r} is not the size of a file; write a number of bytes, 500MB or 5GB (decimal), "
-            f"or 2GiB (binary)"
+            f"{text!r} is no size; write a number of bytes, 500MB or 5GB (decimal), or 2GiB "
+            "(binary)"
         )
     return size
 

@@ -29,7 +29,7 @@ def duration(text: str) -> float:
     """
     matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     if not matched:
-        raise ArgumentTypeError(f"{text!r} is no age; say 90m, 2h or 3d")
+        raise ArgumentTypeError(f"{text!r} is no time; say 30s, 90m, 2h or 3d")
     return float(matched[1]) * SECONDS[matched[2] or "s"]
 
 

@@ -91,7 +91,7 @@ def _thin(url: str, keep: Keep, options: Options) -> None:
         else:
             gone += 1
             print(f"{_done(options)} {place}")
-    print(f"{printable(url)}: {count(steps - gone, 'checkpoint')} of {steps:,} stay")
+    print(f"{printable(url)}: {steps - gone:,} of {count(steps, 'checkpoint')} stay")
 
 
 def _tell(url: str, options: Options) -> None:

@@ -171,8 +171,8 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
         raise ArgumentError(f"{text!r} names no folder; the working directory is '.'")
     if path.partition("/")[0] == "~":
         raise ArgumentError(
-            f"{text}: only a shell expands ~: give os.path.expanduser({text!r}); a folder of that "
-            f"name is ./{path}"
+            f"{text}: only a shell expands ~, without quotes: give the whole path, in Python "
+            f"os.path.expanduser({text!r}); a folder of that name is ./{path}"
         )
     lost = _LOST_SLASH.match(text)
     if lost is not None and _is_protocol(lost[1]):

@@ -421,7 +421,7 @@ def test_a_place_without_a_checkpoint_is_an_error_that_says_so(
     for name, data in content.items():
         (tmp_path / name).write_bytes(data)
     expected = ckpt.NotACheckpointError if "a.safetensors" not in content else ckpt.FormatError
-    with pytest.raises(expected, match=next(iter(content), "nothing is there")):
+    with pytest.raises(expected, match=next(iter(content), "the folder is empty")):
         ckpt.load(tmp_path, {})
     with pytest.raises(ckpt.NotACheckpointError):
         ckpt.load(tmp_path / "nowhere", {})

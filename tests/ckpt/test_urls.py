@@ -19,7 +19,7 @@ MEANT_OTHERWISE = {
     "": "'' names no folder; the working directory is '.'",
     "file://": "names no folder",
     "~": "~: only a shell expands ~",
-    "~/runs/step-1": r"only a shell expands ~: give os.path.expanduser\('~/runs/step-1'\)",
+    "~/runs/step-1": r"only a shell expands ~, .* Python os.path.expanduser\('~/runs/step-1'\)",
     "s3:/bucket/run": "has lost a slash.*give it as text, s3://bucket/run",
     "memory:/run": "has lost a slash.*give it as text, memory://run",
     "file:/tmp/run": "has lost a slash.*give it as text, file:///tmp/run",

@@ -439,8 +439,8 @@ def test_a_checkpoint_keeps_the_limits_that_it_was_opened_with() -> None:
     ("setting", "message"),
     [
         ("headers=1", "there is no limit 'headers'; there are header_bytes"),
-        ("header_bytes", "is not the size"),
-        ("header_bytes=many", "is not the size"),
+        ("header_bytes", "is no size"),
+        ("header_bytes=many", "is no size"),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_said_to(

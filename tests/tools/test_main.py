@@ -178,10 +178,15 @@ def test_where_there_is_no_checkpoint_one_line_says_so(run, tmp_path, command):
         (["latest", "{}"], "{}/run is a folder of checkpoints: `ckpt latest {}/run` prints the"),
         (["inspect", "{}/run"], "give one of these folders, such as {}/run/step-3 (`ckpt latest"),
         (["convert", "{}/run", "{}/out"], "such as {}/run/step-3 (`ckpt latest {}/run` prints"),
+        (["latest", "{}/run/step-3/manifest.json"], ": this is a file; give a folder of"),
+        (["latest", "{}/run/step-3"], ": this is a checkpoint itself; give the folder that"),
+        (["ls", "{}/empty"], ": no checkpoint here (the folder is empty)"),
+        (["rm", "{}/run"], "; give one of these folders, such as {}/run/step-3"),
         (["verify", "{}/run/"], "; `ckpt verify {}/run/*/` verifies all"),
     ],
 )
 def test_an_error_names_the_checkpoint_that_is_near(run, saved, tmp_path, arguments, said):
+    (tmp_path / "empty").mkdir()
     ended = run(*(argument.replace("{}", str(tmp_path)) for argument in arguments))
     assert ended.code == ExitCode.NOT_A_CHECKPOINT
     assert said.replace("{}", str(tmp_path)) in ended.err

@@ -87,7 +87,7 @@ def test_a_policy_removes_what_no_rule_keeps_and_no_base(run, trained: Path):
     assert lines[1:] == [
         f"deleted {trained}/step-2",
         f"deleted {trained}/step-1",
-        f"{trained}: 4 checkpoints of 6 stay",
+        f"{trained}: 4 of 6 checkpoints stay",
     ]
     assert names(trained) == ["final", "step-3", "step-4", "step-5", "step-6"]
     assert run("rm", trained, "--keep", "last=1").code == ExitCode.FINE  # the borrower goes first
@@ -119,7 +119,7 @@ def test_the_best_stay_by_their_metric(run, trained: Path):
         ("newest=2", "is no rule"),
         ("last=two", "is no whole number"),
         ("best=2", "metric= belong together"),
-        ("younger_than=soon", "is no age"),
+        ("younger_than=soon", "is no time"),
         ("mode=max", "keeps every checkpoint"),
     ],
 )
