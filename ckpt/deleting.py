@@ -8,7 +8,7 @@ from ckpt.errors import ArgumentError, NotACheckpointError
 from ckpt.nearby import advice_at
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store
 from ckpt.transfer.commit import withdraw
-from formats.folders import sign_of_another_format
+from formats.folders import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, read_manifest
 from formats.native.manifest_loader import load
 
@@ -56,7 +56,10 @@ def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options)
         except (FileNotFoundError, NotADirectoryError) as error:
             if missing_ok and _is_missing(url, store, options):
                 return False
-            advice = advice_at(store, store.entries())
+            entries = store.entries()
+            advice = advice_at(store, entries)
+            if any(map(is_shard, entries)):
+                advice = ", but files of an unfinished save, or of one under way: see `ckpt gc`"
             raise NotACheckpointError(
                 f"{store.url}: no checkpoint of ckpt's own format is here{advice}"
             ) from error

@@ -13,13 +13,14 @@ from ckpt import in_flight
 from ckpt.errors import NotACheckpointError
 from ckpt.nearby import advice_at, nothing_at
 from ckpt.stores.replacement_guard import guarded
-from ckpt.stores.store import Options, Store, is_file, open_store, split_url
+from ckpt.stores.store import Options, Store, is_file, join_url, open_store, split_url
 from formats.catalog import Catalog
-from formats.errors import CorruptError, ForeignFileError
+from formats.errors import CorruptError, ForeignFileError, FormatError
 from formats.folders import DCP_METADATA, folder_format, is_shard
 from formats.limits import check, current
 from formats.magic import EMPTY, HEAD_BYTES, JSON, SAFETENSORS, TEXT, kind_of
 from formats.native.manifest import MANIFEST
+from sharding.url_secrets import without_secrets
 
 SHOWN_NAMES = 8
 
@@ -69,13 +70,33 @@ def open_source(
         # The most likely format comes first: each look at a server is a request.
         catalog = _read_native(store)
         if catalog is not None or not is_file(text, options):
-            found = _read_folder(store, with_advice) if catalog is None else catalog
+            with placed(store.url):
+                found = _read_folder(store, with_advice) if catalog is None else catalog
             yield Source(text, store, _credible(text, found))
             return
     folder, name = split_url(text)
     with open_store(folder, options) as opened:
         store = guarded(opened)
-        yield Source(text, store, _credible(text, _read_file(store, name)))
+        with placed(store.url, name):
+            found = _read_file(store, name)
+        yield Source(text, store, _credible(text, found))
+
+
+@contextmanager
+def placed(folder: str, file: str | None = None) -> Iterator[None]:
+    """Puts the folder before the message of an error, if a reader names only a file in the folder.
+
+    The error of a single `file` then begins with the file's path.
+    """
+    try:
+        yield
+    except FormatError as error:
+        said, place = str(error), without_secrets(folder)
+        if not said.startswith(place):
+            is_path = file is not None and said.startswith(file)
+            message = join_url(place, said) if is_path else f"{place}: {said}"
+            error.args = (message, *error.args[1:])
+        raise
 
 
 def _read_native(store: Store) -> Catalog | None:
@@ -141,8 +162,8 @@ def _catalog_of(store: Store, with_advice: bool) -> Catalog:
         name.endswith(".safetensors") and is_shard(name) for name in entries
     ):
         raise NotACheckpointError(
-            f"{store.url}: shards without a {MANIFEST}, of an unfinished save; there is no "
-            "checkpoint here"
+            f"{store.url}: no checkpoint here, but shards without a {MANIFEST}, of an unfinished "
+            "save or of one under way: see `ckpt gc`"
         )
     if found is None:
         there = _shown(entries) if entries else nothing_at(store.url)

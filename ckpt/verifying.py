@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ckpt.report import Findings, Problem, Report
-from ckpt.sources import Source, open_source
+from ckpt.sources import Source, open_source, placed
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options, Store, is_file, open_store, split_url
 from ckpt.verify_native import check_native
@@ -188,7 +188,8 @@ def _header_problems(store: Store, names: list[str]) -> tuple[Problem, ...]:
     for name in names:
         if name.endswith(SAFETENSORS):
             try:
-                read_header(store, name)
+                with placed(store.url, name):
+                    read_header(store, name)
             except FormatError as error:
                 problems.append(Problem.of(error, name))
     return tuple(problems)

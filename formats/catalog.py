@@ -184,9 +184,6 @@ class OpaqueValue:
         return f"<{self.type}>"
 
 
-_NESTS = (dict, list, tuple, TensorRef)
-
-
 def map_tree(tree: object, leaf: Callable[[Any], object]) -> Any:
     """Returns the nest of dicts, lists and tuples with `leaf(node)` in the place of other nodes.
 
@@ -236,6 +233,9 @@ def named_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:
             yield from named_leaves(item, join(path, key))
     else:
         yield path, tree
+
+
+_NESTS = (dict, list, tuple, TensorRef)
 
 
 def plain_values(tree: Tree, path: str = "") -> Iterator[tuple[str, Tree]]:

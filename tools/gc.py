@@ -92,4 +92,6 @@ def _sum(found: Sequence[LeftOver], delete: bool) -> str:
     old = [one for one in found if one.is_old]
     hint = "; --delete removes them" if old else ""
     total = size(sum(one.nbytes for one in old))
-    return f"{count(len(old), 'left-over')}, {total}{hint}"
+    young = len(found) - len(old)
+    kept = f"; {count(young, 'young file')}: --older-than changes the age" if young else ""
+    return f"{count(len(old), 'left-over')}, {total}{hint}{kept}"

@@ -55,7 +55,8 @@ def run(options: Options) -> int:
     reports: list[dict[str, object]] = []
     failed: Exception | None = None
     is_sound = True
-    for url in options.urls:
+    for given in options.urls:
+        url = given if given.endswith("://") else given.rstrip("/") or given  # a shell's RUN/*/
         try:
             report = _verified(url, options)
         except (CkptError, OSError) as error:
@@ -86,7 +87,7 @@ def _verified(url: str, options: Options) -> Report:
         except NotACheckpointError as error:
             if not _is_local_run(url):
                 raise
-            every = shlex.quote(url.rstrip("/")) + "/*/"
+            every = shlex.quote(url) + "/*/"
             raise NotACheckpointError(f"{error}; `ckpt verify {every}` verifies all") from error
 
 

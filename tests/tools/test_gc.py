@@ -32,7 +32,7 @@ def test_the_command_lists_and_deletes(
         "h",
         "young: perhaps being saved",
     ]
-    assert shown[2] == "0 left-overs, 0 B"
+    assert shown[2] == "0 left-overs, 0 B; 1 young file: --older-than changes the age"
     ended = run("gc", saved, "--older-than", "2h", "--json")
     (one,) = json.loads(ended.out)["left_overs"]
     assert (one["name"], one["is_old"], one["was_removed"]) == (SHARD_NAME, True, False)

@@ -193,6 +193,25 @@ def test_an_error_names_the_checkpoint_that_is_near(run, saved, tmp_path, argume
     assert ended.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["hf/model.safetensors", "a.pt", "a.gguf", "a.npz"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_error_of_a_file_begins_with_its_path(run, tmp_path, command, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    start = {".gguf": b"GGUF", ".npz": b"PK\3\4", ".pt": b"PK\3\4"}.get(file.suffix, b"1234567")
+    file.write_bytes(start)
+    for place in {file, tmp_path / name.partition("/")[0]}:
+        ended = run(command, place)
+        assert f"{ended.out}{ended.err}".removeprefix("ckpt: ").startswith(str(place))
+
+
+def test_several_checkpoints_may_be_given_with_the_slash_of_a_shell(run, saved):
+    assert run("verify", f"{saved}/").out.startswith(f"{saved}: sound")
+    (saved / "manifest.json").unlink()
+    for command in ("inspect", "rm"):
+        assert run(command, saved).err.endswith("or of one under way: see `ckpt gc`\n")
+
+
 def test_a_damaged_file_is_one_line_without_a_traceback(run, saved, monkeypatch):
     manifest = saved / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-1])
