@@ -47,10 +47,23 @@ class TargetLayouts:
     A tensor that no rule selects is cut along its first dimension by the last axis of the mesh, as
     `fully_shard` cuts it, and replicated along the other axes. A tensor without dimensions is
     replicated, whatever the rules say.
+
+    Raises:
+        ArgumentError: a rule has not one placement for each axis of the mesh.
     """
 
     mesh: Mesh
     rules: Sequence[PlacementRule] = ()
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.mesh.names, self.mesh.sizes, strict=True)
+        axes = ", ".join(f"{name}={size}" for name, size in pairs)
+        for rule in self.rules:
+            if len(rule.placements) != len(self.mesh.sizes):
+                raise ArgumentError(
+                    f"{len(rule.placements)} placements for {rule.pattern!r}, and the mesh is "
+                    f"{axes}: give one placement for each axis, or another mesh="
+                )
 
     def of(self, name: str, shape: Shape) -> Layout:
         """Returns the layout of a tensor.

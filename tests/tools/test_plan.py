@@ -135,7 +135,10 @@ def test_of_a_large_world_three_ranks_are_planned_and_the_output_says_so(run, sa
         (["--mesh", "a=2,a=3"], "the mesh 'a=2,a=3' is not a list of axes"),
         (["--placements", "shard(1)"], "a.b, of shape [640]: "),
         (["--placements", "shard"], "'shard' in 'shard' is not a placement"),
-        (["--placements", "replicate,replicate"], "2 placements for a mesh of 1 axes"),
+        (
+            ["--placements", "replicate,replicate"],
+            "2 placements for '*', and the mesh is world=6: give",
+        ),
         (["--placements", "nothing.*=replicate"], "nothing.*"),
         (["--ranks", "6"], "6 is not within ranks 0 to 5"),
         (["--ranks", "5-4"], "5-4 is not within ranks 0 to 5"),
