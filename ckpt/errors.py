@@ -6,7 +6,7 @@ from `sharding.errors`, with the root `CkptError` and the rules of `kind`. Impor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -176,24 +176,63 @@ class MismatchError(CkptError, ValueError):
     def __init__(self, url: str, differences: Sequence[Difference]) -> None:
         self.url = url
         self.differences = tuple(differences)
-        shown = [f"  {difference}" for difference in self.differences[:SHOWN_DIFFERENCES]]
-        if len(self.differences) > SHOWN_DIFFERENCES:
-            shown.append(f"  ... and {len(self.differences) - SHOWN_DIFFERENCES} more")
-        if any(difference.problem in NOT_STRICT for difference in self.differences):
-            shown.append(NOT_STRICT_ADVICE)
+        kinds: dict[str, list[Difference]] = {}
+        for one in self.differences:
+            kinds.setdefault(one.problem, []).append(one)
+        shown = []
+        for kind, found in kinds.items():
+            shown += [f"  {one}" for one in found[:SHOWN_DIFFERENCES]]
+            if len(found) > SHOWN_DIFFERENCES:
+                shown.append(f"  ... and {len(found) - SHOWN_DIFFERENCES} more ({kind})")
+        remedy = _remedy({kind: [one.name for one in found] for kind, found in kinds.items()})
         super().__init__(
-            f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown)
+            f"{url} does not fit the target, which was not touched:\n" + "\n".join(shown) + remedy
         )
 
 
-SHOWN_DIFFERENCES = 10
-"""The most differences in a message; the exception has all of them."""
+SHOWN_DIFFERENCES = 6
+"""The most differences of a kind in a message; the exception has all of them."""
 NOT_STRICT = frozenset({"missing", "unexpected", "shape"})
 """The differences that `strict=False` skips."""
-NOT_STRICT_ADVICE = (
-    "  Make the target as the state was when it was saved. Or call ckpt.load with strict=False, "
-    "which skips missing, unexpected and other shapes, or with rename= if names have changed."
-)
+
+
+def _remedy(names: Mapping[str, Sequence[str]]) -> str:
+    """Returns the last line of a mismatch: the arguments of `ckpt.load` that may help.
+
+    `names` has the names of the differences by kind.
+
+    >>> _remedy({"missing": ["w"], "unexpected": ["model.w", "optim.w"]}).rpartition(": ")[2]
+    "''}"
+    """
+    if not NOT_STRICT & names.keys():
+        return ""
+    missing, unexpected = names.get("missing", ()), {*names.get("unexpected", ())}
+    if missing and (renamed := _one_prefix(missing, unexpected)):
+        return f"\n  Every missing name is in the checkpoint: call ckpt.load with rename={renamed}"
+    if names.keys() == {"unexpected"}:
+        return (
+            "\n  Give the target these entries as well. Or call ckpt.load with include= and "
+            "patterns of the names to load, or with strict=False, which skips all others."
+        )
+    return (
+        "\n  Make the target as the state was when it was saved. Or call ckpt.load with "
+        "strict=False, which skips missing, unexpected and other shapes, or with rename= if names "
+        "have changed."
+    )
+
+
+def _one_prefix(missing: Sequence[str], unexpected: Set[str]) -> dict[str, str]:
+    """Returns the `rename=` of one prefix that finds all missing names; empty if there is none."""
+    first = missing[0]
+    for name in sorted(unexpected):
+        more, less = name.removesuffix(f".{first}"), first.removesuffix(f".{name}")
+        if more != name and all(f"{more}.{one}" in unexpected for one in missing):
+            return {more: ""}
+        if less != first and {f"{less}.{one}" for one in unexpected} >= {*missing}:
+            return {"": less}
+    return {}
+
+
 DifferenceKind = Literal["missing", "unexpected", "shape", "dtype", "structure", "pattern"]
 """`pattern` is a pattern, or a key of `rename=`, that matches no name."""
 

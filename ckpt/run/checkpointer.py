@@ -116,6 +116,7 @@ class Checkpointer:
         Raises:
             ArgumentError: an argument is wrong.
             MisuseError: this is not the main thread, and there are signals to handle.
+            ExistsError: the folder has steps that are checkpoints of another format, and no others.
             RankError: another rank failed, or has other arguments.
         """
         self.url = absolute(url)

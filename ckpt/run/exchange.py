@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpt.run.failures import Failures
-from ckpt.run.history import folder_name, now_text, run_steps, seconds_of
+from ckpt.run.history import (
+    check_no_foreign_steps,
+    folder_name,
+    now_text,
+    run_steps,
+    seconds_of,
+)
 from ckpt.run.local_tier import LocalOptions, LocalTier
 from ckpt.run.memory_tier import Memory, MemoryTier, opened
 from ckpt.run.provenance import host_name, machine, provenance
@@ -87,8 +93,11 @@ class RunRanks:
     def introduce(self, arguments: str, folder: str) -> tuple[str, int | None, list[str]]:
         """Returns the provenance for manifests, the run's newest step, and all ranks' places.
 
-        Ranks of one host with the same local `folder` have equal places. Raises ArgumentError if
-        the arguments of a rank differ from those of rank 0.
+        Ranks of one host with the same local `folder` have equal places.
+
+        Raises:
+            ArgumentError: the arguments of a rank differ from those of rank 0.
+            ExistsError: the run has no step, but steps of another format.
         """
 
         def join(records: Sequence[bytes]) -> bytes:
@@ -96,6 +105,8 @@ class RunRanks:
             others = [rank for rank, row in enumerate(rows) if row[1] != arguments]
             steps = run_steps(self.url, storage_options=self._options)
             newest = steps[0].step if steps else None
+            if newest is None:
+                check_no_foreign_steps(self.url, self._options)
             told = provenance([row[0] for row in rows])
             return json.dumps([others, told, newest, [row[2] for row in rows]]).encode()
 

@@ -3,7 +3,8 @@
 Rules:
 
 1. A checkpoint of a run is a folder `step-N` with a manifest of ckpt's own format. Other folders do
-   not belong to the run, and the run never touches them.
+   not belong to the run, and the run never touches them. Where each `step-N` is a checkpoint of
+   another format, no run begins.
 2. Step, metrics and provenance are text at the beginning of the manifest: a listing reads a few KiB
    of each checkpoint.
 3. A checkpoint whose manifest cannot be read is damaged. `restore` warns of it and skips it. No
@@ -18,10 +19,13 @@ import re
 import time
 from calendar import timegm
 from collections.abc import Mapping
+from contextlib import suppress
 
+from ckpt.errors import ExistsError
 from ckpt.newest import Committed, committed
 from ckpt.run.retention import RunStep
-from ckpt.stores.store import Options
+from ckpt.stores.store import Options, open_store
+from formats.folders import folder_format
 from sharding.errors import ArgumentTypeError
 
 __all__ = ["RunStep", "run_steps"]
@@ -70,6 +74,19 @@ def run_steps(url: str | os.PathLike[str], *, storage_options: Options = None) -
         return []
     steps = [step for one in found if (step := run_step(one)) is not None]
     return sorted(steps, key=lambda one: one.age_key, reverse=True)
+
+
+def check_no_foreign_steps(url: str, options: Options) -> None:
+    """Raises ExistsError if the folder of a step is a checkpoint of another format."""
+    with suppress(FileNotFoundError), open_store(url, options) as store:
+        for name in store.folders():
+            found = None if step_of(name) is None else folder_format(store.entries(name))
+            if found is not None:
+                raise ExistsError(
+                    f"{url}: its {name} is a checkpoint of another format ({found.name}), which a "
+                    f"Checkpointer neither restores nor replaces; convert it to the folder of a "
+                    f"new run: ckpt.convert('{url}/{name}', 'NEW/{name}', to='ckpt')"
+                )
 
 
 def run_step(found: Committed) -> RunStep | None:

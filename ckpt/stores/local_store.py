@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt.errors import ExistsError
+from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_writer import IO_VECTORS, LocalFileWriter
 from ckpt.stores.open_files import OpenFiles
@@ -292,7 +292,12 @@ class LocalStore:
         while not folder.exists():
             made.append(folder)
             folder = folder.parent
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreError(
+                f"{folder} is no folder, and a checkpoint is one; choose another place"
+            ) from error
         for folder in made:
             _flush(folder.parent)
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.errors import NotACheckpointError, StoreError
+from ckpt.errors import StoreError
 from ckpt.live.address import TOKEN, is_live
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.local_store import LocalStore
@@ -124,8 +124,7 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
 
     Raises:
         ArgumentError: as for `local_path`; or an option that a server of ckpt does not take.
-        NotACheckpointError: the fsspec driver of the URL is not installed.
-        StoreError: the driver refuses the URL or the options.
+        StoreError: the driver of the URL is not installed, or refuses the URL or the options.
     """
     text, path = os.fspath(url), local_path(url)
     if path is not None:
@@ -137,7 +136,7 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
         return _bucket(text, dict(options or {}))
     except ImportError as error:
         protocol = text.partition("://")[0]
-        raise NotACheckpointError(
+        raise StoreError(
             f"{url}: {error}; install the fsspec driver for {protocol}:// (docs/stores.md)"
         ) from error
     except Exception as error:

@@ -185,6 +185,15 @@ def test_a_checkpoint_is_invisible_until_its_manifest_exists(tmp_path: Path) -> 
         ckpt.save(tmp_path, new())
 
 
+def test_a_save_onto_a_file_is_an_error_with_and_without_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        for overwrite in (False, True):
+            with pytest.raises(ckpt.StoreError, match=f"{tmp_path}/file is no folder"):
+                ckpt.save(place, {"w": torch.ones(2)}, overwrite=overwrite)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_overwriting_a_damaged_checkpoint_deletes_nothing_it_names(tmp_path: Path) -> None:
     ckpt.save(tmp_path, old())
     manifest = tmp_path / "manifest.json"

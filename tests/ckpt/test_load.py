@@ -90,9 +90,23 @@ def test_a_dtype_that_strict_cannot_skip_gets_no_such_advice(tmp_path: Path) -> 
     assert "strict=False" not in str(error.value)
 
 
+def test_a_mismatch_names_the_argument_that_helps(tmp_path: Path) -> None:
+    ckpt.save(tmp_path / "nest", {"model": {"w": torch.ones(2), "b": torch.ones(2)}, "step": 1})
+    ckpt.save(tmp_path / "bare", {"w": torch.ones(2), "b": torch.ones(2)})
+    target = {"w": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(ckpt.MismatchError, match=r"with rename=\{'model': ''\}$"):
+        ckpt.load(tmp_path / "nest", target)
+    with pytest.raises(ckpt.MismatchError, match=r"with include= and patterns"):
+        ckpt.load(tmp_path / "nest", target, rename={"model": ""})
+    ckpt.load(tmp_path / "nest", target, rename={"model": ""}, include=["w", "b"])
+    with pytest.raises(ckpt.MismatchError, match=r"with rename=\{'': 'model'\}$"):
+        ckpt.load(tmp_path / "bare", {"model": target})
+    ckpt.load(tmp_path / "bare", {"model": target}, rename={"": "model"})
+
+
 def test_a_long_list_of_differences_is_cut_short_but_kept_whole(tmp_path: Path) -> None:
     ckpt.save(tmp_path, {"a": 1})
-    with pytest.raises(ckpt.MismatchError, match=r"and 41 more") as error:
+    with pytest.raises(ckpt.MismatchError, match=r"and 44 more \(missing\)") as error:
         ckpt.load(tmp_path, {str(index): torch.zeros(1) for index in range(50)})
     assert len(error.value.differences) == 51
 

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import ckpt
 from ckpt.run.history import metrics_text, step_of
@@ -105,6 +107,28 @@ def test_a_run_never_saves_over_one_that_it_did_not_restore(tmp_path: Path) -> N
         assert run.restore(state_of(0)) == 1
         assert run.save(2, state_of(2))
     assert ckpt.read(tmp_path / "step-1")["seen"] == 1  # type: ignore[index]
+
+
+def test_a_run_whose_driver_is_missing_is_an_error_and_no_new_run() -> None:
+    fsspec.register_implementation(
+        "lacking", "no_such_package.FileSystem", clobber=True, errtxt="Install no_such_package"
+    )
+    with pytest.raises(ckpt.StoreError, match=r"no_such_package; install the fsspec driver"):
+        ckpt.Checkpointer("lacking://bucket/run", every_steps=1)
+
+
+def test_a_folder_with_steps_of_another_format_is_no_new_run(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-5")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ckpt.ExistsError, match=r"its step-5 is a checkpoint of .*dcp.*convert it"):
+        ckpt.Checkpointer(tmp_path, every_steps=5)
+    assert sorted(tmp_path.rglob("*")) == before
+    ckpt.convert(tmp_path / "step-5", tmp_path / "new/step-5", to="ckpt")
+    state = {"w": torch.zeros(2)}
+    with ckpt.Checkpointer(tmp_path / "new", every_steps=5) as run:
+        assert run.restore(state) == 5
+    assert state["w"].tolist() == [1, 1]
 
 
 def test_steps_have_to_rise_and_a_closed_run_saves_nothing(tmp_path: Path) -> None:
