@@ -26,7 +26,7 @@ from ckpt.conversion_plan import ConversionPlan, conversion_plan
 from ckpt.kind_layouts import by_size, checked_kind, of_kind
 from ckpt.mapping.apply import Mapped
 from ckpt.mapping.casts import Casts
-from ckpt.mapping.changes import Changes, MappingName, Part
+from ckpt.mapping.changes import Changes, MappingName, Part, optimizers_in, place_of_model
 from ckpt.model_files import ModelFiles, base_name_of, plans_of
 from ckpt.native_targets import write_native
 from ckpt.outgoing import StoredState, outgoing
@@ -89,7 +89,7 @@ class ConvertReport:
     not_cast: tuple[str, ...] = ()
     """Tensors of floats below 16 bits, which `dtype` does not cast."""
     beside: tuple[str, ...] = ()
-    """Keys of a training's folder that were not converted, beside the weights."""
+    """Top keys that were not converted, beside the weights, although the caller named no part."""
     model_files: tuple[str, ...] | None = None
     """The configuration and tokenizer that a Hugging Face folder got; None for other formats."""
     plan: ConversionPlan | None = field(default=None, compare=False, repr=False)
@@ -135,10 +135,13 @@ def convert(
             `dst` decides (`.safetensors`, `.pt`, `.pth`, `.bin`, `.gguf`, `.npz`); a folder becomes
             `ckpt`. The ending of a format that is not written is refused.
         select: a key path. The conversion takes the entries below it and removes it from the names.
-            By default of a training's folder the weights, if the target's format is one of weights.
+            By default of a training's folder the weights, if the target's format is one of weights;
+            for `hf` also the model of a checkpoint with a model and an optimizer (see `part`),
+            unless `include`, `exclude`, `mapping` or `rename` name tensors. An empty one takes
+            everything.
         part: `model` or `optimizer`, in the place of `select`: the top entry `model`, `state_dict`,
-            `model_state_dict` or `module`, or everything if there is no optimizer; the one dict
-            with `state` and `param_groups`.
+            `model_state_dict` or `module`, the one item of `models`, or everything if there is no
+            optimizer; the one dict with `state` and `param_groups`.
         include: patterns of names to convert, without `select`: `*` and `?`, or a regular
             expression between slashes.
         exclude: patterns of names to leave out.
@@ -390,13 +393,19 @@ def _of_weights(
 ) -> tuple[Changes, tuple[str, ...]]:
     """Returns the changes with the place of the weights, and the keys beside it.
 
-    They are unchanged if the caller named a part, or the format holds more than weights.
+    They are unchanged if the caller named a part, or the format holds more than weights. A Hugging
+    Face folder has no optimizer: of a model beside one it gets the model, unless the caller named
+    tensors.
     """
     weights = source.catalog.weights
+    is_free = chosen is Format.HUGGINGFACE and not changes.names_tensors
+    if is_free and optimizers_in(source.catalog.tree):
+        weights = place_of_model(source.catalog)
     is_named = changes.select is not None or changes.part is not None
     if is_named or not chosen.is_of_weights or not weights:
         return changes, ()
-    beside = tuple(key for key in _top_keys(source.catalog.tree) if key != weights)
+    whole = weights.removesuffix(".0")  # the one model of a list
+    beside = tuple(key for key in _top_keys(source.catalog.tree) if key != whole)
     return replace(changes, select=weights), beside
 
 

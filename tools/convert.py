@@ -248,6 +248,7 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
     if report.beside:
         yield (
             f"note: only the weights were converted; --select takes one of {_shown(report.beside)}"
+            ", and --select '' everything"
         )
     if report.model_files:
         yield f"note: copied beside the weights: {_shown(report.model_files)}"

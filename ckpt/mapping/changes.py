@@ -5,9 +5,9 @@ Rules:
 1. The order is: the part (`select`, or the place of the model or optimizer), include and exclude,
    mappings, renames, prefix. Each takes the names that the last one gave.
 2. The model is the weights of a training's folder, the first of the top entries `MODEL_KEYS` that
-   is there, or, in a checkpoint without an optimizer, everything. An optimizer is a dict with
-   `state` and `param_groups`, as torch's `state_dict()` of an optimizer; a checkpoint with several
-   has no one place of it.
+   is there, the one item of a list `models`, or, in a checkpoint without an optimizer, everything.
+   An optimizer is a dict with `state` and `param_groups`, as torch's `state_dict()` of an
+   optimizer; a checkpoint with several has no one place of it.
 3. A parameter of a mapping that the caller does not give comes from the model's `config.json`: the
    one at `config`, or else the one beside the checkpoint, if it is there.
 """
@@ -15,7 +15,7 @@ Rules:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeGuard
@@ -43,6 +43,8 @@ MappingName = str | os.PathLike[str] | TensorMapping
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Top entries that are a state dict of a model: DCP's, Lightning's, torch's, DeepSpeed's."""
+MODEL_LIST = "models"
+"""The top entry that lists the models of an Accelerator."""
 SHOWN_NAMES = 20
 
 
@@ -86,6 +88,11 @@ class Changes:
         object.__setattr__(self, "selection", Selection.of(self.include, self.exclude))
         object.__setattr__(self, "mappings", tuple(mappings))
 
+    @property
+    def names_tensors(self) -> bool:
+        """Whether an argument has names of tensors of the checkpoint."""
+        return any((self.include, self.exclude, self.mapping, self.rename))
+
     def applied(self, source: Source) -> Mapped:
         """Returns the catalog of a checkpoint after the changes.
 
@@ -113,8 +120,9 @@ class Changes:
         """Returns the configuration and tokenizer for a new folder (`ckpt.model_files`)."""
         if self.config is not None:
             return read_model_files(self.config)
-        is_whole = self.select in (None, "", source.catalog.weights) and self.part != "optimizer"
-        return model_files_in(source.store) if is_whole and not self.mappings else {}
+        is_model = self.select in (None, "", place_of_model(source.catalog))
+        is_kept = is_model and self.part != "optimizer" and not self.mappings
+        return model_files_in(source.store) if is_kept else {}
 
     def _config(self, source: Source) -> Mapping[str, object]:
         """Returns the configuration of the model; empty if there is none."""
@@ -202,7 +210,7 @@ def _no_part(url: str, problem: str, tree: Tree) -> ArgumentError:
 def _place(source: Source, part: Part) -> str:
     """Returns the key path of the model or the optimizer (rule 2); empty if it is everything."""
     url, tree = without_secrets(source.url), source.catalog.tree
-    optimizers = [path for path, _ in nodes_in(tree, _is_optimizer)]
+    optimizers = optimizers_in(tree)
     if part == "optimizer":
         if len(optimizers) == 1:
             return optimizers[0]
@@ -213,20 +221,43 @@ def _place(source: Source, part: Part) -> str:
             f"{said}; name it with select=",
             tree,
         )
-    if source.catalog.weights:
-        return source.catalog.weights
-    top = tree if isinstance(tree, dict) else {}
+    if place := place_of_model(source.catalog):
+        return place
+    several = list(_models(tree))
+    if not several and not optimizers:
+        return ""
+    problem = (
+        f"a model is one of the top entries {', '.join(MODEL_KEYS)}, and the checkpoint has none "
+        "of them; name its model with select="
+    )
+    if several:
+        problem = f"it has {len(several)} models; name one with select='{several[0]}'"
+    raise _no_part(url, problem, tree)
+
+
+def optimizers_in(tree: Tree) -> list[str]:
+    """Returns the key paths of the optimizers (rule 2)."""
+    return [path for path, _ in nodes_in(tree, _is_optimizer)]
+
+
+def place_of_model(catalog: Catalog) -> str:
+    """Returns the key path of the entry that is the model (rule 2); empty without such an entry."""
+    if catalog.weights:
+        return catalog.weights
+    top = catalog.tree if isinstance(catalog.tree, dict) else {}
     for key in MODEL_KEYS:
         if isinstance(top.get(key), dict) and holds_tensor(top[key]):
             return key
-    if not optimizers:
-        return ""
-    raise _no_part(
-        url,
-        f"a model is one of the top entries {', '.join(MODEL_KEYS)}, and the checkpoint has none "
-        "of them; name its model with select=",
-        tree,
-    )
+    several = list(_models(top))
+    return several[0] if len(several) == 1 else ""
+
+
+def _models(tree: Tree) -> Iterator[str]:
+    """Yields the key path of each model of an Accelerator."""
+    listed = tree.get(MODEL_LIST) if isinstance(tree, dict) else None
+    for index, model in enumerate(listed if isinstance(listed, list | tuple) else ()):
+        if isinstance(model, dict) and holds_tensor(model):
+            yield join(MODEL_LIST, index)
 
 
 def _is_optimizer(tree: object) -> TypeGuard[dict[Key, Tree]]:

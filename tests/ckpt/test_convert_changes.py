@@ -109,6 +109,11 @@ def test_a_conversion_in_memory_order_reads_the_same(saved: Path, tmp_path: Path
             "has none of them; name its model with select=; its top entries are net, o",
         ),
         (
+            {"models": [{"w": torch.ones(1)}, {"w": torch.ones(1)}]},
+            "model",
+            "it has 2 models; name one with select='models.0'; its top entries are models",
+        ),
+        (
             {"model": {"w": torch.ones(1)}},
             "optimizer",
             "the checkpoint has none; name it with select=",
@@ -127,6 +132,52 @@ def test_a_part_without_one_place_is_an_error(
     with pytest.raises(ArgumentError) as raised:
         ckpt.convert(tmp_path / "s.pt", tmp_path / "out", part=part)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "beside"),
+    [
+        (training_state(), ("optim", "step")),
+        (
+            {
+                "models": [training_state()["model"]],
+                "optimizers": [training_state()["optim"]],
+            },
+            ("optimizers",),
+        ),
+        (
+            {
+                "ema": torch.ones(2),
+                "state_dict": training_state()["model"],
+                "optim": training_state()["optim"],
+            },
+            ("ema", "optim"),
+        ),
+    ],
+)
+def test_a_hugging_face_folder_gets_the_model_beside_an_optimizer(
+    state: dict[str, Any], beside: tuple[str, ...], tmp_path: Path
+) -> None:
+    ckpt.save(tmp_path / "run", state)
+    report = ckpt.convert(tmp_path / "run", tmp_path / "hf", to="hf", verify=True)
+    assert report.beside == beside
+    assert set(ckpt.open(tmp_path / "hf")) == set(training_state()["model"])
+    ckpt.convert(tmp_path / "run", tmp_path / "m.pt", part="model")
+    assert set(ckpt.open(tmp_path / "m.pt")) == set(training_state()["model"])
+
+
+def test_who_names_tensors_or_everything_gets_them_in_a_hugging_face_folder(
+    saved: Path, tmp_path: Path
+) -> None:
+    whole = ckpt.convert(saved, tmp_path / "c.safetensors")
+    assert (whole.tensors, whole.beside) == (5, ())
+    report = ckpt.convert(saved, tmp_path / "a", to="hf", select="")
+    assert (report.tensors, report.beside) == (5, ())
+    ckpt.save(tmp_path / "nest", {"model": {"w": torch.ones(2)}, "layers": [torch.ones(1)]})
+    ckpt.convert(tmp_path / "nest", tmp_path / "d", to="hf")
+    assert set(ckpt.open(tmp_path / "d")) == {"model.w", "layers.0"}
+    ckpt.convert(saved, tmp_path / "b", to="hf", include="model.w*", rename={"model": "net"})
+    assert set(ckpt.open(tmp_path / "b")) == {"net.w.0", "net.w.1"}
 
 
 def test_a_checkpoint_without_an_optimizer_is_all_model(tmp_path: Path) -> None:

@@ -119,6 +119,16 @@ def test_an_optimizer_gets_no_configuration_of_a_model(tmp_path: Path) -> None:
     assert ckpt.convert(trainer, tmp_path / "d", to="hf", part="optimizer").model_files == ()
 
 
+@pytest.mark.parametrize("changes", [{"select": "model"}, {"part": "model"}, {}])
+def test_the_model_of_a_training_gets_the_files_beside_its_checkpoint(
+    tmp_path: Path, changes: Any
+) -> None:
+    ckpt.save(tmp_path / "run", {"model": {"w": torch.ones(3)}, "ema": torch.ones(3)})
+    (tmp_path / "run" / "config.json").write_text("{}")
+    report = ckpt.convert(tmp_path / "run", tmp_path / "hf", to="hf", **changes)
+    assert report.model_files == ("config.json",)
+
+
 def test_a_file_beyond_the_limit_is_refused_by_name(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.json").write_bytes(bytes(5000))
     with limits(header_bytes=4000), pytest.raises(HostileError, match=r"tokenizer\.json"):

@@ -23,6 +23,7 @@ def test_what_lies_beside_the_weights_of_a_training_is_named(run, tmp_path):
     ended = run("convert", trainer, tmp_path / "x.safetensors")
     assert ended.code == ExitCode.FINE
     assert "note: only the weights were converted; --select takes one of optimizer" in ended.out
+    assert "and --select '' everything" in ended.out
     ended = run("convert", trainer, tmp_path / "y.pt", "--select", "optimizer")
     assert "only the weights" not in ended.out
     ended = run("inspect", trainer, "--depth", "1", "--values")
@@ -37,7 +38,8 @@ def test_values_that_the_target_cannot_hold_are_named(run, saved, tmp_path):
 
 @pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "torch", "dcp"])
 def test_every_target_and_back_is_equal_to_the_bit(run, saved, tmp_path, to):
-    assert run("convert", saved, tmp_path / "there", "--to", to).code == 0
+    everything = ("--select", "")  # without it hf gets the model alone
+    assert run("convert", saved, tmp_path / "there", "--to", to, *everything).code == 0
     assert run("verify", tmp_path / "there").code == 0
     assert run("convert", tmp_path / "there", tmp_path / "back", "--to", "ckpt").code == 0
     ended = run("diff", saved, tmp_path / "back", "--tensors-only")
