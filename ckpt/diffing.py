@@ -102,7 +102,7 @@ class Comparison:
     close_tensors: int
     """The number of pairs that are within the tolerance and not equal to the bit."""
     max_abs: float
-    """The largest |a - b| among the close pairs."""
+    """The largest |a - b| among all compared pairs."""
     notes: tuple[str, ...]
     """Parts of the checkpoints that were not compared, with the reasons."""
 
@@ -285,13 +285,12 @@ def _compare(
         found = _compare_elements(a.engine, left, b.engine, right, tolerance, progress)
         compared += 1
         compared_bytes += left.nbytes
+        max_abs = max(max_abs, found.max_abs)
         if found.differing:
             differences.append(_values_difference(name, left, found))
             continue
         equal.append(name)
-        if found.unequal:
-            close += 1
-            max_abs = max(max_abs, found.max_abs)
+        close += bool(found.unequal)
     for side in (a, b):
         side.engine.finish()
     values, notes = _compare_values(a, b, tolerance) if with_values else ((), ())

@@ -157,10 +157,9 @@ def _print(found: Comparison) -> None:
         print(f"note: {printable(note)}")
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
     if found.close_tensors:
-        compared += (
-            f"; {found.close_tensors} within the tolerance and not equal, by {found.max_abs:.6g} "
-            "at most"
-        )
+        compared += f"; {found.close_tensors} within the tolerance and not equal"
+    if found.max_abs:
+        compared += f"; the largest difference is {found.max_abs:.6g}"
     if found.equal:
         print(f"no difference: {compared}")
         return

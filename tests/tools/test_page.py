@@ -167,8 +167,17 @@ def test_a_page_of_differences_has_them_with_histograms(run, tmp_path):
     assert (told["only_a"], told["only_b"]) == (["x"], ["y"])
     (changed,) = told["tensors"]
     assert changed["histogram"] == [["0", 1], ["1e-3", 2], ["1e-1", 1], ["inf", 1]]
-    assert changed["max_abs"] == "inf"
+    assert changed["max_abs"] == changed["largest"] == "inf"
     assert [value["name"] for value in told["values"]] == ["step"]
+
+
+def test_a_page_shows_small_differences_with_the_digits_of_the_terminal(run, tmp_path):
+    ckpt.save(tmp_path / "a", {"w": torch.zeros(2)})
+    ckpt.save(tmp_path / "b", {"w": torch.tensor([4e-4, 1e-13])})
+    ended = run("diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "out.html")
+    assert "the largest difference is 0.0004 (" in ended.out
+    (changed,) = data_of(tmp_path / "out.html")["differences"]["tensors"]
+    assert changed["largest"] == "0.0004"
 
 
 def test_a_page_is_of_the_whole_checkpoint(run, saved, tmp_path):

@@ -92,6 +92,8 @@ def described_differences(found: Comparison) -> Json:
     told = asdict(found)
     del told["equal_tensors"]
     count = len(found.tensors)
+    for tensor in told["tensors"]:
+        tensor["largest"] = f"{tensor['max_abs']:.6g}"
     told["summary"] = (
         f"{found.compared_tensors:,} tensors were compared: {count:,} differ, "
         f"{len(found.equal_tensors):,} are equal or close."

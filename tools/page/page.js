@@ -53,7 +53,8 @@
   }
 
   const isNumeric = (cell) => typeof cell === "number" || (cell instanceof Element && cell.classList.contains("number"));
-  const sizeCell = (bytes) => make("span", { class: "number" }, size(bytes));
+  const numberCell = (text) => make("span", { class: "number" }, text);
+  const sizeCell = (bytes) => numberCell(size(bytes));
 
   function cellOf(cell, isNumber) {
     const content = typeof cell === "number" ? count(cell) : cell;
@@ -413,7 +414,7 @@
     if (told.tensors.length) {
       found.push(make("h2", {}, "Tensors"), table("Changed tensors",
         ["name", "elements", "differing", "largest |a - b|", "|a - b| by power of ten"],
-        told.tensors.map((one) => [one.name, one.elements, one.differing, one.problem === "values" ? one.max_abs : one.detail, histogram(one.histogram)])));
+        told.tensors.map((one) => [one.name, one.elements, one.differing, one.problem === "values" ? numberCell(one.largest) : one.detail, histogram(one.histogram)])));
     }
     const values = [...told.values, ...told.structure].map((one) => [one.name, one.a ?? "missing", one.b ?? "missing"]);
     if (values.length) found.push(make("h2", {}, "Values and structure"), table("Values", ["name", "A", "B"], values));
@@ -422,13 +423,13 @@
 
   function histogram(bins) {
     if (!bins.length) return "";
-    const most = Math.max(...bins.map(([, number]) => number)), width = 22;
+    const most = Math.max(...bins.map(([, number]) => number)), width = 34;
     const drawing = make("svg:svg", { viewBox: `0 0 ${bins.length * width} 44`, role: "img", style: `width:${bins.length * width}px` });
     drawing.append(make("svg:title", {}, bins.map(([label, number]) => `${label}: ${count(number)}`).join(", ")));
     bins.forEach(([label, number], at) => {
       const height = Math.max(1, (30 * number) / most);
       drawing.append(make("svg:rect", { x: at * width + 2, y: 32 - height, width: width - 4, height, fill: "var(--bar)" }),
-        make("svg:text", { x: at * width + 2, y: 42, style: "font-size:7px;fill:var(--ink)" }, label));
+        make("svg:text", { x: (at + 0.5) * width, y: 42, "text-anchor": "middle", style: "font-size:8px;fill:var(--ink)" }, label));
     });
     return drawing;
   }
