@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -138,6 +138,32 @@ def _value_line(value: ValueDifference) -> str:
     return f"! {name}: {shortened(a)} in A, {shortened(b)} in B"
 
 
+def _prefix_notes(found: Comparison) -> Iterator[str]:
+    """Yields a note on the option that helps if the other side has all names below a prefix."""
+    a, b = found.only_a, found.only_b
+    if not a or not b or found.compared_tensors or found.tensors:
+        return
+    for more, less, sides, rename in ((a, b, "B are in A", "{}="), (b, a, "A are in B", "={}")):
+        prefix = _prefix(more, less)
+        if prefix is None:
+            continue
+        is_all = all(name.startswith(f"{prefix}.") for name in more)
+        option = f"--rename {rename.format(prefix)}" if is_all else f"--select {prefix}"
+        if is_all or not any(name.startswith(f"{prefix}.") for name in less):
+            yield f"all names of {sides} below {prefix}; {option} compares them"
+
+
+def _prefix(more: Sequence[str], less: Sequence[str]) -> str | None:
+    """Returns the prefix below which `more` has all names of `less`; None without one.
+
+    >>> _prefix(["model.a.w", "model.b.w", "optim.lr"], ["a.w", "b.w"]), _prefix(["a"], ["b"])
+    ('model', None)
+    """
+    names, first = set(more), less[0]
+    ends = (name.removesuffix(f".{first}") for name in more if name.endswith(f".{first}"))
+    return next((end for end in ends if all(f"{end}.{name}" in names for name in less)), None)
+
+
 def _print(found: Comparison) -> None:
     if not found.equal:
         print(f"A is {printable(without_secrets(found.a))}")
@@ -153,7 +179,7 @@ def _print(found: Comparison) -> None:
     for one in found.structure:
         name = printable(one.name) or "the whole"
         print(f"! {name}: {printable(one.a)} in A, {printable(one.b)} in B")
-    for note in found.notes:
+    for note in (*found.notes, *_prefix_notes(found)):
         print(f"note: {printable(note)}")
     compared = f"{count(found.compared_tensors, 'tensor')}, {size(found.compared_bytes)} compared"
     if found.close_tensors:

@@ -74,6 +74,27 @@ def test_an_exported_part_is_compared_with_select(run, saved, tmp_path):
     assert run("diff", saved, exported).code == 1
 
 
+def test_names_below_one_prefix_are_told_with_the_option_that_compares_them(run, tmp_path):
+    weights = {"embed.w": torch.ones(2), "w": torch.ones(3)}
+    save(tmp_path / "plain", weights)
+    save(tmp_path / "all", {"model": weights})
+    save(tmp_path / "run", {"model": weights, "ema": torch.ones(2)})
+    for a, b, names, option in (
+        ("all", "plain", "B are in A", ("--rename", "model=")),
+        ("plain", "all", "A are in B", ("--rename", "=model")),
+        ("run", "plain", "B are in A", ("--select", "model")),
+        ("plain", "run", "A are in B", ("--select", "model")),
+    ):
+        told = f"note: all names of {names} below model; {' '.join(option)} compares them"
+        assert told in run("diff", tmp_path / a, tmp_path / b).out.splitlines()
+        assert run("diff", tmp_path / a, tmp_path / b, *option).code == ExitCode.FINE
+    save(tmp_path / "other", {"v": torch.ones(2)})
+    assert "note" not in run("diff", tmp_path / "plain", tmp_path / "other").out
+    save(tmp_path / "base", {"model": weights, "head": torch.ones(2)})  # --select would change both
+    save(tmp_path / "beside", {"model": {"model": weights, "head": torch.ones(2)}, "ema": weights})
+    assert "note" not in run("diff", tmp_path / "base", tmp_path / "beside").out
+
+
 def test_values_are_left_alone_when_told(run, tmp_path):
     save(tmp_path / "a", {"w": torch.ones(4), "step": 1})
     save(tmp_path / "b", {"w": torch.ones(4), "step": 2})
