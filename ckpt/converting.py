@@ -336,7 +336,9 @@ class _Target:
         name = split_url(self.url)[1]
         match self.format:
             case Format.HUGGINGFACE:
-                beside, base = plans_of(files or {}, casts, "the source"), base_name_of(files or {})
+                dtypes = {tensor.dtype for tensor in state.tensors.values()}
+                beside = plans_of(files or {}, casts, dtypes, "the source")
+                base = base_name_of(files or {})
                 return [*beside, *huggingface.plans(state, self.max_shard_bytes, base)]
             case Format.DCP:
                 return dcp.plans(state)

@@ -7,7 +7,8 @@ Rules:
 2. If the conversion changes names, or takes another part than the weights, the source's files are
    not copied: its `config.json` describes another model. Sizes for a mapping are read from it all
    the same.
-3. `config.json` names a dtype. It becomes the dtype to which all floats are cast.
+3. `config.json` names a dtype. It becomes the dtype to which all floats are cast, or that of all
+   written tensors if they have one.
 4. With an `adapter_config.json` and no `config.json` the folder is an adapter of PEFT, whose file
    of weights has another name.
 """
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ckpt.errors import NotACheckpointError
-from ckpt.mapping.casts import Casts
+from ckpt.mapping.casts import FLOATS, Casts
 from ckpt.stores.store import Options, open_store, split_url
+from formats.dtypes import DType
 from formats.file_plan import FilePlan
 from formats.limits import check, current
 from formats.storage import Reader
@@ -90,13 +92,18 @@ def config_of(files: ModelFiles, where: str) -> Mapping[str, object]:
     return decode_object(files[CONFIG], f"{where}/{CONFIG}") if CONFIG in files else {}
 
 
-def plans_of(files: ModelFiles, casts: Casts, where: str) -> list[FilePlan]:
-    """Returns the files to write beside cast weights (rule 3)."""
+def plans_of(
+    files: ModelFiles, casts: Casts, written: Collection[DType], where: str
+) -> list[FilePlan]:
+    """Returns the files to write beside weights of the `written` dtypes (rule 3)."""
     content = dict(files)
+    config = dict(config_of(files, where))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
     dtype = casts.of_all
-    if dtype is not None and CONFIG in content:
-        config = dict(config_of(files, where))
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype.torch_name
+    if dtype is None and config.get(key) is not None and len(written) == 1:
+        dtype = next((one for one in written if one.name in FLOATS), None)
+    if dtype is not None and CONFIG in content and config.get(key) != dtype.torch_name:
+        config[key] = dtype.torch_name
         content[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return [FilePlan(name, [data]) for name, data in content.items()]
 

@@ -246,12 +246,14 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
             f"cannot hold: {_shown(report.left_out)}"
         )
     if report.beside:
+        were = "would be" if options.dry_run else "were"
         yield (
-            f"note: only the weights were converted; --select takes one of {_shown(report.beside)}"
-            ", and --select '' everything"
+            f"note: only the weights {were} converted; --select takes one of "
+            f"{_shown(report.beside)}, and --select '' everything"
         )
     if report.model_files:
-        yield f"note: copied beside the weights: {_shown(report.model_files)}"
+        copied = "would be copied" if options.dry_run else "copied"
+        yield f"note: {copied} beside the weights: {_shown(report.model_files)}"
     if report.model_files == ():
         yield (
             "note: from_pretrained needs a config.json beside the weights; --config FOLDER copies "

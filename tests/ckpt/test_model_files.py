@@ -12,7 +12,12 @@ from ckpt.errors import NotACheckpointError
 from formats.errors import HostileError
 from formats.limits import limits
 
-CONFIG = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "x"}
+CONFIG = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "dtype": "float32",
+}
 NAMES = ("config.json", "tokenizer.json", "tokenizer.model")
 
 
@@ -63,6 +68,14 @@ def test_the_configuration_has_the_dtype_of_the_weights(
     assert config_in(tmp_path / "hf") == {key: "bfloat16", "a": 1}
     ckpt.convert(source, tmp_path / "two", to="hf", dtype={"w": "bfloat16", "*": None})
     assert config_in(tmp_path / "two") == {key: "float32", "a": 1}
+    torch.save({"w": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "half.pt")
+    torch.save({"w": torch.ones(3, dtype=torch.int8)}, tmp_path / "int8.pt")
+    for name, expected in (("half", "bfloat16"), ("int8", "float32")):
+        ckpt.convert(tmp_path / f"{name}.pt", tmp_path / name, to="hf", config=source)
+        assert config_in(tmp_path / name) == {key: expected, "a": 1}
+    (source / "config.json").write_text("{}")
+    ckpt.convert(tmp_path / "half.pt", tmp_path / "auto", to="hf", config=source)
+    assert config_in(tmp_path / "auto") == {}
 
 
 def test_new_names_make_another_model_whose_files_the_caller_names(

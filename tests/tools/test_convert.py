@@ -24,6 +24,9 @@ def test_what_lies_beside_the_weights_of_a_training_is_named(run, tmp_path):
     assert ended.code == ExitCode.FINE
     assert "note: only the weights were converted; --select takes one of optimizer" in ended.out
     assert "and --select '' everything" in ended.out
+    ended = run("convert", trainer, tmp_path / "hf", "--to", "hf", "--dry-run")
+    assert "note: only the weights would be converted; " in ended.out
+    assert "note: would be copied beside the weights: config.json" in ended.out
     ended = run("convert", trainer, tmp_path / "y.pt", "--select", "optimizer")
     assert "only the weights" not in ended.out
     ended = run("inspect", trainer, "--depth", "1", "--values")
