@@ -92,6 +92,8 @@ class ConvertReport:
     """Top keys that were not converted, beside the weights, although the caller named no part."""
     model_files: tuple[str, ...] | None = None
     """The configuration and tokenizer that a Hugging Face folder got; None for other formats."""
+    prefix: str = ""
+    """The key path of the model, with which its names begin in a format of weights."""
     plan: ConversionPlan | None = field(default=None, compare=False, repr=False)
     """Each tensor with its names in the source, its shape and dtypes, and the bytes."""
 
@@ -261,6 +263,7 @@ def convert(
             _not_cast(casts, state),
             beside,
             None if files is None else tuple(files),
+            _prefix_of_model(changes, source, target.format, state),
             conversion_plan(found, casts, target.memory_bytes(state)),
         )
 
@@ -409,6 +412,15 @@ def _of_weights(
     whole = weights.removesuffix(".0")  # the one model of a list
     beside = tuple(key for key in _top_keys(source.catalog.tree) if key != whole)
     return replace(changes, select=weights), beside
+
+
+def _prefix_of_model(changes: Changes, source: Source, chosen: Format, state: Outgoing) -> str:
+    """Returns the key path with which the names of the model begin; empty in a format of states."""
+    place = place_of_model(source.catalog)
+    is_named = changes.select is not None or changes.part is not None
+    if is_named or not chosen.is_of_weights or not place:
+        return ""
+    return place if any(name.startswith(f"{place}.") for name in state.tensors) else ""
 
 
 def _without_opaque(url: str, found: Mapped) -> tuple[Mapped, tuple[str, ...]]:

@@ -207,6 +207,7 @@ def _summary(options: Options, report: ConvertReport, seconds: float) -> dict[st
         "became_text": report.became_text,
         "not_cast": report.not_cast,
         "beside": report.beside,
+        "prefix": report.prefix,
         "model_files": report.model_files,
         "written": not options.dry_run,
         "verified": options.verify and not options.dry_run,
@@ -250,6 +251,11 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
         yield (
             f"note: only the weights {were} converted; --select takes one of "
             f"{_shown(report.beside)}, and --select '' everything"
+        )
+    if report.prefix:
+        yield (
+            f"note: names of the model keep the prefix '{printable(report.prefix)}.'; --model-only "
+            "takes the model alone, with its own names"
         )
     if report.model_files:
         copied = "would be copied" if options.dry_run else "copied"

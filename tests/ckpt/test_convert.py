@@ -157,6 +157,7 @@ def test_the_report_says_what_was_written(small: Path, tmp_path: Path) -> None:
         tensors=4,
         nbytes=(20 + 4 + 20) * 4 + 7 * 8,
         left_out=("optimizer.step",),
+        prefix="model",
     )
 
 

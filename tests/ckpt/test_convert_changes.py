@@ -170,11 +170,12 @@ def test_who_names_tensors_or_everything_gets_them_in_a_hugging_face_folder(
     saved: Path, tmp_path: Path
 ) -> None:
     whole = ckpt.convert(saved, tmp_path / "c.safetensors")
-    assert (whole.tensors, whole.beside) == (5, ())
+    assert (whole.tensors, whole.beside, whole.prefix) == (5, (), "model")
     report = ckpt.convert(saved, tmp_path / "a", to="hf", select="")
-    assert (report.tensors, report.beside) == (5, ())
+    assert (report.tensors, report.beside, report.prefix) == (5, (), "")
     ckpt.save(tmp_path / "nest", {"model": {"w": torch.ones(2)}, "layers": [torch.ones(1)]})
-    ckpt.convert(tmp_path / "nest", tmp_path / "d", to="hf")
+    assert ckpt.convert(tmp_path / "nest", tmp_path / "d", to="hf").prefix == "model"
+    assert ckpt.convert(tmp_path / "nest", tmp_path / "d.pt").prefix == ""
     assert set(ckpt.open(tmp_path / "d")) == {"model.w", "layers.0"}
     ckpt.convert(saved, tmp_path / "b", to="hf", include="model.w*", rename={"model": "net"})
     assert set(ckpt.open(tmp_path / "b")) == {"net.w.0", "net.w.1"}

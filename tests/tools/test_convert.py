@@ -37,6 +37,9 @@ def test_values_that_the_target_cannot_hold_are_named(run, saved, tmp_path):
     ended = run("convert", saved, tmp_path / "all.safetensors")
     assert "step" in ended.out
     assert "left out" in ended.out
+    assert "note: names of the model keep the prefix 'model.'; --model-only takes " in ended.out
+    ended = run("convert", saved, tmp_path / "model.safetensors", "--model-only")
+    assert "prefix" not in ended.out
 
 
 @pytest.mark.parametrize("to", ["ckpt", "safetensors", "hf", "torch", "dcp"])
