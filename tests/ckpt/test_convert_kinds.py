@@ -373,7 +373,7 @@ def test_columns_are_no_run_and_say_so() -> None:
         ({"kind": "full", "world_size": 1 << 40}, "the world size is 1099511627776"),
         ({"kind": "sharded", "world_size": 1, "to": "hf"}, "as hf, which has whole.*to='ckpt'"),
         ({"kind": "local", "world_size": 2, "to": "torch"}, "as torch, which has whole"),
-        ({"kind": "full", "world_size": 2, "to": "safetensors"}, "world size of 2"),
+        ({"kind": "full", "world_size": 2, "to": "safetensors"}, "as safetensors, which has"),
         ({"kind": "full", "world_size": 2, "to": "dcp"}, "as dcp, which has whole"),
     ],
 )
