@@ -6,6 +6,7 @@ import os
 
 from ckpt.errors import ArgumentError, NotACheckpointError
 from ckpt.nearby import advice_at
+from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store
 from ckpt.transfer.commit import withdraw
 from formats.folders import is_shard, sign_of_another_format
@@ -34,7 +35,7 @@ def delete(
         NotACheckpointError: no checkpoint of ckpt's own format is at `url`.
         CorruptError: the manifest is damaged, so that the checkpoint's files are unknown.
         ArgumentError: `url` is a link on a disk.
-        StoreError: the disk or object store failed.
+        StoreError: the disk or object store failed; or the place is only read, as a live state is.
 
     >>> import ckpt, tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -51,6 +52,7 @@ def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options)
     """Deletes a checkpoint as `delete` does. Returns False if there was none."""
     _check_no_link(url)
     with open_store(url, options) as store:
+        check_writable(store)
         try:
             data = read_manifest(store)
         except (FileNotFoundError, NotADirectoryError) as error:

@@ -32,6 +32,7 @@ from ckpt.state.merged_state import (
     spec_of,
 )
 from ckpt.state.state_spec import StateSpec, check_members
+from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import Store
 from ckpt.transfer.bases import bases_used, check_unused, folder_beside
 from ckpt.transfer.commit import check_no_other, commit, now
@@ -142,8 +143,9 @@ _last_plan = keeps_last(plan_save)
 def check_place(store: Store, overwrite: bool) -> None:
     """Raises ExistsError if the place is taken, InUseError if other checkpoints borrow from it.
 
-    Rank 0 alone calls this.
+    Rank 0 alone calls this. Raises StoreError if the place is only read.
     """
+    check_writable(store)
     if not overwrite:
         names = store.names()
         if MANIFEST in names and store.exists(MANIFEST):  # a listing may be out of date

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ckpt.errors import ExistsError
 from ckpt.sources import Source
+from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
     is_file,
@@ -87,6 +88,7 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
             "format that is a file (to=)"
         )
     with open_store(target, options) as store:
+        check_writable(store)
         if not store.exists(MANIFEST):
             if not overwrite:
                 check_no_other(store.url, store.entries())

@@ -24,4 +24,5 @@ def check_token(headers: Mapping[str, str], query: Mapping[str, str], wanted: st
         text = "a token is needed: `Authorization: Bearer TOKEN`, or ?token= in the URL"
         raise RefusedError("token", text)
     if not is_token(given, wanted):
-        raise RefusedError("token", "the token is wrong")
+        order = "; the path of a URL comes before ?token=" if "/" in given else ""
+        raise RefusedError("token", f"the token is wrong{order}")

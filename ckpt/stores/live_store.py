@@ -61,6 +61,11 @@ class _Lease:
 class LiveStore(ReadOnlyStore):
     """A version of a live state, or the newest one. Safe to use from several threads."""
 
+    refusal = (
+        "this is a live state, which is only read; ckpt.publish makes one, and LiveState.update "
+        "replaces it"
+    )
+
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         address = parse(url)
         self._told = HttpOptions.of(options, address.token)

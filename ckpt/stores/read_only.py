@@ -16,6 +16,8 @@ class ReadOnlyStore:
 
     url: str
     options: Mapping[str, Any]
+    refusal: str
+    """The end of the message of a call that writes."""
     capabilities = StoreCapabilities(
         put_if_absent=False, atomic_replace=True, hides_unfinished=True, durable=False
     )
@@ -56,7 +58,10 @@ class ReadOnlyStore:
         """Does nothing: nothing was written."""
 
     def _refuse(self, name: str) -> NoReturn:
-        raise StoreError(
-            f"{self.url}/{name}: this place is only read; ckpt.publish makes live states, and "
-            "ckpt serve offers the folder of another program"
-        )
+        raise StoreError(f"{self.url}/{name}: {self.refusal}")
+
+
+def check_writable(store: object) -> None:
+    """Raises StoreError if a store is only read."""
+    if isinstance(store, ReadOnlyStore):
+        raise StoreError(f"{store.url}: {store.refusal}")

@@ -48,6 +48,7 @@ class ServedStore(ReadOnlyStore):
     """A folder of a server. Safe to use from several threads."""
 
     read_bytes = REMOTE_READ_BYTES
+    refusal = "ckpt serve offers this folder, which is only read; write where its files lie"
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         place, self._root, token = _parts(url)

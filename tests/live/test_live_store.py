@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -159,8 +160,29 @@ def test_nothing_can_be_written(url: str) -> None:
             pass
         with pytest.raises(ckpt.StoreError, match="only read"):
             store.delete("manifest.json")
-    with pytest.raises(ckpt.CkptError):
-        ckpt.save(url, {"w": torch.ones(2)}, overwrite=True)
+
+
+@pytest.mark.parametrize("version", ["", "3", "77"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        ckpt.delete,
+        partial(ckpt.delete, missing_ok=True),
+        partial(ckpt.save, state={"w": torch.ones(2)}),
+        partial(ckpt.save, state={"w": torch.ones(2)}, overwrite=True),
+        partial(ckpt.save, state={"w": torch.ones(2)}, blocking=False),
+    ],
+)
+def test_a_call_that_writes_says_that_a_live_state_is_only_read(
+    call: Callable[[str], object], url: str, version: str
+) -> None:
+    with pytest.raises(ckpt.StoreError, match=r"a live state, which is only read; ckpt\.publish"):
+        call(join_url(url, version) if version else url)
+
+
+def test_a_conversion_to_a_live_state_says_that_it_is_only_read(url: str, folder: Path) -> None:
+    with pytest.raises(ckpt.StoreError, match="a live state, which is only read"):
+        ckpt.convert(folder, url)
 
 
 def test_a_closed_store_leaves_no_descriptor_and_no_lease(url: str, offer: Offer) -> None:

@@ -197,6 +197,8 @@ def test_a_token_is_needed(client: Client, headers: dict[str, str]) -> None:
             found = other.ask("GET", path, **headers)
             assert (found.status, found.json["error"]) == (401, "token")
         assert other.get(f"/empty?token={TOKEN}").status == 200
+        for path, order in ((f"/?token={TOKEN}/empty", True), ("/?token=wrong", False)):
+            assert ("comes before ?token=" in other.get(path).json["message"]) == order
 
 
 def test_a_link_that_changes_while_it_is_read_never_leads_outside(
