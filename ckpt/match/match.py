@@ -301,7 +301,10 @@ def _unfit(given: TensorLike) -> str | None:
     if isinstance(given, LocalPart):
         return memory_problem(given.local)
     if getattr(given, "is_meta", False):
-        return "is on the meta device; call to_empty() on the module first"
+        return (
+            "is on the meta device; call to_empty() on the module first, and then make its buffers "
+            "with persistent=False again: no checkpoint has them"
+        )
     found = kind_problem(given)
     if found is None and not is_sharded(given):
         found = memory_problem(getattr(given, "_local_tensor", given))
