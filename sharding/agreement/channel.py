@@ -123,6 +123,8 @@ class Channel(ABC):
                 self._number, self._call = call.number, call
                 _seconds.set(seconds)
                 call.failure = self._open(call)
+                if call.failure is None and not is_continuation:
+                    self._say_called(call)
                 self._prepare(then, call)
                 yield call
             except BaseException as error:
@@ -184,6 +186,9 @@ class Channel(ABC):
     @abstractmethod
     def _leave(self, call: Call, failure: Failure) -> None:
         """Tells the other ranks."""
+
+    def _say_called(self, call: Call) -> None:  # noqa: B027 - a channel without a warning needs none
+        """Tells the connected ranks that this rank has entered the call (`wait_warning`)."""
 
 
 class FakeChannel(Channel):

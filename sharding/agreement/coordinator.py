@@ -104,9 +104,8 @@ class Coordinator(ConnectedChannel):
             if not missing or (left := until - monotonic()) <= 0:
                 break
             news = self._news(waiting.until(left))
-            if waiting.is_due:
-                waiting.say(sorted(missing))
-                self._send(replace(mine, kind=Kind.WAITING, data=b""), 0.0)
+            if waiting.is_due and not news:
+                waiting.say([rank for rank in sorted(missing) if not self._has_called(rank, call)])
             if self._is_full:
                 failures[0] = _full(mine.stage, self.world_size)
                 break
@@ -128,6 +127,12 @@ class Coordinator(ConnectedChannel):
             return self._tell(call, Failure.of(mine.stage, 0, error))
         self._send(replace(mine, kind=Kind.ANSWER, data=answer), call.seconds)
         return answer
+
+    def _has_called(self, rank: int, call: Call) -> bool:
+        return rank in self._links and self._links[rank].called >= call.number
+
+    def _say_called(self, call: Call) -> None:
+        self._send(Message(Kind.CALLED, call.number), 0.0)
 
     def _leave(self, call: Call, failure: Failure) -> None:
         self._connected(call)  # an interrupt may have come first; others look for this rank
@@ -196,6 +201,10 @@ class Coordinator(ConnectedChannel):
             return None
         while link.messages:
             found = link.messages[0]
+            if found.kind is Kind.CALLED:
+                link.called = found.call
+                link.messages.popleft()
+                continue
             if found.call > mine.call:
                 return _out_of_step(rank, found, mine)
             link.messages.popleft()

@@ -41,8 +41,8 @@ class Kind(Enum):
     """To rank 0: the record that a rank brings to an operation, or its failure."""
     ANSWER = "answer"
     """From rank 0: the answer of the operation."""
-    WAITING = "waiting"
-    """From rank 0: it waits for others, and has warned of them."""
+    CALLED = "called"
+    """Both ways: the sender has entered the call, and is perhaps far from its first operation."""
     LEFT = "left"
     """Both ways: this failure has ended the call and all before it."""
     REFUSED = "refused"
@@ -111,6 +111,8 @@ class Link:
         """Whether the other process has ended, or has closed its side."""
         self.has_heard = False
         """Whether any message has arrived."""
+        self.called = 0
+        """The last call that the other rank is known to have entered."""
         self._socket = connected
         self._received: list[bytes] = []
         self._outgoing = b""

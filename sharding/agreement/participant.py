@@ -56,9 +56,8 @@ class Participant(ConnectedChannel):
         while True:
             while link.messages:
                 found = link.messages.popleft()
-                if found.kind is Kind.WAITING:
-                    if found.call == call.number:
-                        waiting.hush()
+                if found.kind is Kind.CALLED:
+                    link.called = found.call
                     continue
                 if found.kind is Kind.REFUSED:
                     link.close()
@@ -78,13 +77,19 @@ class Participant(ConnectedChannel):
                 return failure
             link.wait(waiting.until(left))
             if waiting.is_due and not link.messages:
-                waiting.say([0])
+                # Rank 0 listens in its first call, and lets this rank in when it waits for it.
+                is_there = link.called >= call.number or not link.has_heard
+                waiting.say([] if is_there else [0])
 
     def _catch_up(self, link: Link, found: Message) -> None:
         """Continues the count from the last call that is over."""
         link.receive()
         left = [one.call for one in link.messages if one.kind is Kind.LEFT]
         self._number = max([self._number, found.call, *left])
+
+    def _say_called(self, call: Call) -> None:
+        if self._link is not None:
+            self._link.send(Message(Kind.CALLED, call.number).packed())
 
     def _leave(self, call: Call, failure: Failure) -> None:
         if self._link is None:  # an interrupt came before this rank found rank 0

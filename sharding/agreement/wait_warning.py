@@ -2,10 +2,10 @@
 
 Rules:
 
-1. Only the first operation of a call is watched: a rank that is missing there has not called. In
-   later operations a missing rank is at work, for any length of time.
-2. Rank 0 names the missing ranks, and tells the ranks that wait for rank 0 that it has warned. A
-   rank that hears nothing from rank 0 names rank 0.
+1. Only the first operation of a call is watched. In later operations a missing rank is at work, for
+   any length of time.
+2. A rank says that it has called as it enters the call: it may be at work before the first
+   operation too. Rank 0 names the missing ranks that have not said so. Another rank names rank 0.
 3. The logger `ckpt` gets the warning; Python shows it on stderr by default. No call fails by a
    warning.
 """
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from sharding.agreement.channel import Call
 
 NOTICE_SECONDS = 10.0
-"""The time after which rank 0 names the ranks that have not called."""
-GRACE_SECONDS = 2.0
-"""The time that the others wait longer, for the message that rank 0 has warned."""
+"""The time after which a rank names the ranks that have not called."""
 SHOWN = 8
 """The most ranks that a warning names."""
 _log = logging.getLogger("ckpt")
@@ -37,7 +35,7 @@ class WaitWarning:
         self.began = monotonic()
         self._at = float("inf")
         if call.is_beginning:
-            self._at = self.began + NOTICE_SECONDS + (GRACE_SECONDS if rank else 0.0)
+            self._at = self.began + NOTICE_SECONDS
 
     def until(self, seconds: float) -> float:
         """Returns the given seconds, or the fewer ones until the warning is due."""
@@ -53,8 +51,10 @@ class WaitWarning:
         self._at = float("inf")
 
     def say(self, missing: Sequence[int]) -> None:
-        """Warns once, with the ranks that have not called."""
+        """Warns once, with the ranks that have not called, if there are any."""
         self.hush()
+        if not missing:
+            return
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         who = f"rank {missing[0]}, which has" if len(missing) == 1 else ""
         who = who or f"the ranks {list(missing[:SHOWN])}{more}, which have"

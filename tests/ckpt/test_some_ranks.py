@@ -7,6 +7,8 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from sharding.agreement import wait_warning
+from sharding.agreement.ranks import Ranks
 
 WAIT_SECONDS = 60.0
 
@@ -96,7 +99,7 @@ class Told(logging.Handler):
 def call_late(folder: str, late: int, is_first: bool) -> list[str]:
     """The rank `late` calls when another has warned that it has not; what this rank warned of."""
     if (dist.get_rank() == 0) != (late == 0):  # those that know who is missing
-        wait_warning.NOTICE_SECONDS, wait_warning.GRACE_SECONDS = 0.2, 0.2
+        wait_warning.NOTICE_SECONDS = 0.2
     group = dist.new_group() if is_first else None
     gate = f"{folder}/gate"
     told = Told(gate)
@@ -109,7 +112,7 @@ def call_late(folder: str, late: int, is_first: bool) -> list[str]:
         ckpt.save(f"{folder}/c", {"w": torch.ones(3)}, group=group, timeout=WAIT_SECONDS)
     finally:
         logger.removeHandler(told)
-        wait_warning.NOTICE_SECONDS, wait_warning.GRACE_SECONDS = 10.0, 2.0
+        wait_warning.NOTICE_SECONDS = 10.0
     return told.messages
 
 
@@ -137,6 +140,53 @@ def test_ranks_that_have_not_called_are_named_while_the_others_wait(
     assert 'group="self"' in message
     assert "All fail after 60 s" in message
     assert ckpt.read(tmp_path / "c")["w"].sum() == 3  # type: ignore[index]
+
+
+class Warned(logging.Handler):
+    """Keeps warnings, and sets a key of the store with the first."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.messages = store, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        self.store.set("warned", "1")
+
+
+def enter_slowly(slow: int) -> list[str]:
+    """What this rank warns of while `slow` is at work before the first operation, and 2 absent."""
+    rank = dist.get_rank()
+    store = dist.PrefixStore(f"slow-{slow}", dist.distributed_c10d._get_default_store())
+    ranks, told = Ranks(seconds=60), Warned(store)
+    ranks.agree("telling numbers")
+    wait_warning.NOTICE_SECONDS = 0.0
+    logging.getLogger("ckpt").addHandler(told)
+    try:
+        if rank == 2:
+            dist.barrier()
+            store.wait(["warned"], timedelta(seconds=60))
+        elif rank != slow:
+            dist.barrier()
+        with ranks.call("a call"):
+            if rank == slow:
+                dist.barrier()
+                with suppress(RuntimeError):  # no rank has warned, as it should be for rank 0
+                    store.wait(["warned"], timedelta(seconds=0.2))
+            ranks.agree("telling numbers")
+    finally:
+        logging.getLogger("ckpt").removeHandler(told)
+        wait_warning.NOTICE_SECONDS = 10.0
+    return told.messages
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_is_slow_in_the_call_is_not_said_to_be_absent(
+    clusters: Callable[[int], Any], slow: int
+) -> None:
+    told = clusters(3).run(enter_slowly, slow)
+    assert [len(messages) for messages in told] == [1, 0, 0], told
+    assert "for rank 2, which has not called it" in told[0][0]
 
 
 def save_typed_values(folder: str) -> list[str]:
