@@ -9,17 +9,22 @@ request as one call of the client, with the session, the credentials and the req
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
+from aiobotocore.session import AioSession
 from botocore import exceptions
 
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import ObjectInfo, PartLimits, PastEndError, ShortAnswerError, in_loop
 from ckpt.stores.retries import ErrorClass
+from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
 
 T = TypeVar("T")
 
@@ -78,6 +83,7 @@ class S3Driver:
     holds_answers = False
 
     def __init__(self, file_system: Any) -> None:
+        _check_options(file_system)
         self._fs = file_system
 
     def server(self) -> str:
@@ -270,6 +276,22 @@ class S3Driver:
             return answer if take is None else await take(answer)
 
         return in_loop(self._fs.loop, call())
+
+
+def _check_options(file_system: Any) -> None:
+    """Raises ArgumentError for options that s3fs takes and refuses at its first request."""
+    accepted = inspect.signature(AioSession).parameters
+    for name in file_system.kwargs:  # s3fs passes on the options that it does not know
+        if name not in accepted:
+            known = [*inspect.signature(type(file_system).__init__).parameters, *accepted]
+            near = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, 1))
+            raise ArgumentError(f"storage_options= has {name!r}, which is no option of s3fs{near}")
+    endpoint = file_system.endpoint_url or file_system.client_kwargs.get("endpoint_url")
+    if endpoint and not str(endpoint).startswith(("http://", "https://")):
+        raise ArgumentError(
+            f"storage_options= has the endpoint_url {without_secrets(str(endpoint))!r}, which does "
+            "not begin with http:// or https://"
+        )
 
 
 class _Body:

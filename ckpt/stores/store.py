@@ -32,6 +32,8 @@ from sharding.url_secrets import cause_without_secrets, without_secrets
 Options = Mapping[str, Any] | None
 """Options of a driver: addresses, credentials. Never show or log them."""
 WEB = ("http://", "https://")
+ROOTED = ("http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+"""The protocols of URLs that begin with a host or a bucket, which is never a file."""
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 """The start of a URL that went through `pathlib.Path`."""
 
@@ -123,7 +125,7 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
     `options` are those of the fsspec driver; a local folder has none.
 
     Raises:
-        ArgumentError: as for `local_path`; or an option that a server of ckpt does not take.
+        ArgumentError: as for `local_path`; or an option that S3 or a server of ckpt does not take.
         StoreError: the driver of the URL is not installed, or refuses the URL or the options.
     """
     text, path = os.fspath(url), local_path(url)
@@ -139,6 +141,8 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
         raise StoreError(
             f"{url}: {error}; install the fsspec driver for {protocol}:// (docs/stores.md)"
         ) from error
+    except ArgumentError as error:
+        raise ArgumentError(f"{url}: {error}") from None
     except Exception as error:
         raise StoreError(
             f"{url}: cannot be opened: {type(error).__name__}: {error}; check the URL, and "
@@ -302,7 +306,8 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     if path is not None:
         return Path(path).is_file()
     text = os.fspath(url)
-    if is_live(text) or (text.startswith(WEB) and "/" not in text.partition("://")[2].rstrip("/")):
+    protocol, _, below = text.partition("://")
+    if is_live(text) or (protocol in ROOTED and "/" not in below.rstrip("/")):
         return False
     folder, name = split_url(url)
     with open_store(folder, options) as store:

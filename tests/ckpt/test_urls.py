@@ -1,5 +1,6 @@
 """Paths and URLs as people write them: each means one place, or is refused."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.stores.store import open_store
+from ckpt.stores.store import is_file, open_store
 from tests.stores.server import Server, s3_client
 from tools.main import main
 
@@ -158,6 +159,43 @@ def test_a_whole_bucket_may_be_a_checkpoint(moto: Server) -> None:
     s3_client(moto).create_bucket(Bucket="whole")
     for url in ("s3://whole", "s3://whole/"):
         assert_comes_back(url, moto.options)
+
+
+def test_a_bucket_of_runs_is_listed_and_watched(
+    moto: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s3_client(moto).create_bucket(Bucket="team")
+    ckpt.save("s3://team/run/step-1", STATE, storage_options=moto.options)
+    options = [f"{key}={json.dumps(value)}" for key, value in moto.options.items()]
+    told = [part for option in options for part in ("-o", option)]
+    assert main(["ls", "s3://team", *told]) == 3
+    assert "`ckpt latest s3://team/run` prints the newest" in capsys.readouterr().err
+    assert main(["top", "s3://team", "--once", "--interval", "0.01", *told]) == 0
+    ckpt.save("s3://team/step-7", STATE, storage_options=moto.options)
+    assert main(["ls", "s3://team", *told]) == 0
+    assert "step-7" in capsys.readouterr().out
+    for url in ("s3://team", "s3://team/", "s3://team/none"):
+        assert not is_file(url, moto.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"endpoint": "http://127.0.0.1:1"}, "has 'endpoint', .*; did you mean 'endpoint_url'"),
+        ({"zzz": 1}, "has 'zzz', which is no option of s3fs$"),
+        ({"endpoint_url": "127.0.0.1:1"}, "endpoint_url '127.0.0.1:1', which does not begin with"),
+        ({"client_kwargs": {"endpoint_url": "localhost:1"}}, "endpoint_url 'localhost:1', which"),
+    ],
+)
+def test_options_that_s3_does_not_take_are_wrong_arguments(
+    options: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for call in (ckpt.read, ckpt.gc, ckpt.latest):
+        with pytest.raises(ckpt.ArgumentError, match=f"^s3://b/x: storage_options= .*{said}"):
+            call("s3://b/x", storage_options=options)
+    told = [f"-o{key}={json.dumps(value)}" for key, value in options.items()]
+    assert main(["verify", "s3://b/x", *told]) == 2
+    assert next(iter(options)).removeprefix("client_kwargs") in capsys.readouterr().err
 
 
 def test_a_url_without_a_bucket_that_can_be_is_told_apart(moto: Server) -> None:
