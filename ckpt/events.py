@@ -82,7 +82,8 @@ def log(level: int = logging.INFO) -> Callable[[], None]:
     """Logs each whole call at `level`, and each stage one level below, to the logger `ckpt.events`.
 
     The fields of the event are attributes of the record, with the prefix `ckpt_`, so that a
-    formatter for JSON has them. Returns a function to stop it.
+    formatter for JSON has them. Returns a function to stop it. Each `log` writes lines of its own,
+    so call it once. Python shows no INFO by default: `logging.basicConfig(level=logging.INFO)`.
     """
     logger = logging.getLogger(LOGGER)
 

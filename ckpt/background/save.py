@@ -26,13 +26,13 @@ from ckpt.stores.store import absolute, open_store, place_elsewhere
 from ckpt.transfer.read import workers_for
 from formats.native.manifest import STAGED_SECONDS
 from formats.native.shard import Progress, ShardSummary
-from sharding.agreement.call_events import stage_outside
+from sharding.agreement.call_events import Clock
 from sharding.agreement.ranks import Ranks, result_or_error
 
 T = TypeVar("T")
 
 CALL = "a save in the background"
-"""The name of the call in other ranks' errors."""
+"""The name of the call in events, and in other ranks' errors."""
 
 
 def lasting(attempt: SaveAttempt) -> SaveAttempt:
@@ -194,36 +194,40 @@ class _Save:
         if not self._ranks.begin():  # the call was interrupted, and tells the other ranks itself
             _abandon(handle, staged)
             return
+        clock = Clock(CALL, self._ranks.rank, self._ranks.world_size)
         place = staged[0].workplace if staged else None
         written: list[ShardSummary | None] = []
         if error is None:
-            written, error = _attempt(lambda: self._write(staged.pop()))
+            written, error = _attempt(lambda: self._write(staged.pop(), clock))
+            clock.end_stage(_name_of(error))
         _let_go(staged)
         handle.mark_staged()
-        _, ended = _attempt(lambda: self._end(written[0] if written else None, error))
+        _, ended = _attempt(lambda: self._end(written[0] if written else None, error, clock))
+        clock.end(_name_of(ended))
         if place is not None:
             _attempt(lambda: self._touch(place))
         handle.mark_finished(ended)
 
-    def _write(self, staged: _Staged) -> ShardSummary | None:
+    def _write(self, staged: _Staged, clock: Clock) -> ShardSummary | None:
         """Writes this rank's shard file; returns None if the rank has nothing to write."""
         handle, place = self._target.handle, staged.workplace
+        if not staged.staging.is_done:
+            clock.doing("copying the state")
         staged.staging.finish()  # first, because the training may wait for the copies
         handle.mark_staged()
         if not self._target.attempt.plan.items:
             return None
         handle.follow(place.arena.progress)
-        ranks = self._ranks
-        with stage_outside(CALL, "writing", ranks.rank, ranks.world_size) as clock:
-            clock.count(self._target.attempt.plan.nbytes)
-            return self._target.write(staged.data, place)
+        clock.doing("writing")
+        clock.count(self._target.attempt.plan.nbytes)
+        return self._target.write(staged.data, place)
 
     def _touch(self, place: Workplace) -> None:
         """Touches the arena if this save filled new memory: the next save has no page faults."""
         place.arena.touch(workers_for(self._target.attempt.mesh.size))
 
-    def _end(self, written: ShardSummary | None, error: Exception | None) -> None:
-        with self._ranks.call(CALL):
+    def _end(self, written: ShardSummary | None, error: Exception | None, clock: Clock) -> None:
+        with self._ranks.call(CALL, clock=clock):
             self._target.end(self._ranks, written, error)
 
 
@@ -237,6 +241,10 @@ def _let_go(staged: list[_Staged]) -> None:
     """Lets no optimizer step wait for copies that are never written."""
     while staged:
         _attempt(lambda: staged.pop().staging.finish())
+
+
+def _name_of(error: Exception | None) -> str:
+    return "" if error is None else type(error).__name__
 
 
 def _attempt(action: Callable[[], T]) -> tuple[list[T], Exception | None]:

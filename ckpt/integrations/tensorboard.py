@@ -27,8 +27,9 @@ class Writer(Protocol):
 def scalars(writer: Writer) -> Callable[[], None]:
     """Adds a point for each call to the curves `ckpt/CALL/seconds`, `.../waited` and others.
 
-    The steps of a curve count the calls. Give a writer to one rank, or one with a folder of its own
-    to each. Returns a function to stop it.
+    The steps of a curve count the calls. A background save is two calls, and the second, `a save in
+    the background`, has the bytes. Give a writer to one rank, or one with a folder of its own to
+    each. Returns a function to stop it.
     """
     calls: Counter[str] = Counter()
 

@@ -133,21 +133,6 @@ def timed(call: str, rank: int = 0, world_size: int = 1) -> Iterator[Clock]:
         clock.end(error)
 
 
-@contextmanager
-def stage_outside(call: str, stage: str, rank: int, world_size: int) -> Iterator[Clock]:
-    """Tells of a stage that no call of the ranks encloses, on another thread for example."""
-    clock = Clock(call, rank, world_size)
-    clock.doing(stage)
-    error = ""
-    try:
-        yield clock
-    except BaseException as raised:
-        error = type(raised).__name__
-        raise
-    finally:
-        clock.end_stage(error)
-
-
 class _Open:
     """A stage or a call that goes on."""
 

@@ -128,18 +128,23 @@ class Ranks:
         return self._channel is None or self._channel.from_any_thread
 
     @contextmanager
-    def call(self, name: str, then: Ranks | None = None) -> Iterator[None]:
+    def call(
+        self, name: str, then: Ranks | None = None, clock: Clock | None = None
+    ) -> Iterator[None]:
         """Enters a call that all ranks enter: an error that ends it on one rank ends it on all.
 
         `then` are the same ranks, with connections for the continuation of the call in another
-        thread. A rank that leaves the call before its continuation has begun leaves both.
+        thread. A rank that leaves the call before its continuation has begun leaves both. `clock`
+        has measured the call since before the ranks entered it; the caller ends it.
         """
         if then is not None and then._channel is not None:
             then._continuation = Continuation(then._channel)
         before = self._clock
         try:
             with (
-                timed(name, self.rank, self.world_size) as self._clock,
+                timed(name, self.rank, self.world_size)
+                if clock is None
+                else nullcontext(clock) as self._clock,
                 self._call(name, None if then is None else then._continuation),
             ):
                 yield

@@ -42,7 +42,10 @@ def test_a_background_save_tells_of_its_copy_and_of_its_own_thread(tmp_path: Pat
         "",
     ]
     assert stages(events, "a save in the background") == ["writing", "committing", ""]
-    assert next(event for event in events if event.stage == "writing").nbytes == 1200
+    *parts, whole = [event for event in events if event.call == "a save in the background"]
+    assert [event.nbytes for event in (*parts, whole)] == [1200, 0, 1200]
+    assert whole.began <= min(part.began for part in parts)
+    assert sum(part.seconds for part in parts) <= whole.seconds
 
 
 def test_a_conversion_has_its_stages_and_counts_the_bytes_that_it_reads(tmp_path: Path) -> None:
