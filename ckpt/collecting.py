@@ -46,6 +46,8 @@ WORKERS = 8
 """Left-overs that are removed at the same time: a server takes time to answer."""
 CLOCKS_SECONDS = 3600.0
 """Time for differences between the clocks of a store and of the ranks, and for a commit."""
+OLD_SECONDS = GRACE_SECONDS + CLOCKS_SECONDS
+"""The age at which no save can need a file any more."""
 LeftOverKind = Literal["shard", "part", "upload", "folder"]
 SHARD: LeftOverKind = "shard"
 PART: LeftOverKind = "part"
@@ -117,7 +119,7 @@ def gc(
     ...     [found.kind for found in ckpt.gc(folder)]
     ['shard']
     """
-    age = GRACE_SECONDS + CLOCKS_SECONDS if older_than is None else older_than
+    age = OLD_SECONDS if older_than is None else older_than
     place = _folder(url)
 
     def look_up() -> BaseFiles:

@@ -71,7 +71,7 @@ def run(options: Options) -> int:
     for line in columns([("NAME", "KIND", "SIZE", "AGE", "STATE"), *rows], right=[2, 3]):
         if rows:
             print(line)
-    print(_sum(found, options.delete))
+    print(_sum(found, options))
     return ExitCode.FINE
 
 
@@ -85,13 +85,23 @@ def _state(one: LeftOver) -> str:
     return "left over" if one.is_old else "young: perhaps being saved"
 
 
-def _sum(found: Sequence[LeftOver], delete: bool) -> str:
-    if delete:
-        gone = [one for one in found if one.was_removed]
-        return f"{count(len(gone), 'left-over')} removed, {size(sum(one.nbytes for one in gone))}"
-    old = [one for one in found if one.is_old]
-    hint = "; --delete removes them" if old else ""
-    total = size(sum(one.nbytes for one in old))
-    young = len(found) - len(old)
-    kept = f"; {count(young, 'young file')}: --older-than changes the age" if young else ""
-    return f"{count(len(old), 'left-over')}, {total}{hint}{kept}"
+def _sum(found: Sequence[LeftOver], options: Options) -> str:
+    counted = [one for one in found if (one.was_removed if options.delete else one.is_old)]
+    total = f"{count(len(counted), 'left-over')}{' removed' if options.delete else ''}"
+    hint = "; --delete removes them" if counted and not options.delete else ""
+    young = sum(not one.is_old for one in found)
+    return f"{total}, {size(sum(one.nbytes for one in counted))}{hint}{_kept(young, options)}"
+
+
+def _kept(young: int, options: Options) -> str:
+    """Returns a text on the files that are too young to count, and on the age at which they do."""
+    from ckpt.collecting import OLD_SECONDS
+
+    if not young:
+        return ""
+    if options.older_than is not None:
+        return f"; {count(young, 'younger file')}"
+    return (
+        f"; {count(young, 'young file')} that a save may still need: left over at the age of "
+        f"{OLD_SECONDS / 3600:g} h, or of --older-than AGE (0s while no save runs here)"
+    )

@@ -32,7 +32,13 @@ def test_the_command_lists_and_deletes(
         "h",
         "young: perhaps being saved",
     ]
-    assert shown[2] == "0 left-overs, 0 B; 1 young file: --older-than changes the age"
+    said = (
+        "1 young file that a save may still need: left over at the age of 25 h, or of --older-than"
+    )
+    assert shown[2].startswith(f"0 left-overs, 0 B; {said} ")
+    kept = run("gc", saved.parent, "--delete").out.splitlines()[2]
+    assert kept == shown[2].replace("left-overs,", "left-overs removed,")
+    assert run("gc", saved, "--older-than", "4h").out.endswith("0 B; 1 younger file\n")
     ended = run("gc", saved, "--older-than", "2h", "--json")
     (one,) = json.loads(ended.out)["left_overs"]
     assert (one["name"], one["is_old"], one["was_removed"]) == (SHARD_NAME, True, False)
