@@ -206,11 +206,13 @@ def _lines(
 ) -> Iterator[str]:
     """Yields the view for people."""
     known, under_way = _rates(looks), looks[-1].under_way
+    later = [_later(one, checkpoints) for one in under_way]
     yield f"{printable(options.url)} at {time.strftime('%H:%M:%S')}"
-    if not under_way:
+    if all(later):
         yield "nothing is under way"
-    for one in under_way[:ATTEMPTS_SHOWN]:
-        yield from ("", *_attempt_lines(options, one, known))
+    for one, name in list(zip(under_way, later, strict=True))[:ATTEMPTS_SHOWN]:
+        lines = _attempt_lines(options, one, known) if name is None else [_outdated(one, name)]
+        yield from ("", *lines)
     if len(under_way) > ATTEMPTS_SHOWN:
         yield f"and {len(under_way) - ATTEMPTS_SHOWN} more, whose last writes are older"
     if checkpoints:
@@ -227,6 +229,26 @@ def _cells(one: Checkpoint) -> tuple[str, ...]:
         "-" if one.committed is None else age(time.time() - one.committed),
         _time(one.save_seconds),
         _time(one.stall_seconds),
+    )
+
+
+def _later(one: UnderWay, checkpoints: Sequence[Checkpoint]) -> str | None:
+    """Returns a checkpoint that was committed after the last write of one without a manifest.
+
+    A run saves in order: such files are no save, but a removal under way, or a killed save's.
+    """
+    is_whole = one.attempt and all(file.phase == "written" for file in one.files)
+    if not is_whole or one.is_committing or not one.changed:
+        return None
+    later = (other for other in checkpoints if other.name != one.name)
+    return next((other.name for other in later if (other.committed or 0.0) > one.changed), None)
+
+
+def _outdated(one: UnderWay, later: str) -> str:
+    nbytes = size(sum(file.nbytes or 0 for file in one.files))
+    return (
+        f"{printable(one.name)}: {count(len(one.files), 'file')}, {nbytes}, without a manifest and "
+        f"older than {printable(later)}: being removed, or left over (ckpt gc)"
     )
 
 
@@ -343,6 +365,7 @@ def _summary(
                 "name": one.name,
                 "attempt": one.attempt,
                 "is_committing": one.is_committing,
+                "committed_later": _later(one, checkpoints),
                 "bytes": total.nbytes,
                 "planned_bytes": total.planned_bytes,
                 "bytes_per_second": total.rate,

@@ -76,6 +76,21 @@ def test_files_without_a_manifest_are_told_with_their_age(run, saved):
     assert "; not committed; last write " in ended.out
 
 
+def test_files_that_are_older_than_a_committed_checkpoint_are_not_called_a_save(run, saved) -> None:
+    ckpt.save(saved.parent / "step-4", {"w": torch.ones(2)})
+    for file in saved.glob("*.safetensors"):
+        os.utime(file, (1e9, 1e9))
+    (saved / "manifest.json").unlink()  # a removal begins with it
+    ended = run("top", "--once", "--interval", "0.01s", saved.parent)
+    assert "nothing is under way" in ended.out
+    assert "without a manifest and older than step-4: being removed, or left over" in ended.out
+    (one,) = json.loads(run("top", "--json", "--interval", "0.01s", saved.parent).out)["under_way"]
+    assert one["committed_later"] == "step-4"
+    for file in saved.glob("*.safetensors"):
+        os.utime(file)  # written last: a save that is about to commit
+    assert "not committed; last write" in run("top", "--interval", "0.01s", saved.parent).out
+
+
 @pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "hf", "dcp", "native"])
 def test_a_conversion_under_way_is_seen_at_its_target(run, tmp_path: Path, name: str) -> None:
     ckpt.save(tmp_path / "source", STATE)
