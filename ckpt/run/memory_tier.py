@@ -221,7 +221,8 @@ class MemoryTier:
         self._has_failed = False
         """Whether the last save has failed, as all ranks know."""
         self._handle: SaveHandle | None = None
-        self._newest = 0
+        self._newest = self._step = 0
+        """The numbers of the newest version, and of the last step that began."""
 
     def is_due(self, step: int) -> bool:
         """Returns whether a step is due here that no other tier saves."""
@@ -234,7 +235,7 @@ class MemoryTier:
         All ranks call this. With `waits`, returns once the step is saved.
         """
         self.settle()
-        self._newest += 1
+        self._newest, self._step = self._newest + 1, step
         failures = self._failures.count
         try:
             if self._has_failed:
@@ -264,7 +265,8 @@ class MemoryTier:
 
     def _failed(self, error: Exception) -> None:
         self._has_failed = True
-        self._failures.add(error, self._live.hosts.url.shown, "the next step", self._tells)
+        place = f"step {self._step} in memory ({self._live.hosts.url.shown})"
+        self._failures.add(error, place, "the next step", self._tells)
 
     def steps(self, ranks: Ranks) -> list[tuple[RunStep, str]]:
         """Returns the steps that can be restored, with their URLs for this rank, newest first.

@@ -154,6 +154,21 @@ def test_a_lost_host_is_read_from_the_replicas_of_its_neighbour(
         wait_until_nothing_is_left(folder / host)
 
 
+def test_a_save_to_memory_that_fails_names_its_step_and_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(step: int) -> None:
+        run.save(step, {"w": torch.ones(2)})
+        run.wait_until_finished()
+
+    monkeypatch.setenv(RUNTIME, str(folder / "host0"))
+    with run_in(str(folder)) as run:
+        save(1)
+        lose(folder, "host0")
+        with pytest.warns(ckpt.SaveFailedWarning, match=r"^step 2 in memory \(live://.*not saved"):
+            save(2)
+
+
 def test_a_step_that_was_not_committed_is_skipped(
     doomed_cluster: Callable[[int], Any], clusters: Callable[[int], Any], folder: Path
 ) -> None:
