@@ -59,7 +59,8 @@ def follow(
     Args:
         url: `live://host:port/name?token=...`, without a version.
         after: yields only versions above this number; None takes any.
-        timeout: the longest wait for a newer version, in seconds; None waits without an end.
+        timeout: the longest wait for a newer version, in seconds; None waits without an end. A
+            server that has not begun, or has ended, is an UnreachableError at once.
         storage_options: `token`, `timeout` and `certificate`, as in docs/live.md.
 
     Raises:
