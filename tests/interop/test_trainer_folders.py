@@ -91,6 +91,7 @@ def opened(folder: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_three_ranks_trained_opens_in_transformers_and_resumes_on_two(
     clusters: Callable[..., Any], tmp_path: Path
 ) -> None:
