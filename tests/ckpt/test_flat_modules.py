@@ -40,7 +40,7 @@ from tests.ckpt.wrappings import (
     wrapped,
 )
 from tests.networks import ScaledBlock
-from tests.selection import thorough
+from tests.selection import slow
 
 Run = tuple[str, int]
 """A wrapping and its number of ranks."""
@@ -135,7 +135,7 @@ def test_a_checkpoint_has_the_names_shapes_and_values_of_the_model_that_is_not_s
     assert_alike(found, plain, exact=False)
 
 
-@pytest.mark.parametrize("apart", [QUICK_APART, thorough(APART)], ids=["quick", "others"])
+@pytest.mark.parametrize("apart", [QUICK_APART, slow(APART)], ids=["quick", "others"])
 @pytest.mark.parametrize("run", RUNS, ids=named)
 def test_what_one_strategy_saved_loads_into_another_bit_for_bit_and_trains_on(
     clusters: Callable[[int], Any],

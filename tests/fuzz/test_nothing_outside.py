@@ -41,7 +41,7 @@ def test_reading_hostile_checkpoints_touches_nothing_else(
     assert touches(0, 1) == NOTHING
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reading_more_hostile_checkpoints_touches_nothing_else(
     touches: Callable[[int, int], object],
 ) -> None:
