@@ -42,13 +42,6 @@ def test_reading_hostile_checkpoints_touches_nothing_else(
 
 
 @pytest.mark.slow
-def test_reading_more_hostile_checkpoints_touches_nothing_else(
-    touches: Callable[[int, int], object],
-) -> None:
-    assert touches(1, 5) == NOTHING
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_reading_many_hostile_checkpoints_touches_nothing_else(
     touches: Callable[[int, int], object],
