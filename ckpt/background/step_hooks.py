@@ -109,7 +109,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         return int(local.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # torch's, for a tensor without a storage
         # A subclass without memory of its own: it wraps tensors that are visited themselves, or has
         # no data (meta, fake).
         return 0

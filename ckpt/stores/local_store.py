@@ -295,8 +295,10 @@ class LocalStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
+            places = (self._folder, *self._folder.parents)
+            there = next(place for place in places if os.path.lexists(place))
             raise StoreError(
-                f"{folder} is no folder, and a checkpoint is one; choose another place"
+                f"{there} is no folder, and a checkpoint is one; choose another place"
             ) from error
         for folder in made:
             _flush(folder.parent)

@@ -187,10 +187,11 @@ def test_a_checkpoint_is_invisible_until_its_manifest_exists(tmp_path: Path) -> 
 
 def test_a_save_onto_a_file_is_an_error_with_and_without_overwrite(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, place in (("file", "file"), ("file", "file/below"), ("link", "link")):
         for overwrite in (False, True):
-            with pytest.raises(ckpt.StoreError, match=f"{tmp_path}/file is no folder"):
-                ckpt.save(place, {"w": torch.ones(2)}, overwrite=overwrite)
+            with pytest.raises(ckpt.StoreError, match=f"{tmp_path}/{name} is no folder"):
+                ckpt.save(tmp_path / place, {"w": torch.ones(2)}, overwrite=overwrite)
     assert (tmp_path / "file").read_text() == "mine"
 
 

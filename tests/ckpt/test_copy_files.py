@@ -244,7 +244,10 @@ def test_a_damaged_source_is_an_error_and_no_file_appears(tmp_path: Path, in_ord
     assert os.listdir(tmp_path / "out") == [] if not in_order else True
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux knows the peak")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(),
+    reason="no clear_refs, by which Linux resets the peak of memory",
+)
 @pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "c", "zstd"])
 def test_memory_and_writes_do_not_grow_with_a_tensor(tmp_path: Path, name: str) -> None:
     mib = 160
