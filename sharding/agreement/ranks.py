@@ -299,19 +299,33 @@ class Ranks:
     def _meet(
         self, stage: str, record: bytes, join: Join, error: BaseException | None = None
     ) -> bytes:
-        """Returns rank 0's answer to the records of all ranks."""
+        """Returns rank 0's answer to the records of all ranks.
+
+        A rank with an error raises that error, and rank 0 its own one of `join`.
+        """
         failure = None if error is None else Failure.of(stage, self.rank, error)
         if self._channel is None:
             if error is not None and failure is not None:
                 self.told = failure.rank, failure.error
                 raise error
             return join([record])
+        join_errors: list[Exception] = []
+
+        def join_here(records: Sequence[bytes]) -> bytes:
+            found, raised = result_or_error(lambda: join(records))
+            if raised is not None:
+                join_errors.append(raised)
+                raise raised
+            return found[0]
+
         with self._call(stage) as call:
             assert call is not None
             with nullcontext() if self._clock is None else self._clock.waiting():
-                answer = self._channel.meet(call, stage, record, failure, join)
+                answer = self._channel.meet(call, stage, record, failure, join_here)
             if isinstance(answer, Failure):
                 other = self._error(answer)
+                if join_errors:
+                    raise join_errors[0]
                 if isinstance(error, TransferError) and answer != failure:
                     raise other from error  # the other rank has the cause
                 raise other if error is None else error

@@ -5,7 +5,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from time import monotonic
@@ -232,6 +232,27 @@ def test_the_lowest_rank_that_failed_and_the_calls_of_all_are_told(clusters: Cal
     )
     assert first == ([failing, other_call, leaving], [0, 1, 2])
     assert others == [([f"of rank {rank}", other_call], [0, 1, 2]) for rank in (1, 2)]
+
+
+def join_with_an_error() -> tuple[str, str, list[int]]:
+    """The error of each rank if rank 0 cannot join the records, and a later answer."""
+    ranks = Ranks(seconds=20, purpose="joining")
+
+    def join(records: Sequence[bytes]) -> bytes:
+        raise FileNotFoundError(f"{len(records)} records")
+
+    with pytest.raises((FileNotFoundError, RankError)) as raised:
+        ranks.joined("joining", b"", join)
+    return type(raised.value).__name__, str(raised.value), everyone(ranks, dist.get_rank())
+
+
+def test_an_error_of_joining_is_rank_0_s_own_error_and_a_rank_error_elsewhere(
+    clusters: Callable,
+) -> None:
+    first, *others = clusters(3).run(join_with_an_error)
+    assert first == ("FileNotFoundError", "3 records", [0, 1, 2])
+    said = "joining failed on rank 0 with FileNotFoundError: 3 records"
+    assert others == [("RankError", said, [0, 1, 2])] * 2
 
 
 def close_on_rank_2() -> str:
