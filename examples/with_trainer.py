@@ -94,6 +94,7 @@ def main(given: Sequence[str] | None = None) -> None:
     trainer.train(resume_from_checkpoint=options.resume)
     if trainer.is_world_process_zero():
         print(json.dumps(losses.all))
+    trainer.accelerator.wait_for_everyone()  # else DDP may hang at exit, with its last all-gather
     trainer.accelerator.end_training()  # else gloo may abort the process at its end
 
 
