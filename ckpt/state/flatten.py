@@ -41,7 +41,7 @@ from formats.catalog import TensorRef, Tree, TypedValue, join
 from formats.dtypes import DType, dtype_of_torch
 from formats.errors import UnsupportedError
 from formats.limits import current
-from formats.native.shard import TABLE
+from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.tree import ROOT
 from formats.safetensors_header import METADATA_KEY
 from sharding.describe.describing import TensorLike, describe, part_of
@@ -59,7 +59,7 @@ DICTS = (dict, OrderedDict, defaultdict, Counter)
 """Types that are stored as a dict; a MultiStepLR keeps its milestones in a Counter."""
 SPREAD = (torch.Tensor, LocalPart)
 _DTYPES: dict[torch.dtype, DType] = {}
-RESERVED = (TABLE, METADATA_KEY)
+RESERVED = (*OWN_ENTRIES, METADATA_KEY)
 """Names that shard files need for their own entries."""
 
 

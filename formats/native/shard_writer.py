@@ -11,8 +11,10 @@ from typing import Protocol
 import xxhash
 
 from formats.dtypes import DType
+from formats.errors import FormatError
 from formats.file_plan import FilePlan, Late, length_of
 from formats.native.borrowed import Lent
+from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import (
     ALIGN,
     RECORD,
@@ -115,8 +117,10 @@ class Sized(Protocol):
 def raw_header(ordered: Sequence[Sized]) -> tuple[bytes, int]:
     """Returns the header of an uncompressed file, and the size of its chunk table.
 
-    The tensors are in the file's order.
+    The tensors are in the file's order. Raises FormatError for a name of the file's own entries.
     """
+    if taken := [tensor.name for tensor in ordered if tensor.name in OWN_ENTRIES]:
+        raise FormatError(f"{taken[0]}: this name is taken; give the tensor another one")
     entries = [(t.name, t.dtype.carrier, t.dtype.carrier_shape(t.shape), t.nbytes) for t in ordered]
     chunk_bytes = chunk_bytes_of("raw")
     table = table_entry(sum(-(-t.nbytes // chunk_bytes) for t in ordered))

@@ -369,6 +369,8 @@ UNSTORABLE: dict[str, tuple[Callable[[], object], str]] = {
     "value names": (lambda: {"a.b": 1, "a": {"b": 2}}, "two entries .* the name 'a.b'"),
     "list names": (lambda: {"a.0": 1, "a": [2, torch.ones(1)]}, "two entries .* the name 'a.0'"),
     "reserved": (lambda: {"__chunks__": torch.ones(1)}, r"state\['__chunks__'\]: no tensor"),
+    "borrowed": (lambda: {"__borrowed__": torch.ones(1)}, r"state\['__borrowed__'\]: no tensor"),
+    "deltas": (lambda: {"__deltas__": torch.ones(1)}, r"state\['__deltas__'\]: no tensor"),
     "metadata": (lambda: {"__metadata__": torch.ones(1)}, r"state\['__metadata__'\]: no tensor"),
     "empty": (lambda: {"": torch.ones(1)}, r"state\[''\]: the name of a top entry"),
     "no text": (lambda: {"\ud800": torch.ones(1)}, "no tensor can have the name"),

@@ -21,6 +21,7 @@ from formats.errors import FormatError
 from formats.native import codec, shard, shard_writer, streaming
 from formats.native.manifest import Manifest, ShardFile, StoredTensor, dump
 from formats.native.manifest_loader import load
+from formats.native.opened_shard import OWN_ENTRIES
 from formats.native.shard import TABLE, ShardSummary
 from formats.native.shard_writer import write_shard
 from formats.outgoing import OutgoingTensor
@@ -239,6 +240,14 @@ def test_a_compressed_shard_opens_as_bytes(tmp_path: Path) -> None:
     assert torch.equal(found["noise"], state["noise"])  # no frame makes it smaller
     loaded: Any = ckpt.read(tmp_path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("name", OWN_ENTRIES)
+def test_a_conversion_refuses_the_names_of_a_shard_s_own_entries(name: str, tmp_path: Path) -> None:
+    torch.save({name: torch.ones(2), "w": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=f"{name}: this name is taken"):
+        ckpt.convert(tmp_path / "a.pt", tmp_path / "out", to="ckpt")
+    assert not (tmp_path / "out").exists()
 
 
 @st.composite
