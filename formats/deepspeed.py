@@ -51,6 +51,7 @@ _IN_PARTS = (
     (re.compile(r"layer_[0-9]+-.*model_states\.pt"), "the layers of a pipeline"),
 )
 """Files of parts of a model that no file of the checkpoint says how to join."""
+_OF_PARALLEL_RANKS = "the parts of tensor-parallel ranks"
 _REPLACED = frozenset(
     {"module", "buffer_names", "param_shapes", "shared_params"}
     | {"frozen_param_shapes", "frozen_param_fragments"}
@@ -99,20 +100,17 @@ def _files(reader: Reader) -> _Names:
                 other = table.setdefault(parallel, {}).setdefault(rank, name)
                 if other != name:
                     raise FormatError(f"{other} and {name} are both of rank {rank}; remove one")
-    if not found.is_universal:
-        _check_whole(reader, entries, found)
+    _check_whole(reader, entries, found)
     return found
 
 
 def _check_whole(reader: Reader, entries: Iterable[str], found: _Names) -> None:
     """Raises UnsupportedError for parts of a model, CorruptError if a rank's file is missing."""
-    parts = [what for pattern, what in _IN_PARTS if any(map(pattern.fullmatch, entries))]
-    parts += ["the parts of tensor-parallel ranks"] * (len(found.models) > 1)
-    if parts:
-        raise UnsupportedError(
-            f"{reader.url}: it has {' and '.join(parts)}, which its files do not say how to join; "
-            "convert it with deepspeed/checkpoint/ds_to_universal.py and open the result"
-        )
+    if not found.is_universal:
+        parts = [what for pattern, what in _IN_PARTS if any(map(pattern.fullmatch, entries))]
+        parts += [_OF_PARALLEL_RANKS] * (len({*found.models, *found.optimizers}) > 1)
+        if parts:
+            raise _cannot_join(reader, " and ".join(parts))
     for table in (found.models, found.optimizers):
         for files in table.values():
             if missing := set(range(len(files))) - set(files):
@@ -121,6 +119,13 @@ def _check_whole(reader: Reader, entries: Iterable[str], found: _Names) -> None:
                     f"{reader.url}: there is a file {first}, and none of rank {min(missing)}; copy "
                     "the files of all ranks"
                 )
+
+
+def _cannot_join(reader: Reader, parts: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{reader.url}: it has {parts}, which its files do not say how to join; convert it with "
+        "deepspeed/checkpoint/ds_to_universal.py and open the result"
+    )
 
 
 class _Step:
@@ -140,6 +145,9 @@ class _Step:
 
     def catalog(self) -> Catalog:
         model = self._model.part()
+        parallel = model.get("mp_world_size")
+        if isinstance(parallel, int) and parallel > 1 and not self._names.is_universal:
+            raise _cannot_join(self._reader, f"{_OF_PARALLEL_RANKS} ({parallel} saved it)")
         states = self._states()
         tree: Nested = {}
         if len(self._names.models) == 1:

@@ -76,7 +76,7 @@ _TRAINED = has_like(
 """A part of the state of a training, which a folder of nothing but weights lacks."""
 
 _MEGATRON = has_like(r"common\.pt|\.metadata")
-_DEEPSPEED = r"(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
+_DEEPSPEED = r"(zero_pp_rank_[0-9]{1,9}_)?mp_rank_[0-9]{1,9}_model_states\.pt"
 
 FOLDERS: tuple[FolderFormat, ...] = (
     FolderFormat("megatron", both(has("metadata.json"), _MEGATRON), "megatron"),
@@ -100,7 +100,7 @@ FOLDERS: tuple[FolderFormat, ...] = (
         has_like(r"(diffusion_)?pytorch_model.*\.bin(\.index\.json)?|adapter_model\.bin"),
         "huggingface_bin",
     ),
-    FolderFormat("consolidated", has_like(r"consolidated\.[0-9]+\.pth"), "consolidated"),
+    FolderFormat("consolidated", has_like(r"consolidated\.[0-9]{2,4}\.pth"), "consolidated"),
 )
 
 

@@ -27,6 +27,9 @@ SHARD = "0123456789abcdef-00000.safetensors"
         (["pytorch_model.bin.index.json"], "huggingface", "pytorch_model.bin.index.json"),
         (["adapter_config.json", "adapter_model.bin"], "huggingface", "adapter_model.bin"),
         (["consolidated.00.pth", "params.json"], "consolidated", "consolidated.00.pth"),
+        # Names that no reader of these formats takes.
+        (["consolidated.0.pth"], None, None),
+        (["mp_rank_0000000000_model_states.pt"], None, None),
         # A Trainer that saved only the model, or its final model, is a folder of weights.
         (["model.safetensors", "trainer_state.json"], "huggingface", "model.safetensors"),
         (["model.safetensors", "trainer_state.json", "optimizer.pt"], "trainer", None),
