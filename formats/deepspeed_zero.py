@@ -8,8 +8,8 @@ Rules, which are those of deepspeed/utils/zero_to_fp32.py:
    the last partitions of the weights and not off those of the state.
 2. Stage 3: each parameter is divided by the number of ranks, rounded up. A rank has the parts of a
    group's parameters end to end.
-3. State that is a number or a tensor without dimensions belongs to all parameters of the group.
-   State of any other shape has no published layout. It stays with its rank.
+3. State that is a tensor without dimensions, or a number that all ranks have, belongs to all
+   parameters of the group. Any other state has no published layout. It stays with its rank.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ Nested = dict[Key, Tree]
 """A dict of the tree."""
 STATES = ("base_optimizer_state", "optimizer_state_dict")
 """The state of the torch optimizer in stages up to 2, and in stage 3."""
+_PLAIN = (int, float, bool, str, type(None))
 _OF_LAYOUT = frozenset({*WEIGHTS, *STATES, "param_groups"}) | {
     *("param_slice_mappings", "group_paddings", "param_alignment_paddings"),
     *("ds_zero_partition_groups", "fp32_groups"),
@@ -147,7 +148,11 @@ class _Partitions:
                 f"files of {len(self.files)} are there; copy the others too"
             )
         for file, row, states in zip(self.files, self.weights, self.states, strict=True):
-            if len(row) != len(groups) or len(states) not in (0, len(groups)):
+            if (
+                len(row) != len(groups)
+                or len(states) not in (0, len(groups))
+                or (len(states) != len(self.states[0]))
+            ):
                 raise FormatError(
                     f"{file.name}: {len(row)} flat partitions and {len(states)} states, the "
                     f"model's file has {len(groups)} groups of parameters"
@@ -228,19 +233,26 @@ def _add_group(partitions: _Partitions, number: int, shapes: Shapes, found: Stat
         found.fp32[name] = tensor
         found.state[name] = {}
     states = [row[number] for row in partitions.states if row]
-    for key in states[0] if states else ():
+    for key in dict.fromkeys(key for state in states for key in state):
         values = [state.get(key) for state in states]
         lines = rows.lines(partitions.segments(values, str(key)))
         if lines and rows.is_like(lines, weights):
             for name, tensor in rows.placed(partitions.nest, lines, ("optimizer", "state"), (key,)):
                 found.state[name][str(key)] = tensor
-        elif isinstance(values[0], StoredTensor) and values[0].shape:
+        elif not _belongs_to_all(values):
             partitions.keep(found, number, str(key), values)
         else:
             for name in shapes:
                 where = ("optimizer", "state", name, key)
                 tree = partitions.nest.tree(values[0], where, partitions.files[0].archive)
                 found.state[name][str(key)] = tree
+
+
+def _belongs_to_all(values: Sequence[object]) -> bool:
+    """Whether the state of all ranks belongs to all parameters of a group (rule 3)."""
+    if all(isinstance(value, StoredTensor) and not value.shape for value in values):
+        return True
+    return type(values[0]) in _PLAIN and all(value == values[0] for value in values)
 
 
 class _Rows:

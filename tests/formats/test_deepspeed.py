@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CorruptError, FormatError, UnsupportedError
+from formats.pickle_reader import load
+from formats.pickle_records import Opaque
+from formats.pickle_writer import dump
 from tests.data.deepspeed.make import BUFFERS, FROZEN, STATES, TRAINED, VARIANTS, value
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
@@ -157,6 +163,27 @@ def changed(folder: Path, place: str, *removed: str, **renamed: str) -> Path:
     return target
 
 
+def rewrite(file: Path, change: Callable[[Any], None]) -> None:
+    """Changes the content of a file; objects that only DeepSpeed can make become None."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(plain, value))
+        return None if isinstance(value, Opaque) else value
+
+    with zipfile.ZipFile(file) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(file, "w") as new:
+        for name, data in records.items():
+            if name.endswith("/data.pkl"):
+                content = plain(load(data, name))
+                change(content)
+                data = dump(content)
+            new.writestr(name, data)
+
+
 def test_a_rank_whose_file_is_missing_is_named(tmp_path: Path) -> None:
     first = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -183,6 +210,7 @@ def test_stage_2_without_the_files_of_the_optimizer_is_the_module(tmp_path: Path
     ("file", "part"),
     [
         ("mp_rank_01_model_states", "tensor-parallel"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states", "tensor-parallel"),
         ("layer_0_expert_1_mp_rank_00_model_states", "experts"),
         ("layer_03-model_00-model_states", "layers of a pipeline"),
     ],
@@ -192,6 +220,79 @@ def test_a_model_in_parts_is_refused_with_the_way_out(tmp_path: Path, file: str,
     with pytest.raises(UnsupportedError, match=part) as refused:
         ckpt.read(folder)
     assert "ds_to_universal.py" in str(refused.value)
+
+
+def test_one_of_the_parallel_ranks_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    def change(saved: Any) -> None:
+        saved["mp_world_size"] = 2
+
+    folder = changed(tmp_path, "stage1")
+    rewrite(folder / "mp_rank_00_model_states.pt", change)
+    with pytest.raises(UnsupportedError, match="2 saved it"):
+        ckpt.read(folder)
+
+
+def test_a_universal_folder_without_the_file_of_rank_0_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / UNIVERSAL, tmp_path / "u")
+    file = tmp_path / "u" / "mp_rank_00_model_states.pt"
+    file.rename(tmp_path / "u" / "zero_pp_rank_1_mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptError, match="none of rank 0"):
+        ckpt.read(tmp_path / "u")
+
+
+def states_of(saved: Any) -> Any:
+    """The state of the optimizer in a rank's file, by the numbers of its partitions."""
+    found = saved["optimizer_state_dict"]
+    return (found.get("base_optimizer_state") or found["optimizer_state_dict"])["state"]
+
+
+@pytest.mark.parametrize("place", ["stage1", "stage3"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_state_that_a_rank_lacks_stays_with_the_ranks_that_have_it(
+    place: str, rank: int, tmp_path: Path
+) -> None:
+    def change(saved: Any) -> None:
+        for state in states_of(saved).values():
+            del state["exp_avg"]
+
+    folder = changed(tmp_path, place)
+    rewrite(sorted(folder.glob("*optim_states.pt"))[rank], change)
+    found = ckpt.read(folder)
+    assert "exp_avg" not in found["optimizer"]["state"]["inner.bias"]
+    kept = found["zero"]["state of ranks"]
+    assert kept[rank][0]["exp_avg"] is None
+    assert kept[1 - rank][0]["exp_avg"].numel()
+
+
+@pytest.mark.parametrize("place", ["stage1", "stage3"])
+def test_numbers_that_differ_between_ranks_stay_with_their_ranks(
+    place: str, tmp_path: Path
+) -> None:
+    folder = changed(tmp_path, place)
+    for rank, file in enumerate(sorted(folder.glob("*optim_states.pt"))):
+
+        def change(saved: Any, rank: int = rank) -> None:
+            for state in states_of(saved).values():
+                state |= {"rms": 0.5 + rank, "same": 3}
+
+        rewrite(file, change)
+    found = ckpt.read(folder)
+    assert found["optimizer"]["state"]["inner.bias"]["same"] == 3
+    assert "rms" not in found["optimizer"]["state"]["inner.bias"]
+    kept = found["zero"]["state of ranks"]
+    assert [kept[rank][0]["rms"] for rank in (0, 1)] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("place", ["stage1", "stage3"])
+def test_a_rank_that_saved_no_state_is_named(place: str, tmp_path: Path) -> None:
+    def change(saved: Any) -> None:
+        key = "base_optimizer_state" if place == "stage1" else "optimizer_state_dict"
+        saved["optimizer_state_dict"][key] = None
+
+    folder = changed(tmp_path, place)
+    rewrite(sorted(folder.glob("*optim_states.pt"))[1], change)
+    with pytest.raises(FormatError, match=r"rank_1.*2 flat partitions and 0 states"):
+        ckpt.read(folder)
 
 
 def test_files_of_two_checkpoints_are_not_taken_for_one(tmp_path: Path) -> None:
