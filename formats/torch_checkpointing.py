@@ -7,7 +7,8 @@ Rules:
 
 1. An item is a top key of the state. Items whose tensors are sharded are in metadata.pkl. Each of
    their tensors has a layout, and the file of each rank has the rank's part.
-2. Other values of such an item are those of the first rank that has them.
+2. Other values of such an item are those of the first rank that has them. A dict or list has the
+   entries of all ranks: a pipeline's stages have different ones.
 3. An item that is not in metadata.pkl is one value, if all ranks have the same plain value, or one
    for each rank, at `rank 0`, `rank 1`.
 
@@ -46,6 +47,8 @@ METADATA = "metadata.pkl"
 _FILE = re.compile(r"(.+)_([0-9]{1,9})\.pt")
 Tensors = dict[KeyPath, Layout]
 """The sharded tensors of an item, by key path."""
+_OfRanks = list[tuple[File, object]]
+"""The values of ranks at one key path, each with its file."""
 
 
 def read(reader: Reader) -> Catalog:
@@ -60,7 +63,7 @@ def read(reader: Reader) -> Catalog:
     size = reader.size(METADATA)
     check("pickle_bytes", size, METADATA)
     told = load(reader.read(METADATA, 0, size), METADATA)
-    folder = _Folder(reader, Nest(METADATA, size))
+    folder = _Folder(reader, Nest(METADATA, size), _files(reader))
     sharded = _dict(_dict(told, METADATA).get("metadata"), "metadata")
     items = {str(key): _tensors(str(key), value) for key, value in sharded.items()}
     tree: dict[Key, Tree] = {}
@@ -156,23 +159,28 @@ class _RankPieces:
             yield StoredPiece(piece, file.archive.extent(record))
 
 
+def _files(reader: Reader) -> dict[str, dict[int, str]]:
+    """Returns the names of the files by item and rank. Raises FormatError for two of one rank."""
+    found: dict[str, dict[int, str]] = {}
+    for name in reader.names():
+        match = _FILE.fullmatch(name)
+        if match is not None:
+            rank = int(match[2])
+            other = found.setdefault(match[1], {}).setdefault(rank, name)
+            if other != name:
+                raise FormatError(f"{other} and {name} are both of rank {rank}; remove one")
+    return found
+
+
 @dataclass(slots=True)
 class _Folder:
     """The files of a folder, opened one item after the other."""
 
     reader: Reader
     nest: Nest
+    files: Mapping[str, Mapping[int, str]]
+    """The names of the files by item and rank."""
     records: list[FileRecord] = field(default_factory=list)
-
-    @property
-    def files(self) -> dict[str, dict[int, str]]:
-        """The names of the files by item and rank."""
-        found: dict[str, dict[int, str]] = {}
-        for name in self.reader.names():
-            match = _FILE.fullmatch(name)
-            if match is not None:
-                found.setdefault(match[1], {})[int(match[2])] = name
-        return found
 
     def item(self, item: str, tensors: Tensors) -> Tree:
         """Returns the tree of one item."""
@@ -182,8 +190,14 @@ class _Folder:
             return self._of_ranks(item, files)
         for path, layout in tensors.items():
             self._add(item, path, layout, files)
-        first, *_ = files.values()
-        return self._tree(first.content, (item,), first, tensors)
+        left = set(tensors)
+        values: _OfRanks = [(file, file.content) for file in files.values()]
+        tree = self._tree(values, (item,), tensors, left)
+        if left:
+            raise FormatError(
+                f"{METADATA}: {item}{shown(min(left, key=str))} lies below a value of another rank"
+            )
+        return tree
 
     def _opened(self, name: str) -> File:
         file = opened(self.reader, name)
@@ -239,22 +253,32 @@ class _Folder:
         assert dtype is not None  # a mesh has ranks
         self.nest.place(name, TensorRecord(name, layout.shape, dtype, _RankPieces(tuple(parts))))
 
-    def _tree(self, value: object, path: KeyPath, file: File, tensors: Tensors) -> Tree:
-        """Returns the tree of a value, with sharded tensors in their places."""
+    def _tree(self, values: _OfRanks, path: KeyPath, tensors: Tensors, left: set[KeyPath]) -> Tree:
+        """Returns the tree of a value by rule 2, with sharded tensors in their places.
+
+        Takes the key paths of these from those that are `left`.
+        """
         if path[1:] in tensors:
+            left.discard(path[1:])
             return TensorRef(".".join(map(str, path)))
+        file, value = values[0]
         if not isinstance(value, dict | list | tuple):
             return self.nest.tree(value, path, file.archive)
         self.nest.enter(path, len(path))
-        if isinstance(value, dict):
-            found: dict[Key, Tree] = {}
-            for key, each in value.items():
+        entries: dict[Key, _OfRanks] = {}
+        for file, each in values:
+            if type(each) is not type(value):
+                continue
+            for key, inner in each.items() if isinstance(each, dict) else enumerate(each):
                 if not isinstance(key, str | int):
                     raise file.unlike("key of text", key, *path)
-                found[key] = self._tree(each, (*path, key), file, tensors)
+                entries.setdefault(key, []).append((file, inner))
+        found = {
+            key: self._tree(each, (*path, key), tensors, left) for key, each in entries.items()
+        }
+        if isinstance(value, dict):
             return found
-        items = [self._tree(each, (*path, at), file, tensors) for at, each in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+        return list(found.values()) if isinstance(value, list) else tuple(found.values())
 
 
 def _local(file: File, path: KeyPath, where: str) -> StoredTensor:

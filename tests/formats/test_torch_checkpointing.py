@@ -88,3 +88,54 @@ def test_a_layout_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
     (folder / "metadata.pkl").write_bytes(pickle.dumps(told))
     with pytest.raises(UnsupportedError, match="'model' has a layout of its own"):
         ckpt.read(folder)
+
+
+def a_folder(folder: Path, files: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> Path:
+    """A folder whose item `model` has tensors of two rows by key path, cut over these ranks."""
+    for name, content in files.items():
+        torch.save(content, folder / name)
+    cut = {"type": "Shard", "dim": 0}
+    told = {
+        path: [
+            {
+                "sharding_metadata": {
+                    "data": {
+                        "global_shape": [2],
+                        "mesh_spec": {"mesh_shape": [len(ranks)], "mesh_data": list(ranks)},
+                        "placements": [cut],
+                    }
+                }
+            }
+        ]
+        for path, ranks in tensors.items()
+    }
+    model = {"rank_to_layout_info": {}, "nested_path_to_metadata": told}
+    (folder / "metadata.pkl").write_bytes(pickle.dumps({"metadata": {"model": model}}))
+    return folder
+
+
+def test_entries_of_all_ranks_are_read(tmp_path: Path) -> None:
+    """The stages of a pipeline have different ones."""
+    first = {"all": torch.zeros(1), "a": torch.zeros(2), "n": [1], "same": 3}
+    second = {"all": torch.ones(1), "b": torch.ones(2), "n": [1, {"x": 2}], "same": 4}
+    tensors = {'["all"]': (0, 1), '["a"]': (0,), '["b"]': (1,)}
+    folder = a_folder(tmp_path, {"model_0.pt": first, "model_1.pt": second}, tensors)
+    found = ckpt.read(folder)["model"]
+    assert {name: found[name].tolist() for name in ("all", "a", "b")} == {
+        "all": [0, 1],
+        "a": [0, 0],
+        "b": [1, 1],
+    }
+    assert (found["n"], found["same"]) == ([1, {"x": 2}], 3)
+
+
+def test_a_tensor_below_a_value_of_another_rank_is_refused(tmp_path: Path) -> None:
+    files = {"model_0.pt": {"a": 1}, "model_1.pt": {"a": {"b": torch.ones(2)}}}
+    with pytest.raises(FormatError, match=r"model\['a'\]\['b'\] lies below a value"):
+        ckpt.read(a_folder(tmp_path, files, {'["a", "b"]': (1,)}))
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    files = {f"model_{rank}.pt": {"a": torch.ones(2)} for rank in ("0", "00")}
+    with pytest.raises(FormatError, match=r"model_0\.pt and model_00\.pt are both of rank 0"):
+        ckpt.read(a_folder(tmp_path, files, {'["a"]': (0,)}))
