@@ -33,7 +33,7 @@ from formats.gguf import (
     VERSIONS,
     type_of,
 )
-from formats.outgoing import Outgoing, OutgoingTensor
+from formats.outgoing import Outgoing, OutgoingTensor, encoded_name
 from formats.strict_json import decode_object
 
 METADATA = (QUANTISED, TYPES)
@@ -47,7 +47,8 @@ _BLOCKS = {block.name: number for number, block in BLOCK_TYPES.items()}
 def plan(name: str, state: Outgoing) -> FilePlan:
     """Plans the GGUF file `name` with the tensors and the values of a state.
 
-    Raises UnsupportedError if GGUF has no such dtype, name or shape.
+    Raises UnsupportedError if GGUF has no such dtype, name or shape, FormatError if a name is not
+    Unicode text.
     """
     quantised = _object(state, QUANTISED)
     values, _ = _values(state)
@@ -91,7 +92,7 @@ def _kind(
             f"{file}: GGUF has no {tensor.dtype}, of {name}; cast it (dtype='float16'), or "
             "leave it out (exclude=)"
         )
-    if len(name.encode()) > NAME_BYTES or len(shape) > DIMENSIONS:
+    if len(encoded_name(name)) > NAME_BYTES or len(shape) > DIMENSIONS:
         raise UnsupportedError(
             f"{file}: {name} of shape {list(shape)}: in GGUF names have at most {NAME_BYTES} bytes "
             f"and tensors at most {DIMENSIONS} dimensions; leave it out (exclude=)"
@@ -141,10 +142,10 @@ def _encoded(key: Key, value: Tree, kind: str) -> bytes | None:
 
 def _plain(value: Tree, kind: str) -> bytes:
     if kind == "STRING":
-        return _text(str(value))
+        return _text(str(value), "surrogateescape")
     return pack(f"<{CODES[kind]}", value)
 
 
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
+def _text(text: str, errors: str = "strict") -> bytes:
+    data = text.encode("utf-8", errors)
     return pack("<Q", len(data)) + data

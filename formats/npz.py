@@ -38,7 +38,7 @@ from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.file_plan import FilePlan
 from formats.limits import DIMENSIONS, ELEMENTS, Names, check
-from formats.outgoing import Outgoing, OutgoingTensor
+from formats.outgoing import Outgoing, OutgoingTensor, encoded_name
 from formats.pickle_numpy import NumpyArray, code_of
 from formats.storage import Reader
 from formats.torch_tree import BARE_TENSOR
@@ -107,8 +107,11 @@ def read_archive(archive: Archive, size: int) -> Catalog:
 def plan(name: str, state: Outgoing) -> FilePlan:
     """Plans the .npz file `name` with the tensors of a state.
 
-    Raises UnsupportedError if numpy lacks a dtype.
+    Raises UnsupportedError if numpy lacks a dtype or a zip a name, FormatError if a name is not
+    Unicode text.
     """
+    if ends := [each for each in state.tensors if b"\0" in encoded_name(each)]:
+        raise UnsupportedError(f"{name}: a zip has no name {ends[0]!r:.200}; rename the tensor")
     lacking = [tensor for tensor in state.tensors.values() if code_of(tensor.dtype) is None]
     if lacking:
         dtypes = sorted({str(tensor.dtype) for tensor in lacking})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from formats.catalog import Tree
 from formats.dtypes import DType
+from formats.errors import FormatError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +48,11 @@ class Outgoing:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: another name -> the name in `tensors`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def encoded_name(name: str) -> bytes:
+    """Returns the name of a tensor in UTF-8. Raises FormatError for half a surrogate pair."""
+    try:
+        return name.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"{name!r:.200} is not Unicode text; rename the tensor") from None

@@ -187,7 +187,8 @@ def build(
     try:
         encoded = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise FormatError(f"the name or text {error.object[:80]!r} is not Unicode text") from error
+        near = error.object[max(0, error.start - 40) : error.end + 40]
+        raise FormatError(f"a name or text is not Unicode text, near {near!r}") from None
     data_offset = max(PREFIX_BYTES + len(encoded), reserve_bytes)
     data_offset += -data_offset % align
     length = data_offset - PREFIX_BYTES

@@ -127,6 +127,24 @@ def test_what_numpy_lacks_is_refused_or_named(tmp_path: Path) -> None:
     assert report.left_out == ("step", "tied")
 
 
+@pytest.mark.parametrize(
+    ("name", "to", "says"),
+    [
+        ("a\0b", "npz", r"a zip has no name 'a\\x00b'"),
+        ("\ud800", "npz", r"'\\ud800' is not Unicode text"),
+        ("\ud800", "gguf", r"'\\ud800' is not Unicode text"),
+        ("\ud800", "safetensors", r"near '.*\\ud800"),
+    ],
+)
+def test_a_name_that_a_format_cannot_hold_is_refused(
+    name: str, to: Any, says: str, tmp_path: Path
+) -> None:
+    torch.save({"w": torch.ones(1), name: torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=says):
+        ckpt.convert(tmp_path / "a.pt", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_large_compressed_array_is_refused_by_its_limit(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=np.zeros(1000))
     with (
