@@ -9,7 +9,9 @@ little-endian. `formats.gguf_write` writes it. Rules:
    true shape.
 3. Integers and floats of the values are Python's. The metadata has `gguf.types`, a JSON object with
    the type of each value that a writer would not choose again.
-4. Numbers in the header size nothing before they are compared with the file and the limits.
+4. Text of the values may have bytes that are not UTF-8: tokens may be parts of characters. Such a
+   byte is half a surrogate pair, as in Python's names of files, and is written as it was.
+5. Numbers in the header size nothing before they are compared with the file and the limits.
 """
 
 from __future__ import annotations
@@ -274,20 +276,16 @@ class _Header:
         (found,) = struct.unpack(self.take(struct.size))
         return int(found)
 
-    def text(self) -> str:
+    def text(self, errors: str = "backslashreplace") -> str:
         """Reads a string."""
-        data = self.take(self.number(_U64))
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError:
-            return data.decode("utf-8", "backslashreplace")  # tokens may be parts of characters
+        return self.take(self.number(_U64)).decode("utf-8", errors)
 
     def value(self, kind: int, depth: int = 0) -> Tree:
         """Reads a value of a type."""
         self._count(1)
         if kind == STRING:
             self.last_kind = "STRING"
-            return self.text()
+            return self.text("surrogateescape")
         if kind == ARRAY:
             return self._array(depth)
         return self._numbers(kind, 1)[0]

@@ -94,6 +94,19 @@ def test_what_gguf_lacks_is_refused_by_name(
     assert not (tmp_path / "a.gguf").exists()
 
 
+def test_text_that_is_not_utf_8_is_written_as_it_was(tmp_path: Path) -> None:
+    """A token may be a part of a character, and so may the text that shows it."""
+    tokens = (b"\xe4\xbd", b"\\xe4\\xbd", "é".encode())
+    head = text("tokens") + struct.pack("<IIQ", 9, 8, len(tokens))
+    values = head + b"".join(struct.pack("<Q", len(token)) + token for token in tokens)
+    (tmp_path / "a.gguf").write_bytes(a_file([ONE], values, 1, data=bytes(32)))
+    ckpt.convert(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    ckpt.convert(tmp_path / "a.gguf", tmp_path / "c")
+    ckpt.convert(tmp_path / "c", tmp_path / "d.gguf")
+    for name in ("b.gguf", "d.gguf"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
 ONE = ("w", (2, 4), 0, 0)
 
 
