@@ -4,7 +4,8 @@ The rules are one for both kinds of files, `.safetensors` and `.bin` (torch.save
 
 1. A whole file or an index of a usual base name counts first, and of the two the whole file.
 2. Without one of them, numbered shards of one base name count, if none is missing.
-3. Without numbers, all files of the folder count together. Equal names in two of them are an error.
+3. Without numbers, all files of the folder count together. Equal names in two of them are an error,
+   and so are files with numbers beside files without them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Chosen:
 def choose(names: Iterable[str], ending: str) -> Chosen | None:
     """Returns the files with an ending (".safetensors" or ".bin") that count, None without one.
 
-    Raises FormatError for shards with a missing number, and for several indexes.
+    Raises FormatError for shards with a missing number, and for several checkpoints.
 
     >>> choose(["model.safetensors", "other.safetensors"], ".safetensors").files
     ('model.safetensors',)
@@ -61,11 +62,12 @@ def choose(names: Iterable[str], ending: str) -> Chosen | None:
         raise _several(sorted(indexes | whole))
     if indexes:
         return Chosen.named(min(indexes))
+    firsts = {min(found.values()) for found in shards.values()}
+    if len(firsts) + bool(whole) > 1:
+        raise _several(sorted(whole | firsts))
     if whole:
         together = f"{len(whole)} files without numbers or an index were read as one checkpoint"
         return Chosen(None, tuple(sorted(whole)), (together,) if len(whole) > 1 else ())
-    if len(shards) > 1:
-        raise _several(sorted(min(found.values()) for found in shards.values()))
     for (base, count), found in shards.items():
         return _complete(base, count, found, ending)
     return None

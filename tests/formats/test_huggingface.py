@@ -265,6 +265,9 @@ def test_of_several_checkpoints_one_must_be_named(tmp_path: Path):
         choose(["a.safetensors", f"b{INDEX.removeprefix('model')}"], ".safetensors")
     with pytest.raises(FormatError, match="several checkpoints"):
         choose([f"{base}-00001-of-00001.safetensors" for base in "ab"], ".safetensors")
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    with pytest.raises(FormatError, match=r"extra\.safe.*, model-00001-of.*; name one"):
+        choose([*shards, "extra.safetensors"], ".safetensors")
 
 
 def test_shards_without_an_index_are_read_if_their_numbers_are_complete(tmp_path: Path):
