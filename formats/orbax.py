@@ -196,6 +196,8 @@ class _Arrays:
         if prod(counts) > CHUNKS:
             raise HostileError(f"{name}/{ZARRAY}: the array has {prod(counts)} chunks")
         nbytes = prod(chunk) * dtype.itemsize
+        if compressed:
+            check("chunk_bytes", nbytes, f"{name}/{ZARRAY}: a chunk")
         for place in product(*map(range, counts)):
             lo = tuple(at * part for at, part in zip(place, chunk, strict=True))
             hi = tuple(min(a + part, n) for a, part, n in zip(lo, chunk, shape, strict=True))
@@ -224,7 +226,6 @@ def _shapes(where: str, told: Mapping[str, object]) -> tuple[tuple[int, ...], tu
         raise FormatError(f"{where}: the array has no shape and chunks")
     if prod(size or 1 for size in shape) >= ELEMENTS or prod(chunk) >= ELEMENTS:
         raise HostileError(f"{where}: the array has more elements than torch can count")
-    check("chunk_bytes", prod(chunk), where)
     return shape, chunk
 
 

@@ -69,6 +69,21 @@ def test_chunks_without_compression_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "a.pt", weights_only=True)["params"]["embed"], EMBED)
 
 
+def test_the_limit_of_a_chunk_counts_the_bytes_that_are_decoded(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    with ckpt.limits(chunk_bytes=EMBED.nbytes):
+        ckpt.read(folder)
+    with (
+        ckpt.limits(chunk_bytes=EMBED.nbytes - 1),
+        pytest.raises(HostileError, match=r"zarray: a chunk: chunk_bytes would be 48"),
+    ):
+        ckpt.read(folder)
+    array(folder, compressor=None)
+    (folder / "params.embed" / "0.0").write_bytes(EMBED.numpy().tobytes())
+    with ckpt.limits(chunk_bytes=16), ckpt.open(folder) as opened:
+        assert torch.equal(opened["params.embed"][...], EMBED), "stored chunks are read by ranges"
+
+
 def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     (folder / "params.embed" / "0.0").unlink()
