@@ -60,7 +60,8 @@ def joined(
     for place, catalog in parts:
         part = _placed(catalog, place)
         # Equal names of different nests ("a.b" and "a", "b") are refused like equal places.
-        if twice := [name for name in (*part.tensors, *part.aliases) if name in tensors]:
+        names = (*part.tensors, *part.aliases)
+        if twice := [name for name in names if name in tensors or name in aliases]:
             raise _at_one_place(catalog, twice[0])
         _merge(tree, part.tree, catalog, "")
         tensors.update(part.tensors)

@@ -72,6 +72,21 @@ def test_two_parts_with_one_value_are_refused(tmp_path: Path) -> None:
     assert one.tree == {"w": TensorRef("w"), "n": {"step": 3}}, "the parts are unchanged"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_name_is_not_given_twice(tied: bool) -> None:
+    def catalog(file: str, name: str, tree: Tree, aliases: dict[str, str]) -> Catalog:
+        record = TensorRecord(name, (0,), BY_NAME["F32"], PieceTable([]))
+        return Catalog("t", {name: record}, tree, (FileRecord(file, 1),), aliases)
+
+    one = catalog("1", "w", {"w": TensorRef("w"), "a.b": TensorRef("w")}, {"a.b": "w"})
+    if tied:
+        two = catalog("2", "v", {"v": TensorRef("v"), "a": {"b": TensorRef("v")}}, {"a.b": "v"})
+    else:
+        two = catalog("2", "a.b", {"a": {"b": TensorRef("a.b")}}, {})
+    with pytest.raises(FormatError, match=r"2: a\.b is in another file"):
+        joined("mixed", [Part((), one), Part((), two)])
+
+
 def test_messages_name_the_sub_folder(tmp_path: Path) -> None:
     written(tmp_path)
     file = tmp_path / "inner" / "model.safetensors"
