@@ -7,13 +7,20 @@ array. Sources and targets are therefore treated alike, and the inverse of a rul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from math import prod
 
 from ckpt.mapping.rearrange import PARTS, Dims, axes_of, expanded, sizes_of, with_rank
-from ckpt.mapping.rules import Rule, name_axes, name_with, names_matching, value_of
+from ckpt.mapping.rules import (
+    Rule,
+    name_axes,
+    name_with,
+    names_matching,
+    parameters_in,
+    value_of,
+)
 from ckpt.mapping.views import (
     Dropped,
     Flattened,
@@ -108,12 +115,10 @@ class Group:
         whole = len(self.rule.sources) * prod(counts)
         if whole == len(self.records):
             return
-        missing: list[str] = []
-        for part, source in enumerate(self.rule.sources):
-            for indices in product(*map(range, counts)):
-                if (part, indices) not in self.records and len(missing) < SHOWN_NAMES:
-                    named = dict(zip(axes, indices, strict=True))
-                    missing.append(name_with(source, self.texts, named))
+        missing = [
+            name_with(source, self.texts, dict(zip(axes, indices, strict=True)))
+            for source, indices in islice(self._missing(counts), SHOWN_NAMES)
+        ]
         count = whole - len(self.records)
         more = f" and {count - len(missing)} more" if count > len(missing) else ""
         present = next(iter(self.records.values())).name
@@ -121,6 +126,13 @@ class Group:
             f"{self.rule.where}: {present} is there, but {', '.join(missing)}{more} of the same "
             "rule is missing"
         )
+
+    def _missing(self, counts: Indices) -> Iterator[tuple[str, Indices]]:
+        """Yields the names that no member has, of which there may be a billion."""
+        for part, source in enumerate(self.rule.sources):
+            for indices in _every(counts):
+                if (part, indices) not in self.records:
+                    yield source, indices
 
     def _dtype(self) -> DType:
         first, *others = self.records.values()
@@ -137,6 +149,7 @@ class Group:
         known = self._known((*axes_of(left), *axes_of(self._right)))
         flat = axes_of(left)
         parts = []
+        lengths: list[int] = []
         sizes: dict[str, int] = {}
         for part in range(len(self.rule.sources)):
             stacked, own = self._stacked(part, left, known, counts)
@@ -147,10 +160,28 @@ class Group:
                         f"{self._name(0)} and {size} in {self._name(part)}"
                     )
             parts.append(stacked)
+            lengths.append(own.get(PARTS, 1))
+        self._check_ratio(lengths)
         order = (*axes, *flat)
         if len(parts) == 1:
             return _Array(parts[0], order)
         return _Array(Joined(tuple(parts), order.index(PARTS)), order)
+
+    def _check_ratio(self, lengths: Sequence[int]) -> None:
+        """Raises ArgumentError if `parts` with known values contradict the lengths along `*`."""
+        parts = self.rule.parts
+        needed = {name for part in parts for name in parameters_in(part)}
+        if len(parts) != len(lengths) or not needed <= set(self.parameters):
+            return
+        ratio = [value_of(part, self.parameters, self.rule.where) for part in parts]
+        each = zip(lengths, ratio, strict=True)
+        if any(length * ratio[0] != lengths[0] * own for length, own in each):
+            names = ", ".join(self._name(part) for part in range(len(lengths)))
+            raise ArgumentError(
+                f"{self.rule.where}: {names} have the sizes {' : '.join(map(str, lengths))} along "
+                f"`*`, and `parts` are {' : '.join(map(str, ratio))}: give the parameters of this "
+                f"model, not {dict(self.parameters)}"
+            )
 
     def _stacked(
         self, part: int, left: Dims, known: Mapping[str, int], counts: Indices
@@ -225,6 +256,16 @@ class Group:
 
     def _name(self, part: int) -> str:
         return next(record.name for (own, _), record in self.records.items() if own == part)
+
+
+def _every(counts: Indices) -> Iterator[Indices]:
+    """Yields all indices. `itertools.product` would first list those of each axis."""
+    if not counts:
+        yield ()
+        return
+    for first in range(counts[0]):
+        for rest in _every(counts[1:]):
+            yield first, *rest
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class TensorMapping:
             if rule.rearrange is not None:
                 found.update(axes_of(rule.rearrange.left), axes_of(rule.rearrange.right))
             for size in (*rule.sizes.values(), *rule.parts):
-                found.update(re.findall(r"[A-Za-z_]\w*", str(size)))
+                found.update(parameters_in(size))
         return frozenset(found - {PARTS})
 
     def inverse(self, name: str | None = None) -> TensorMapping:
@@ -174,6 +174,11 @@ def name_axes(name: str) -> tuple[str, ...]:
     ('expert',)
     """
     return tuple(_AXIS.findall(name))
+
+
+def parameters_in(size: Size) -> list[str]:
+    """Returns the parameters in a size."""
+    return re.findall(r"[A-Za-z_]\w*", str(size))
 
 
 def value_of(size: Size, parameters: Mapping[str, int], where: str) -> int:

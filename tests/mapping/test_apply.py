@@ -170,6 +170,16 @@ def test_parameters_and_ratios_divide_query_groups() -> None:
             "a.0 is there, but a.1, a.2 of the same rule is missing",
         ),
         (
+            '[[rule]]\nfrom = "a.{e}.{f}"\nto = "a"\nrearrange = "i -> e f i"',
+            {"a.0.0": (2,), "a.999999999.999999999": (2,)},
+            "a.0.0 is there, but a.0.1, a.0.2, a.0.3 and 999999999999999995 more",
+        ),
+        (
+            QKV,
+            HEADS | {"l.0.q": (4, 5)},
+            "l.0.q, l.0.k, l.0.v have the sizes 2 : 2 : 2 along `*`, and `parts` are 2 : 1 : 1",
+        ),
+        (
             '[[rule]]\nfrom = "a.{e}"\nto = "a"\nrearrange = "i -> e i"',
             {"a.0": (2,), "a.1": (3,)},
             "a.1 has shape [3], a.0 has another: they cannot be stacked",
