@@ -34,7 +34,8 @@ class Casts:
         >>> str(casts.of_name("a.norm.weight")), str(casts.of_name("a.weight"))
         ('float32', 'bfloat16')
         """
-        given = {"*": dtype} if isinstance(dtype, str) else dict(dtype or {})
+        every: dict[str, object] = {} if dtype is None else {"*": dtype}
+        given = {**dtype} if isinstance(dtype, Mapping) else every
         for pattern in given:
             expression(pattern)  # raises for a regular expression that is none
         return cls(tuple((pattern, _checked(name)) for pattern, name in given.items()))
@@ -66,12 +67,12 @@ class Casts:
 NO_CASTS = Casts(())
 
 
-def _checked(name: str | None) -> DType | None:
+def _checked(name: object) -> DType | None:
     if name is None:
         return None
-    if name.removeprefix("torch.") not in get_args(DtypeName):
+    if not isinstance(name, str) or name.removeprefix("torch.") not in get_args(DtypeName):
         raise ArgumentError(
-            f"floating-point tensors cannot be cast to {name!r}; give dtype= as one of "
+            f"floating-point tensors cannot be cast to {name!r}; give dtype= as one of the names "
             f"{', '.join(get_args(DtypeName))}"
         )
     return dtype_of_torch(name, "dtype=")

@@ -220,6 +220,11 @@ def test_the_changes_come_in_one_order(saved: Path, tmp_path: Path) -> None:
         ({"rename": {"step": "model.w.0"}}, "model.w.0 and step both get the name model.w.0"),
         ({"dtype": {"*.bias": "float32"}}, "dtype: '*.bias' matches no name"),
         ({"dtype": {"*": "int8"}}, "cannot be cast to 'int8'"),
+        (
+            {"dtype": torch.float16},
+            "cast to torch.float16; give dtype= as one of the names",
+        ),
+        ({"dtype": {"*": torch.float16}}, "cannot be cast to torch.float16; give dtype="),
         ({"parameters": {"heads": 4}}, "parameters={'heads': 4}: no mapping has parameters"),
         (
             {"mapping": "llama-hf-torchtitan", "parameters": {"head": 4}},
