@@ -6,7 +6,8 @@ The format is flat. Rules for content that it lacks:
    cannot be stored: `left_out` returns their key paths, for the caller to show.
 2. One of tied names is stored, as by transformers, which ties them again after a load. The metadata
    has the other names under `ckpt.tied`, a JSON object from name to stored name. Files of
-   `safetensors.torch.save_model`, with a metadata entry for each tied name, are read too.
+   `safetensors.torch.save_model`, with a metadata entry for each tied name, are read too: an empty
+   `ckpt.tied` tells that entries of this form are text.
 3. A dtype that safetensors lacks is stored as its carrier (see formats/dtypes.py). The metadata has
    the true name under `ckpt.dtypes`, a JSON object from tensor to dtype. Other readers see the
    carrier: complex128 is F64 with a last dimension of 2.
@@ -18,7 +19,7 @@ The shards of a Hugging Face folder are such files: formats/huggingface.py uses 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.catalog import (
@@ -197,11 +198,12 @@ def _aliases_of_save_model(header: Header) -> dict[str, str]:
 
     All writers store the key `format`, so it is not a tied name even if a tensor is called `pt`.
     """
-    return {
-        key: text
-        for key, text in header.metadata.items()
-        if key != "format" and text in header.entries and key not in header.entries
-    }
+    metadata = header.metadata.items()
+    return {key: text for key, text in metadata if _looks_tied(key, text, header.entries)}
+
+
+def _looks_tied(key: str, text: str, names: Container[str]) -> bool:
+    return key != "format" and text in names and key not in names
 
 
 def _metadata(
@@ -210,10 +212,11 @@ def _metadata(
     """Returns the metadata of a file with these tensors, with ckpt's own keys only if needed."""
     names = {tensor.name for tensor in tensors}
     tied = {a: name for a, name in aliases.items() if name in names and a not in names}
+    looks_tied = any(_looks_tied(key, text, names) for key, text in metadata.items())
     carried = {t.name: t.dtype.name for t in tensors if t.dtype.carrier != t.dtype.name}
     found = {"format": "pt", **metadata}
-    for key, value in ((TIED_KEY, tied), (DTYPES_KEY, carried)):
+    for key, value, is_needed in ((TIED_KEY, tied, looks_tied), (DTYPES_KEY, carried, False)):
         found.pop(key, None)
-        if value:
+        if value or is_needed:
             found[key] = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return found

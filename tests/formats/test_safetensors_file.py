@@ -193,6 +193,14 @@ def test_a_tensor_called_pt_is_not_taken_for_a_tied_one(tmp_path: Path):
     assert catalog.aliases == {}
 
 
+def test_metadata_with_the_name_of_a_tensor_is_not_taken_for_a_tie(tmp_path: Path):
+    metadata = {"best": "w", "note": "x"}
+    write_to(tmp_path, state_of({"w": torch.ones(2)}, metadata=metadata))
+    catalog, _ = read_from(tmp_path)
+    assert (list(catalog.tensors), catalog.aliases) == (["w"], {})
+    assert catalog.metadata == {"format": "pt", **metadata}
+
+
 def test_metadata_of_an_earlier_file_does_not_speak_of_this_one(tmp_path: Path):
     stale = {TIED_KEY: '{"a":"b"}', DTYPES_KEY: '{"b":"C128"}', "note": "kept"}
     write_to(tmp_path, state_of({"w": torch.zeros(1)}, metadata=stale))
