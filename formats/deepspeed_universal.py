@@ -18,6 +18,7 @@ from formats.catalog import Tree
 from formats.deepspeed_files import File, Shapes, opened
 from formats.deepspeed_zero import States, option_groups, other_values
 from formats.errors import CorruptError, HostileError
+from formats.limits import applied, current
 from formats.pickle_records import StoredTensor
 from formats.storage import Reader
 from formats.threads import Pool
@@ -54,11 +55,14 @@ def universal_states(
             f"{reader.url}/{FOLDER}: there is no folder of the parameter {min(lost)!r:.200}, and "
             f"{len(lost) - 1} others are missing; copy them too"
         )
-    found, sizes = States(), {}
+    found, sizes, limits = States(), {}, current()
+
+    def opened_files(name: str) -> dict[str, File]:
+        with applied(limits):  # a thread has none of its own
+            return _files(reader, name)
+
     with Pool(THREADS) as pool:
-        for name, files in zip(
-            names, pool.map(lambda name: _files(reader, name), names), strict=True
-        ):
+        for name, files in zip(names, pool.map(opened_files, names), strict=True):
             found.state[name] = {}
             for key, file in files.items():
                 sizes[file.name] = file.size

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.errors import CorruptError, FormatError, UnsupportedError
+from ckpt.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.pickle_reader import load
 from formats.pickle_records import Opaque
 from formats.pickle_writer import dump
@@ -315,4 +315,13 @@ def test_a_universal_parameter_without_weights_is_named(tmp_path: Path) -> None:
     shutil.copytree(DATA / UNIVERSAL, tmp_path / "u")
     (tmp_path / "u" / "zero" / "inner.bias" / "fp32.pt").unlink()
     with pytest.raises(CorruptError, match=r"zero/inner.bias: the file fp32.pt is missing"):
+        ckpt.read(tmp_path / "u")
+
+
+def test_limits_hold_for_the_files_of_universal_parameters(tmp_path: Path) -> None:
+    shutil.copytree(DATA / UNIVERSAL, tmp_path / "u")
+    file = tmp_path / "u" / "zero" / "inner.bias" / "fp32.pt"
+    saved = torch.load(file, weights_only=True)
+    torch.save({**saved, "note": "x" * 100_000}, file)
+    with ckpt.limits(pickle_bytes=50_000), pytest.raises(HostileError, match="pickle_bytes would"):
         ckpt.read(tmp_path / "u")
