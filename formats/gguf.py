@@ -158,7 +158,7 @@ def read(reader: Reader, name: str) -> Catalog:
     tensors = _tensors(entries, start, align, header)
     metadata = {QUANTISED: _quantised(entries), TYPES: _unusual(values, kinds)}
     tree: dict[Key, Tree] = {tensor: TensorRef(tensor) for tensor in tensors}
-    if GGUF in tree:
+    if values and GGUF in tree:
         raise UnsupportedError(f"{name}: a tensor is named {GGUF!r}, as the file's values are")
     if values:
         tree[GGUF] = values

@@ -107,6 +107,14 @@ def test_text_that_is_not_utf_8_is_written_as_it_was(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (tmp_path / "a.gguf").read_bytes()
 
 
+def test_a_tensor_with_the_name_of_the_values_is_read_in_a_file_without_them(
+    tmp_path: Path,
+) -> None:
+    torch.save({"gguf": torch.ones(2)}, tmp_path / "a.pt")
+    ckpt.convert(tmp_path / "a.pt", tmp_path / "a.gguf")
+    assert torch.equal(ckpt.read(tmp_path / "a.gguf")["gguf"], torch.ones(2))
+
+
 ONE = ("w", (2, 4), 0, 0)
 
 
@@ -125,7 +133,11 @@ ONE = ("w", (2, 4), 0, 0)
         (a_file([ONE], head=b"GGUF\0\0\0\x03"), UnsupportedError, "big-endian"),
         (a_file([ONE], head=b"GGUF\1\0\0\0"), UnsupportedError, "of version 1"),
         (a_file([ONE], text("a") + b"\x63\0\0\0\0", 1), FormatError, "the type 99"),
-        (a_file([("gguf", (2, 8), 0, 0)]), UnsupportedError, "named 'gguf'"),
+        (
+            a_file([("gguf", (2, 8), 0, 0)], text("a") + b"\7\0\0\0\1", 1),
+            UnsupportedError,
+            "named 'gguf'",
+        ),
         (
             a_file([ONE], text("a") + struct.pack("<IIQ", 9, 4, 2**60), 1),
             CorruptError,
