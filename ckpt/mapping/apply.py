@@ -80,13 +80,18 @@ def mapped(before: Mapped, mapping: TensorMapping, parameters: Mapping[str, int]
             for new, made in outputs.get(name, {}).items()
         ],
     )
+    # A tree from which everything was left out is a leaf without an origin.
     origins = {
         new: tuple(
-            dict.fromkeys(first for name in names for first in before.origins[tied.get(name, name)])
+            dict.fromkeys(
+                first for name in names for first in before.origins.get(tied.get(name, name), ())
+            )
         )
         for new, names in sources.items()
     }
-    dropped = [first for name in found if name not in kept for first in before.origins[name]]
+    dropped = [
+        first for name in found if name not in kept for first in before.origins.get(name, ())
+    ]
     left_out = (*before.excluded, *dropped)
     return Mapped(replace(catalog, tensors=tensors, aliases=aliases, tree=tree), origins, left_out)
 
@@ -246,6 +251,9 @@ def _named(
     first_of: dict[object, str] = {}
     for made_of in outputs.values():
         for new, made in made_of.items():
+            if not new and made.sources != ("",):
+                names = ", ".join(made.sources)
+                raise ArgumentError(f"{mapping.name}: {names} would have an empty name")
             if new in sources:
                 raise ArgumentError(
                     f"{mapping.name}: {', '.join(sources[new])} and {', '.join(made.sources)} both "

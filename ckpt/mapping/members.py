@@ -191,13 +191,12 @@ class Group:
         views: list[View] = []
         for indices in product(*map(range, counts)):
             record = self.records[part, indices]
+            if len(record.shape) != len(left):
+                raise self._unlike(record, 0)
             own = sizes_of(left, record.shape, known, f"{self.rule.where}: {record.name}")
             other = next((axis for axis in own if sizes.get(axis, own[axis]) != own[axis]), None)
             if other is not None:
-                raise ArgumentError(
-                    f"{self.rule.where}: {record.name} has shape {list(record.shape)}, "
-                    f"{self._name(part)} has another: they cannot be stacked"
-                )
+                raise self._unlike(record, part)
             sizes = own
             views.append(_unflattened(Stored(record.shape, record.pieces), left, own))
         for depth in range(len(counts) - 1, -1, -1):
@@ -208,6 +207,12 @@ class Group:
                 for at in range(0, len(rows), size)
             ]
         return views[0], sizes
+
+    def _unlike(self, record: TensorRecord, part: int) -> ArgumentError:
+        return ArgumentError(
+            f"{self.rule.where}: {record.name} has shape {list(record.shape)}, {self._name(part)} "
+            "has another: they cannot be put together"
+        )
 
     def _parts_of(self, array: _Array, right: Dims, dtype: DType) -> dict[str, TensorRecord]:
         """Returns the targets: parts of the array, in the order of their axes."""

@@ -182,8 +182,19 @@ def test_parameters_and_ratios_divide_query_groups() -> None:
         (
             '[[rule]]\nfrom = "a.{e}"\nto = "a"\nrearrange = "i -> e i"',
             {"a.0": (2,), "a.1": (3,)},
-            "a.1 has shape [3], a.0 has another: they cannot be stacked",
+            "a.1 has shape [3], a.0 has another: they cannot be put together",
         ),
+        (
+            '[[rule]]\nfrom = "a.{e}"\nto = "a"\nrearrange = "... -> e ..."',
+            {"a.0": (2,), "a.1": (2, 3)},
+            "a.1 has shape [2, 3], a.0 has another: they cannot be put together",
+        ),
+        (
+            '[[rule]]\nfrom = ["a", "b"]\nto = "c"\nrearrange = "* ... -> * ..."',
+            {"a": (2,), "b": (2, 3)},
+            "b has shape [2, 3], a has another: they cannot be put together",
+        ),
+        ('[[rule]]\nfrom = "a"\nto = ""', {"a": (1,), "c": (1,)}, "a would have an empty name"),
         (
             '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "(h two d) -> (h d two)"',
             {"a": (8,)},
@@ -322,6 +333,13 @@ def test_excluded_names_are_reported() -> None:
     found = changed('exclude = "b*"\n[[rule]]\nfrom = "a"\nto = "c"', {"a": (1,), "b1": (1,)})
     assert found.excluded == ("b1",)
     assert list(shapes_of(found)) == ["c"]
+
+
+def test_a_mapping_follows_one_that_excludes_everything() -> None:
+    nothing = changed('exclude = "*"\n[[rule]]\nfrom = "b"\nto = "c"\noptional = true', {"a": (1,)})
+    rename = parse_mapping('[[rule]]\nfrom = ""\nto = "model"', "prefix")
+    found = mapped(nothing, rename, {})
+    assert (found.catalog.tensors, found.excluded) == ({}, ("a",))
 
 
 TIED: Tree = {"a": TensorRef("a"), "b": TensorRef("a")}
