@@ -14,6 +14,7 @@ import json
 import pathlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -148,13 +149,15 @@ def is_plain_array(array: np.ndarray) -> bool:
 
 
 def like_target(node: object, loaded: object) -> object:
-    """Returns a loaded value in the target's type of numpy or torch, if the target has one."""
-    if is_number(node) and isinstance(loaded, bool | int | float | complex):
-        kind: Any = type(node)
-        again = kind(loaded)
-        return again if type(again.item()) is type(loaded) and again == loaded else loaded
-    if isinstance(node, torch.Size) and isinstance(loaded, tuple):
-        return torch.Size(loaded)
+    """Returns a loaded value in the target's type of numpy or torch, if that type has the value."""
+    kind: Any = type(node)
+    with suppress(OverflowError, TypeError, ValueError), np.errstate(over="ignore"):
+        if isinstance(node, torch.Size) and isinstance(loaded, tuple):
+            return torch.Size(loaded)
+        if is_number(node) and isinstance(loaded, bool | int | float | complex):
+            again = kind(loaded)
+            if type(again.item()) is type(loaded) and repr(again.item()) == repr(loaded):
+                return again
     return loaded
 
 

@@ -571,6 +571,36 @@ def test_a_load_gives_the_types_of_its_target(tmp_path: Path) -> None:
         assert repr(loaded["s"][name]) == repr(value), name
 
 
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "too large": (300, np.int8(1)),
+    "too small": (-1, np.uint8(1)),
+    "nan for an integer": (math.nan, np.int64(1)),
+    "infinite for an integer": (math.inf, np.int64(1)),
+    "complex for a float": (1j, np.float32(1)),
+    "complex for an integer": (1j, np.int64(1)),
+    "beyond every float": (10**400, np.float32(1)),
+    "beyond half precision": (1e10, np.float16(1)),
+    "tenth": (0.1, np.float32(1)),
+}
+"""Saved values that the type of numpy in the target does not have."""
+
+
+def test_a_value_that_the_targets_type_does_not_have_is_loaded_as_it_was_saved(
+    tmp_path: Path,
+) -> None:
+    ckpt.save(tmp_path, {name: saved for name, (saved, _) in UNLIKE.items()} | {"nan": math.nan})
+    target = {name: own for name, (_, own) in UNLIKE.items()}
+    loaded: Any = ckpt.load(tmp_path, target | {"nan": np.float32(1)})
+    for name, (saved, _) in UNLIKE.items():
+        assert of_same_type(loaded[name], saved), name
+    assert of_same_type(loaded["nan"], np.float32(math.nan))
+
+
+def test_a_torch_size_of_numbers_that_it_does_not_have_is_loaded_as_a_tuple(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"size": (2.5, "a")})
+    assert ckpt.load(tmp_path, {"size": torch.Size([1])}) == {"size": (2.5, "a")}
+
+
 def emptied(value: Any) -> Any:
     """Another value of the same type."""
     if isinstance(value, dict):
