@@ -260,6 +260,8 @@ class PartialLoadError(CkptError):
         super().__init__(message)
 
     def __str__(self) -> str:
+        if not self.touched:
+            return f"{self.reason}. No tensor was touched; values and objects may have changed"
         return f"{self.reason}. {mixed_content(self.touched)}"
 
 

@@ -38,7 +38,7 @@ from ckpt.state.state_spec import check_members
 from ckpt.state.typed_values import opened
 from ckpt.transfer.from_peers import beside, catalog_of, fill_from_peers, held_locally
 from ckpt.transfer.replica_hashes import ReplicaHashes, named
-from ckpt.transfer.run import LoadRun
+from ckpt.transfer.run import LoadRun, failed_elsewhere, half_loaded
 from formats.catalog import TensorRef, Tree
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import HASH_BITS, Ranks
@@ -213,14 +213,21 @@ def load(
         shared = beside(matched.shared, matched.targets)
         apart = [item for group in shared for item, _ in group]
         fill = partial(fill_from_peers, run=run, held=held, saved=saved, ranks=ranks, budget=budget)
-        fill([*matched.preflight_scalars, *apart])
+        fill([*matched.preflight_scalars, *apart], is_final=False)
         placed = [[one for _, one in group] for group in shared]
         ranks.run_on_all(
             "comparing the numbers of the state",
             partial(check_preflight_scalars, SOURCE, matched, placed),
         )
-        fill(matched.items)
-        return ranks.run_on_all("installing the loaded state", matched.install)  # type: ignore[return-value]
+        names = [item.name for item in matched.items]
+
+        def installing() -> object:
+            with half_loaded(names, reads=False):
+                return matched.install()
+
+        with failed_elsewhere(names):
+            fill(matched.items, is_final=True)
+            return ranks.run_on_all("installing the loaded state", installing)  # type: ignore[return-value]
 
 
 def _check_budget(budget: int | None) -> None:

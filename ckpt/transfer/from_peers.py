@@ -8,6 +8,7 @@ rank also sends tensors that it does not want itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -20,7 +21,7 @@ from ckpt.state.merged_state import MergedState
 from ckpt.state.saved import Saved
 from ckpt.state.sections import fingerprints, merge
 from ckpt.state.state_spec import StateSpec
-from ckpt.transfer.run import LoadRun
+from ckpt.transfer.run import LoadRun, half_loaded
 from formats.catalog import Catalog, TensorRecord, TensorRef
 from formats.native.manifest import StoredTensor
 from sharding.agreement.ranks import Ranks
@@ -44,12 +45,15 @@ def fill_from_peers(
     saved: Saved,
     ranks: Ranks,
     budget: int,
+    is_final: bool,
 ) -> None:
     """Fills the targets of items from the state `held` by the ranks.
 
     Called by all ranks, each with its own items; communicates, within `budget` bytes at a time.
+    `is_final` tells whether the targets are the user's, not memory of the load.
 
     Raises:
+        PartialLoadError: the move failed; names all targets, if `is_final`.
         HoleError: no rank has elements of a tensor. Nothing was touched.
         RankError: another rank failed.
     """
@@ -71,9 +75,11 @@ def fill_from_peers(
     }
 
     def moving() -> None:
-        for item in items:
-            will_change(run.targets[item.target].given)
-        run.move(plan, sources, budget)
+        names = [item.name for item in items]
+        with half_loaded(names, reads=False) if is_final else nullcontext():
+            for item in items:
+                will_change(run.targets[item.target].given)
+            run.move(plan, sources, budget)
 
     ranks.run_on_all("moving tensors", moving)
 

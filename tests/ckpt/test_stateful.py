@@ -327,6 +327,25 @@ def test_an_exception_of_state_dict_names_the_entry_and_nothing_is_touched(
     assert (target["w"] == 0).all()
 
 
+@pytest.mark.parametrize("place", ["a folder", "memory"])
+def test_an_exception_of_load_state_dict_names_the_tensors_that_were_filled(
+    tmp_path: Path, place: str
+) -> None:
+    class Refusing(Held):
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise KeyError("refused")
+
+    state = {"w": torch.ones(2), "object": Held({"n": 1})}
+    target = {"w": torch.zeros(2), "object": Refusing({"n": 0})}
+    ckpt.save(tmp_path, state)
+    with pytest.raises(ckpt.PartialLoadError, match=r"KeyError: 'refused'.* bytes in: w") as error:
+        ckpt.load(tmp_path, target) if place == "a folder" else ckpt.state_dict.load(state, target)
+    assert error.value.touched == ("w",)
+    assert target["w"].tolist() == [1, 1]
+    with pytest.raises(ckpt.PartialLoadError, match="No tensor was touched"):
+        ckpt.load(tmp_path, target, include="object*")
+
+
 @pytest.mark.parametrize("more", [(), (5, "text"), ([3, {"x": 1}],)], ids=str)
 def test_objects_in_a_list_get_what_was_saved_though_none_of_them_has_a_tensor(
     more: tuple[object, ...], tmp_path: Path
