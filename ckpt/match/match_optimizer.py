@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Names identify parameters. Saved groups and positions do not matter. A group takes its options
-   from the saved group that had its parameters. If several saved groups had them, that is a
+1. Names identify parameters. Saved groups and positions do not matter. A group takes its selected
+   options from the saved group that had its parameters. If several saved groups had them, that is a
    difference.
 2. A fresh optimizer gets its state before its first step. A tensor of the parameter's shape gets
    the parameter's placement, any other tensor is whole. Existing state is filled in place.
@@ -58,13 +58,16 @@ class _OptimizerMatch:
         groups = self._groups()
         self._find_lacking()
         self.builder.used.add(join(self.path, "state"))  # a leaf if no parameter has state
-        held = optimizer_entries(self.optimizer, self.named, self.path)["state"]
+        own = optimizer_entries(self.optimizer, self.named, self.path)
         parameters = [named.parameter for named in self.named]
         states = {
-            index: self._parameter_state(named, held) for index, named in enumerate(self.named)
+            index: self._parameter_state(named, own["state"])
+            for index, named in enumerate(self.named)
         }
         others = {
-            key: self.builder.anything(None, join(self.path, key)) for key in self._other_keys()
+            key: self.builder.anything(own.get(key), join(self.path, key))
+            for key in self._other_keys()
+            if key in own or self.builder.selects(join(self.path, key))
         }
 
         def install() -> object:
@@ -90,9 +93,13 @@ class _OptimizerMatch:
     # Groups.
 
     def _groups(self) -> list[dict[str, object]]:
-        """Returns the target's groups with the saved options of their parameters (rule 1)."""
+        """Returns the target's groups with the saved options of their parameters (rule 1).
+
+        Options that the selection excludes stay as they are.
+        """
         where = join(self.path, "param_groups")
         self.builder.used.update(self.builder.saved.under(where))
+        is_one = where in self.builder.saved.leaves  # as without options that are tensors
         saved = _saved_groups(self.builder.saved.node(where))
         group_of = {self._renamed(name): at for at, group in saved.items() for name in group.names}
         first = 0
@@ -101,10 +108,12 @@ class _OptimizerMatch:
             last = first + len(group["params"])
             members = [name for named in self.named[first:last] for name in named.names]
             options = {key: value for key, value in group.items() if key != "params"}
-            at = self._group_of(members, group_of, f"{where}.{position}")
-            if at is not None:
-                for key, value in saved[at].options.items():
-                    entry = join(join(where, at), key)
+            at = None
+            if self.builder.chooses(where):
+                at = self._group_of(members, group_of, f"{where}.{position}")
+            for key, value in saved[at].options.items() if at is not None else ():
+                entry = join(join(where, at), key)
+                if is_one or self.builder.chooses(entry):
                     options[str(key)] = self._option(value, entry, options.get(str(key)))
             groups.append({**options, "params": list(range(first, last))})
             first = last

@@ -167,6 +167,86 @@ def test_one_entry_of_an_optimizer_s_state_may_be_left_out(tmp_path: Path) -> No
     assert target["optim"].param_groups[0]["betas"] == (0.25, 0.75)
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [{"exclude": "optim.param_groups"}, {"include": ["model.*", "optim.state.*"]}],
+    ids=str,
+)
+def test_groups_that_are_not_selected_keep_their_options(
+    tmp_path: Path, choice: dict[str, Any]
+) -> None:
+    saved, target = stepped(1.0), stepped(2.0)
+    ckpt.save(tmp_path, saved)
+    ckpt.load(tmp_path, target, **choice)
+    had = saved["optim"].state[saved["model"].weight]
+    state = target["optim"].state[target["model"].weight]
+    assert torch.equal(state["exp_avg"], had["exp_avg"])
+    assert target["optim"].param_groups[0]["betas"] == (0.5, 0.75)
+
+
+def test_groups_alone_may_be_selected(tmp_path: Path) -> None:
+    saved, target = stepped(1.0), stepped(2.0)
+    own = target["optim"].state[target["model"].weight]["exp_avg"].clone()
+    ckpt.save(tmp_path, saved)
+    ckpt.load(tmp_path, target, include="optim.param_groups")
+    assert torch.equal(target["optim"].state[target["model"].weight]["exp_avg"], own)
+    assert target["optim"].param_groups[0]["betas"] == (0.25, 0.75)
+
+
+def test_other_groups_than_were_saved_are_fine_if_they_are_not_selected(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    two = torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=0.5, momentum=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    two.step()
+    ckpt.save(tmp_path, {"m": model, "o": two})
+    one = torch.optim.SGD(model.parameters(), lr=0.25)
+    target = {"m": model, "o": one}
+    with pytest.raises(ckpt.MismatchError, match="groups"):
+        ckpt.load(tmp_path, target)
+    ckpt.load(tmp_path, target, exclude="o.param_groups")
+    assert one.param_groups[0]["lr"] == 0.25
+    had = two.state[model.weight]["momentum_buffer"]
+    assert torch.equal(one.state[model.weight]["momentum_buffer"], had)
+
+
+def test_one_option_of_a_group_with_tensors_may_be_left_out(tmp_path: Path) -> None:
+    def made(value: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        rate = torch.tensor(value)
+        return {"m": model, "o": torch.optim.Adam(model.parameters(), rate, (value, 0.5))}
+
+    ckpt.save(tmp_path, made(0.25))
+    target = made(0.75)
+    ckpt.load(tmp_path, target, exclude="o.param_groups.0.lr")
+    [group] = target["o"].param_groups
+    assert (float(group["lr"]), group["betas"]) == (0.75, (0.25, 0.5))
+
+
+def test_another_entry_of_an_optimizer_stays_if_it_is_not_selected(tmp_path: Path) -> None:
+    class Counting(torch.optim.SGD):
+        seen: object = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "seen": self.seen}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.seen = state_dict.pop("seen")
+            super().load_state_dict(state_dict)
+
+    def made(seen: int) -> dict[str, Any]:
+        model = nn.Linear(1, 1)
+        optimizer = Counting(model.parameters(), lr=seen / 8)
+        optimizer.seen = seen
+        return {"m": model, "o": optimizer}
+
+    ckpt.save(tmp_path, made(1))
+    target = made(2)
+    ckpt.load(tmp_path, target, exclude="o.seen")
+    assert (target["o"].seen, target["o"].param_groups[0]["lr"]) == (2, 1 / 8)
+    ckpt.load(tmp_path, target)
+    assert target["o"].seen == 1
+
+
 def test_a_place_takes_what_is_selected_of_what_was_saved(tmp_path: Path) -> None:
     tensors = [torch.ones(1), torch.zeros(2)]
     ckpt.save(tmp_path, {"a": {"x": 1, "y": [2, {"z": 3}]}, "b": {"list": tensors}, "c": 5})
