@@ -35,6 +35,7 @@ def outline(tree: Tree, values: list[object]) -> object:
     """Returns the nodes of a tree, and appends its plain values to `values` in order.
 
     Two trees have equal outlines if they have the same nodes, with the same keys in the same order.
+    The names of parameters count as keys of their group: they are merged, not compared.
 
     >>> found = []
     >>> outline({"w": TensorRef("w"), "step": 3, "ids": [1, 2]}, found), found
@@ -49,6 +50,8 @@ def outline(tree: Tree, values: list[object]) -> object:
         return ...
     if isinstance(tree, list | tuple) and is_node(tree):
         items = [outline(item, values) for item in tree]
+        if _are_groups(tree):
+            items += map(_members, tree)
         return items if isinstance(tree, list) else tuple(items)
     values.append(_marshalled(tree))
     return None

@@ -111,6 +111,13 @@ def test_parameter_groups_of_ranks_unite_by_their_parameters() -> None:
     assert list(conflicting_values(second, whole)) == ["param_groups.1.lr", "param_groups.3.lr"]
 
 
+def test_groups_with_other_parameters_have_other_outlines() -> None:
+    one: Tree = [{"lr": 0.1, "params": ["a"]}]
+    assert outline(one, []) == outline([{"lr": 0.2, "params": ["a"]}], [])
+    assert outline(one, []) != outline([{"lr": 0.1, "params": ["b"]}], [])
+    assert outline([{"params": [1]}], []) == outline([{"params": [2]}], [])
+
+
 def test_a_parameter_group_has_the_options_that_any_rank_has_for_its_parameters() -> None:
     def groups(**options: Tree) -> Tree:
         return [{"lr": 0.1, **options, "params": ["a", "b"]}]

@@ -48,6 +48,14 @@ def optimizer(rank: int, **options: Any) -> dict[str, Any]:
     return {"model": model, "optim": optim}
 
 
+def parts_without_state(rank: int, lr: float) -> dict[str, Any]:
+    """A module, and an optimizer without state for another parameter of it on each rank."""
+    torch.manual_seed(5)
+    model = torch.nn.Linear(3, 2)
+    part = model.bias if rank else model.weight
+    return {"model": model.requires_grad_(False), "optim": torch.optim.SGD([part], lr=lr)}
+
+
 def without_state_of_bias(rank: int) -> dict[str, Any]:
     state = optimizer(rank)
     if rank:
@@ -102,6 +110,14 @@ KINDS: dict[str, Kind] = {
     "an option of a parameter group": Kind(
         lambda r: optimizer(r, **{f"seed-{r}": r}),
         {"optim.param_groups.0.seed-0": 0, "optim.param_groups.0.seed-1": 1},
+    ),
+    "a parameter of an optimizer without state": Kind(
+        lambda r: parts_without_state(r, 0.5),
+        {"optim.param_groups.0.params": ["weight", "bias"]},
+    ),
+    "a parameter, and options, of an optimizer without state": Kind(
+        lambda r: parts_without_state(r, 0.5 + r),
+        {"optim.param_groups.0.lr": 0.5, "optim.param_groups.1.params": ["bias"]},
     ),
     "a dict in a list": Kind(
         lambda r: {"l": [{f"k-{r}": r}]}, {"l.0.k-0": 0, "l.0.k-1": 1}, loads=False
