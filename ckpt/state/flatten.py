@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -154,9 +154,14 @@ class _Flattener:
             self._names.append(name)
             # numpy's `item()` drops the end of a text as padding
             return _dtype_of(node, path) if isinstance(node, torch.dtype) else node[:]
-        if isinstance(node, Stateful) and not isinstance(node, type):
+        if _is_object(node):
             with call_of("state_dict", shown(path)):
                 entries = node.state_dict()
+            if _is_object(entries):
+                raise StateError(
+                    f"{shown(path)}: state_dict() of a {kind.__qualname__} returns a "
+                    f"{type(entries).__qualname__}, which has a state_dict() itself, not a dict"
+                )
             self._keep.append(entries)  # no other tensor gets these addresses until the end
             return self._walk(entries, path, name)
         raise StateError(
@@ -319,6 +324,11 @@ class _Flattener:
             return torch.from_numpy(array if torch_can_share(array) else array.copy())
         except TypeError as error:  # another package's dtype with the name of one of torch's
             raise StateError(f"{shown(path)}: {error}; store a tensor of it") from error
+
+
+def _is_object(node: object) -> TypeGuard[Stateful]:
+    """Whether a value is saved by its own method, and is neither a module nor an optimizer."""
+    return isinstance(node, Stateful) and not isinstance(node, type | nn.Module | Optimizer)
 
 
 def _dtype_of(dtype: torch.dtype, path: tuple[object, ...]) -> DType:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt.errors import StateError
-from ckpt.state.stateful import unwrapped
+from ckpt.state.stateful import MAX_DEPTH, unwrapped
 from sharding.describe.local_part import FLAT_PARAMETERS
 
 FLAT = "_flat_param"
@@ -39,20 +39,22 @@ def by_parameters(state: Mapping[object, object]) -> Mapping[object, object]:
     return local_parts(state, rank=rank)  # type: ignore[arg-type, return-value]
 
 
-def with_names(state: object, model: nn.Module | None) -> object:
+def with_names(state: object, model: nn.Module | None, depth: int = 0) -> object:
     """Returns a state whose local state dicts of torch's FSDP have the parameter names of `model`.
 
     Raises:
-        StateError: there are flat parameters and no `model`.
+        StateError: there are flat parameters and no `model`, or the state nests too deep.
     """
     if not isinstance(state, Mapping):
         return state
+    if depth > MAX_DEPTH:
+        raise StateError(f"the state nests deeper than {MAX_DEPTH}: a cycle?")
     named = by_parameters(state)
     if named is not state:
         return state  # its `_metadata` has the names
     flat = next((key for key in state if _is_flat(key)), None)
     if flat is None:
-        found = {key: with_names(item, model) for key, item in state.items()}
+        found = {key: with_names(item, model, depth + 1) for key, item in state.items()}
         return found if any(found[key] is not item for key, item in state.items()) else state
     if model is None:
         raise StateError(

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import StateError
+from ckpt.state.refusals import shown
 from ckpt.state.subclass_state import inner_of, plain, taken_apart
 from formats.catalog import join
 from sharding.describe.describing import (
@@ -145,13 +146,16 @@ def _check_undivided(parameters: list[torch.Tensor]) -> None:
 
 
 def modules(state: object, path: tuple[object, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules in a nest, down to `MAX_DEPTH`, with their names."""
+    """Yields the modules in a nest, with their names. Raises StateError if it is too deep.
+
+    A nest that contains itself would otherwise never end.
+    """
     if type(state) in SINGLE:
         return
+    if len(path) > MAX_DEPTH:
+        raise StateError(f"{shown(path[:8])}...: nests deeper than {MAX_DEPTH}: a cycle?")
     if isinstance(state, nn.Module):
         yield reduce(join, path, ""), state
-    elif len(path) > MAX_DEPTH:
-        return
     elif isinstance(state, Mapping):
         for key, item in state.items():
             if type(item) not in SINGLE:

@@ -360,6 +360,20 @@ def quantized() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
+def branches() -> dict[str, object]:
+    found: dict[str, object] = {}
+    found |= {"a": found, "b": found}
+    return found
+
+
+class Mirror:
+    def state_dict(self) -> Any:
+        return self
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes nothing."""
+
+
 def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=layout)
 
@@ -412,6 +426,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "not implemented": (lambda: NotImplemented, "a state holds tensors"),
     "integer of too many bits": (lambda: 1 << LIMIT_BITS, "of 8193 bits"),
     "cycle": (cycle, "a cycle"),
+    "cycle of two branches": (branches, "a cycle"),
+    "object whose state is itself": (Mirror, "state_dict\\(\\) of a Mirror returns a Mirror"),
     "too deep": (lambda: lists_in_lists(150), "nests deeper"),
     "set of objects": (lambda: {Opaque()}, "a state holds tensors"),
     "set of enums": (lambda: {Plain.ONE}, "store its .value"),
@@ -569,6 +585,15 @@ def test_a_load_gives_the_types_of_its_target(tmp_path: Path) -> None:
     for name, value in scalars.items():
         assert type(loaded["s"][name]) is type(value), name
         assert repr(loaded["s"][name]) == repr(value), name
+
+
+def test_a_target_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"a": 1})
+    for target in (branches(), {"a": cycle()}):
+        with pytest.raises(ckpt.StateError, match="a cycle"):
+            ckpt.load(tmp_path, target)
+        with pytest.raises(ckpt.StateError, match="a cycle"):
+            ckpt.state_dict.convert(target, to="full")
 
 
 UNLIKE: dict[str, tuple[Any, Any]] = {
