@@ -366,12 +366,10 @@ def _resolve(
     lo, hi, steps, dropped = [], [], [], set()
     for dim, (part, length) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
-            start, stop, step = part.indices(length)
-            if step < 1:
-                raise TensorIndexError(f"{name}: the step of a slice is positive, not {step}")
+            start, stop, step = _bounds(part, length, name)
             lo.append(start)
             hi.append(max(start, stop))
-            steps.append(step)
+            steps.append(min(step, max(1, length)))  # torch takes no step beyond 64 bits
         else:
             at = _integer(part, name)
             if not -length <= at < length:
@@ -385,10 +383,22 @@ def _resolve(
     return Box(tuple(lo), tuple(hi)), tuple(steps), frozenset(dropped)
 
 
+def _bounds(part: slice, length: int, name: str) -> tuple[int, int, int]:
+    """Returns first, end and step of a slice of a dimension."""
+    step = 1 if part.step is None else _integer(part.step, name)
+    if step < 1:
+        raise TensorIndexError(f"{name}: the step of a slice is positive, not {step}")
+    first, end = (None if at is None else _integer(at, name) for at in (part.start, part.stop))
+    return slice(first, end, step).indices(length)
+
+
 def _integer(part: object, name: str) -> int:
-    """Returns an index of any integer type as an int; refuses bool, which torch takes as a mask."""
+    """Returns an index of any integer type as an int; refuses those that torch takes as masks."""
+    is_mask = isinstance(part, bool) or (
+        isinstance(part, torch.Tensor) and (part.ndim > 0 or part.dtype is torch.bool)
+    )
     try:
-        if not isinstance(part, bool):
+        if not is_mask:
             return as_int(part)  # type: ignore[arg-type]
     except TypeError:
         pass

@@ -94,7 +94,7 @@ def test_indexing_is_indexing_a_tensor(
 
 
 def test_what_is_read_has_memory_of_its_own_and_no_more(shapes: Checkpoint) -> None:
-    for index in ((slice(0, 7, 3),), (2, slice(1, 3)), ...):
+    for index in ((slice(0, 7, 3),), (2, slice(1, 3)), slice(None, None, 2**70), ...):
         found = shapes["0"][index]
         assert found.untyped_storage().nbytes() == found.nbytes
     first = shapes["0"][...]
@@ -112,6 +112,7 @@ def test_what_is_read_has_memory_of_its_own_and_no_more(shapes: Checkpoint) -> N
         ((..., ...), "at most one ellipsis"),
         ((..., 0, 0, 0, 0), "indices for shape"),
         (slice(None, None, -1), "the step of a slice is positive, not -1"),
+        (slice(None, None, 0), "the step of a slice is positive, not 0"),
     ],
 )
 def test_an_index_that_does_not_fit_is_an_error_with_the_numbers(
@@ -131,6 +132,10 @@ def test_an_index_that_does_not_fit_is_an_error_with_the_numbers(
         [0, 1],
         (0, None),
         torch.tensor([True] * 7),
+        torch.tensor(True),
+        torch.tensor([0]),
+        slice(1.0, 2),
+        slice(0, 2, "a"),
         np.arange(2),
         (0, ..., "a"),
     ],
