@@ -26,7 +26,10 @@ class Workplace:
 
     def writer(self) -> WriterProcess:
         """Returns the writer process, started anew if there is none."""
-        if self._writer is None or not self._writer.is_running:
+        if self._writer is not None and not self._writer.is_running:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
             self._writer = WriterProcess(self.arena)
         return self._writer
 

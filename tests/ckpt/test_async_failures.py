@@ -22,6 +22,7 @@ from torch import nn
 import ckpt
 from ckpt import in_flight
 from ckpt.background.arena import Arena
+from ckpt.background.workplace import workplace
 from ckpt.background.writers import WriterProcess
 from ckpt.errors import StoreError
 from ckpt.garbage import collected_later
@@ -194,6 +195,18 @@ def test_a_writer_that_is_killed_is_an_error_and_the_next_save_has_another(
             handle.wait(SECONDS)
     ckpt.save(tmp_path, state(), blocking=False).wait(SECONDS)
     assert not ckpt.verify(tmp_path).problems
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system lists no descriptors")
+def test_a_writer_that_is_killed_between_two_saves_leaves_no_descriptor(tmp_path: Path) -> None:
+    found = []
+    for step in range(2):
+        ckpt.save(tmp_path / str(step), state(), blocking=False).wait(SECONDS)
+        writer = workplace().writer()
+        writer.process.kill()
+        writer.process.wait()
+        found.append(len(os.listdir("/proc/self/fd")))
+    assert found[0] == found[1]
 
 
 def test_a_progress_that_raises_fails_one_save_and_not_the_next(tmp_path: Path) -> None:
