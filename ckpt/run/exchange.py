@@ -203,12 +203,10 @@ class RunRanks:
         found = [] if memory is None else self.memory_steps(memory)
         near = [] if tier is None else self.local_steps(tier.steps)
         found += [(one, tier.place(one.step)) for one in near if tier is not None]
-        if step is not None:
-            of_step = [(place, step) for one, place in found if one.step == step]
-            return of_step or [(self.place(step), step)]
         found += [(one, self.place(one.step)) for one in self.steps()]
         found.sort(key=lambda one: one[0].age_key, reverse=True)
-        return [(place, one.step) for one, place in found]
+        places = [(place, one.step) for one, place in found if step in (None, one.step)]
+        return places if places or step is None else [(self.place(step), step)]
 
     def log(self, text: str) -> None:
         """Logs a line about the run at the level INFO, on rank 0."""
