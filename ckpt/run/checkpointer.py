@@ -26,8 +26,16 @@ from ckpt.errors import ArgumentError, ClosedError, ExistsError, SaveFailedWarni
 from ckpt.loading import load_first
 from ckpt.run.exchange import RunRanks
 from ckpt.run.failures import Failures, OnFailure
-from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP, metrics_text, now_text
-from ckpt.run.local_tier import LocalTier, local_options
+from ckpt.run.history import (
+    BEGAN,
+    METRICS,
+    PROVENANCE,
+    STEP,
+    checked_step,
+    metrics_text,
+    now_text,
+)
+from ckpt.run.local_tier import HOSTS, LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.removal import Tidying
@@ -129,9 +137,14 @@ class Checkpointer:
         self._compress: Compress = compress
         self._replicas: Replicas = replicas
         self._metadata = dict(metadata or {})
+        own = {STEP, METRICS, PROVENANCE, BEGAN, HOSTS} & self._metadata.keys()
+        if own:
+            raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
         self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
         self._signals = PreemptionSignals(signals)
         self._handle: SaveHandle | None = None
+        self._saved: tuple[int, LocalTier | None] = (0, None)
+        """The step and the tier of the last save; None for the folder of the run."""
         self._tidying = Tidying()
         self._is_restored = self._is_retrying = self._is_preempted = self._is_closed = False
         self._last_step: int | None = None
@@ -142,14 +155,21 @@ class Checkpointer:
         self._exchanged = (0, time.monotonic())
         self._began = time.monotonic()
         """The time when the last save began."""
-        options = local_options(local, local_every_steps, local_keep)
         self._local: LocalTier | None = None
-        self._tier: LocalTier | None = None
-        """The tier of the last save: None for the folder of the run."""
+        self._memory: MemoryTier | None = None
         how = (blocking, staging, compress, replicas, on_failure, memory)
+        arguments = (self.url, self._keep, self._schedule, how, local_every_steps, local_keep)
+        try:
+            options = local_options(local, local_every_steps, local_keep, self.url)
+            self._meet(repr(arguments), options, memory)
+        except BaseException:
+            self._signals.close()
+            raise
+
+    def _meet(self, arguments: str, options: LocalOptions | None, memory: Memory | None) -> None:
+        """Opens the tiers, and looks for the steps in them. All ranks call this."""
         self._provenance, self._newest_before, places = self._ranks.introduce(
-            repr((self.url, self._keep, self._schedule, how, local_every_steps, local_keep)),
-            options.folder if options else "",
+            arguments, options.folder if options else ""
         )
         if options is not None:
             self._local = self._ranks.local_tier(options, places)
@@ -157,9 +177,10 @@ class Checkpointer:
                 self._newest_before = max(self._newest_before or 0, one.step)
             if self._ranks.global_rank == min(self._local.host):
                 self._local.remove_left_overs()
-        self._memory: MemoryTier | None = None
         if memory is not None:
-            self._memory = self._ranks.memory_tier(memory, group, timeout, self._failures)
+            self._memory = self._ranks.memory_tier(
+                memory, self._group, self._timeout, self._failures
+            )
             for one, _ in self._ranks.memory_steps(self._memory):
                 self._newest_before = max(self._newest_before or 0, one.step)
 
@@ -200,11 +221,13 @@ class Checkpointer:
         Raises:
             ExistsError: the folder has checkpoints of an earlier run, and `restore` was not called.
             StateError: a value cannot be stored; the error names its key path.
-            ArgumentError: `step` is not above the step of the last save.
+            ArgumentError: `step` is not above the step of the last save, or is no possible step.
             ArgumentTypeError: a metric is not a number.
+            ClosedError: this Checkpointer is closed.
             RankError: another rank failed.
         """
-        is_due = force or self.should_save(step)
+        step = self._checked(step)
+        is_due = force or self._is_due(step)
         tier = None if is_due else self._local_due(step)
         memory = self._memory
         if memory is not None and not is_due and not memory.is_due(step):
@@ -222,7 +245,7 @@ class Checkpointer:
         began = now_text()
         if tier is not None:
             handle = self._handle
-            is_saving = handle is not None and self._tier is None and not handle.done()
+            is_saving = handle is not None and self._saved[1] is None and not handle.done()
             agreed = self._ranks.agree_on_local(step, is_saving)
             tier, began = (None, began) if agreed is None else (tier, agreed)
         if not is_due and tier is None and memory is None:
@@ -264,7 +287,7 @@ class Checkpointer:
             self._replicas,
             () if tier is None else tier.host,
         )
-        self._tier = tier
+        self._saved = (step, tier)
         try:
             self._handle = save_with(
                 place,
@@ -279,7 +302,7 @@ class Checkpointer:
                 seconds,
             )
         except Exception as error:
-            self._failed(step, error)
+            self._failed(error)
             return False
         if self._blocking or self._is_preempted:
             failures = self.failures
@@ -289,8 +312,14 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step. All ranks call this."""
+        return self._is_due(self._checked(step))
+
+    def _checked(self, step: int) -> int:
         if self._is_closed:
             raise ClosedError(f"{self.url}: this Checkpointer is closed; make another")
+        return checked_step(step)
+
+    def _is_due(self, step: int) -> bool:
         if self._decided is not None and self._decided[0] == step:
             return self._decided[1]
         was_preempted = self._is_preempted
@@ -422,13 +451,12 @@ class Checkpointer:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        step, tier = self._last_step, self._tier
-        assert step is not None
         try:
             handle.wait()
         except Exception as error:
-            self._failed(step, error)
+            self._failed(error)
             return
+        _, tier = self._saved
         keep, url, options = self._keep, self.url, self._options
         is_first = self._ranks.is_first
         if tier is not None:
@@ -437,9 +465,9 @@ class Checkpointer:
         if is_first and not keep.keeps_all:
             self._tidying.begin(url, keep, options)
 
-    def _failed(self, step: int, error: Exception) -> None:
-        """Counts a failure and warns of it, or raises its error."""
-        tier = self._tier
+    def _failed(self, error: Exception) -> None:
+        """Counts a failure of the last save and warns of it, or raises its error."""
+        step, tier = self._saved
         place = self._place(step) if tier is None else tier.place(step)
         again = "the next step" if tier is None else "the next local step"
         self._failures.add(error, place, again, self._ranks.is_first)

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import time
@@ -26,13 +27,15 @@ from ckpt.newest import Committed, committed
 from ckpt.run.retention import RunStep
 from ckpt.stores.store import Options, open_store
 from formats.folders import folder_format
-from sharding.errors import ArgumentTypeError
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["RunStep", "run_steps"]
 
 STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
 """Keys of the metadata in a manifest."""
 _FOLDER = re.compile(r"step-(\d{1,18})")
+_END = 10**18
+"""The first step that is too large for the name of a folder."""
 _SECONDS = re.compile(r"\d{1,12}\.\d{6}")
 MOST = 1 << 1000
 """Larger integers cannot be metrics: they exceed all floats."""
@@ -46,6 +49,21 @@ def folder_name(step: int) -> str:
     'step-100'
     """
     return f"step-{step}"
+
+
+def checked_step(step: object) -> int:
+    """Returns a step as an int.
+
+    Raises ArgumentTypeError unless it is a whole number, ArgumentError for one whose folder
+    `step_of` does not know.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentTypeError(f"step is {step!r:.80}; give a whole number") from None
+    if not 0 <= number < _END:
+        raise ArgumentError(f"step is {number}; give a number from 0 to {_END - 1}")
+    return number
 
 
 def step_of(name: str) -> int | None:
@@ -148,13 +166,18 @@ def metrics_text(metrics: Mapping[str, object]) -> str:
     >>> metrics_text({"loss": 0.5, "best": float("inf")})
     '{"best": Infinity, "loss": 0.5}'
     """
-    return json.dumps({name: _number(name, value) for name, value in sorted(metrics.items())})
+    return json.dumps({n: _number(n, value) for n, value in metrics.items()}, sort_keys=True)
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: object, value: object) -> float:
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "size", None) is not None:  # a tensor, or of numpy
-        value = item()
+        with suppress(RuntimeError, ValueError):  # it has several elements, or no memory
+            value = item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"metrics[{name!r}] is a {type(value).__name__}; give a number")
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"metrics has the name {name!r:.80}; give a text")
+    if isinstance(value, int) and abs(value) >= MOST:
+        raise ArgumentTypeError(f"metrics[{name!r}] is an integer above all floats")
     return float(value)

@@ -25,7 +25,7 @@ from ckpt.errors import CkptError
 from ckpt.newest import committed
 from ckpt.run.history import BEGAN, folder_name, step_of
 from ckpt.run.retention import Keep
-from ckpt.stores.store import join_url, local_path
+from ckpt.stores.store import join_url, local_path, one_spelling
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
 
@@ -48,9 +48,9 @@ class LocalOptions:
 
 
 def local_options(
-    folder: str | os.PathLike[str] | None, every_steps: int | None, keep: int
+    folder: str | os.PathLike[str] | None, every_steps: int | None, keep: int, run: str
 ) -> LocalOptions | None:
-    """Returns the checked arguments; None without a local folder."""
+    """Returns the checked arguments; None without a local folder. `run` is the URL of the run."""
     if (folder is None) != (every_steps is None):
         raise ArgumentError("local= and local_every_steps= belong together; give both or none")
     if folder is None or every_steps is None:
@@ -58,6 +58,8 @@ def local_options(
     path = local_path(folder)
     if path is None:
         raise ArgumentError(f"local={os.fspath(folder)!r}: give a folder on a disk or in memory")
+    if one_spelling(path) == one_spelling(run):
+        raise ArgumentError(f"local={os.fspath(folder)!r} is the folder of the run; give another")
     return LocalOptions(os.path.abspath(path), every_steps, keep)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -139,8 +140,47 @@ def test_steps_have_to_rise_and_a_closed_run_saves_nothing(tmp_path: Path) -> No
         run.save(4, state_of(4))
     run.close()
     run.close()
-    with pytest.raises(ValueError, match="closed"):
-        run.save(6, state_of(6))
+    for force in (False, True):
+        with pytest.raises(ckpt.ClosedError, match="closed"):
+            run.save(6, state_of(6), force=force)
+
+
+@pytest.mark.parametrize("step", [-5, 10**18, 5.0, "5", None])
+def test_a_step_that_no_listing_would_find_is_refused(tmp_path: Path, step: Any) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        for call in (run.should_save, lambda at: run.save(at, state_of(1), force=True)):
+            with pytest.raises(ckpt.ArgumentError, match=f"step is {step!r}"):
+                call(step)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_of_numpy_or_torch_is_a_step(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1) as run:
+        assert run.save(np.int64(4), state_of(4))  # type: ignore[arg-type]
+        assert run.save(torch.tensor(5), state_of(5))  # type: ignore[arg-type]
+        run.wait_until_finished()
+        assert run.all_steps() == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"loss": torch.ones(2)}, "is a Tensor"),
+        ({"loss": np.ones(3)}, "is a ndarray"),
+        ({"loss": torch.ones((), device="meta")}, "is a Tensor"),
+        ({"loss": 10**400}, "above all floats"),
+        ({"loss": 0.5, 1: 0.5}, "the name 1"),
+    ],
+)
+def test_a_metric_that_is_no_number_by_name_is_refused(metrics: Any, told: str) -> None:
+    with pytest.raises(ckpt.ArgumentTypeError, match=told):
+        metrics_text(metrics)
+
+
+@pytest.mark.parametrize("key", ["step", "metrics", "run", "began", "hosts"])
+def test_metadata_under_a_key_of_the_run_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ckpt.ArgumentError, match=f"metadata has '{key}'"):
+        ckpt.Checkpointer(tmp_path, metadata={key: "mine", "other": "kept"})
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path) -> None:
@@ -253,6 +293,30 @@ def test_a_handler_of_the_user_still_gets_its_signal(tmp_path: Path) -> None:
         assert seen == [signal.SIGUSR1] * 2
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_run_that_cannot_begin_leaves_no_handler_of_a_signal(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ckpt.ArgumentError, match="belong together"):
+        ckpt.Checkpointer(tmp_path, local=tmp_path / "near")
+    with pytest.raises(ckpt.ArgumentError, match="no program can handle"):
+        ckpt.Checkpointer(tmp_path, signals=(signal.SIGUSR1, signal.SIGKILL))
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_runs_that_close_in_any_order_leave_no_handler_of_a_signal(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    runs = [ckpt.Checkpointer(tmp_path / name) for name in "abc"]
+    for run in runs:
+        run.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_signal_that_is_given_twice_is_noted_once(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, signals=(signal.SIGUSR1, signal.SIGUSR1)) as run:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert run.save(1, state_of(1))
+        assert run.reached_preemption()
 
 
 def interrupted(folder: str, told: int) -> tuple[int, list[int]]:

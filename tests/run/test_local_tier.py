@@ -261,11 +261,13 @@ def test_a_local_save_waits_for_the_one_before_and_none_begins_beside_a_far_one(
         ({"local": "near", "local_every_steps": 0}, "local_every_steps=0"),
         ({"local": "near", "local_every_steps": 1, "local_keep": 0}, "local_keep=0"),
         ({"local": "s3://bucket/near", "local_every_steps": 1}, "on a disk or in memory"),
+        ({"local": ".", "local_every_steps": 1}, "'.' is the folder of the run"),
     ],
 )
 def test_arguments_that_mean_nothing_are_told(
-    tmp_path: Path, arguments: dict[str, Any], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], told: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=told):
         ckpt.Checkpointer(tmp_path, **arguments)
 

@@ -169,6 +169,41 @@ def test_a_save_to_memory_that_fails_names_its_step_and_the_memory(
             save(2)
 
 
+def test_a_save_to_the_folder_that_fails_names_its_step_not_a_later_one_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNTIME, str(folder / "host0"))
+    with run_in(str(folder)) as run:
+        (folder / "shared").write_text("in the place of the folder")
+        run.save(10, {"w": torch.ones(2)})
+        run.save(11, {"w": torch.ones(2)})
+        with pytest.warns(ckpt.SaveFailedWarning, match=f"^{folder}/shared/step-10 was not saved"):
+            run.wait_until_finished()
+        (folder / "shared").unlink()
+
+
+def test_a_step_whose_server_ends_in_the_restore_is_read_from_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_memory(event: ckpt.events.Event) -> None:
+        if event.stage == "telling the servers of each other":
+            lose(folder, "host0")
+
+    monkeypatch.setenv(RUNTIME, str(folder / "host0"))
+    state = {"w": torch.ones(2)}
+    with run_in(str(folder)) as run:
+        run.save(10, state)
+        run.wait_until_finished()
+        state["w"].zero_()
+        stop = ckpt.events.subscribe(lose_memory)
+        try:
+            with pytest.warns(ckpt.FallbackWarning):
+                assert run.restore(state, step=10) == 10
+        finally:
+            stop()
+    assert state["w"].tolist() == [1.0, 1.0]
+
+
 def test_a_step_that_was_not_committed_is_skipped(
     doomed_cluster: Callable[[int], Any], clusters: Callable[[int], Any], folder: Path
 ) -> None:
