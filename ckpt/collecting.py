@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
     Store,
@@ -109,7 +110,7 @@ def gc(
         storage_options: options of the fsspec driver.
 
     Raises:
-        StoreError: the disk or object store failed.
+        StoreError: the disk or object store failed; or the place is only read, as a live state is.
         OSError: this process may not read a folder, or remove a file.
 
     >>> import ckpt, tempfile, torch
@@ -126,6 +127,7 @@ def gc(
         return base_files_beside(place, storage_options)[0]
 
     with open_store(place, storage_options) as store:
+        check_writable(store)
         # A bucket does not list a folder that holds only an incomplete upload.
         begun = {one.name.split("/")[0] for one in store.unfinished() if "/" in one.name}
         inside = [join_url(place, name) for name in sorted({*store.folders(), *begun})]
