@@ -190,9 +190,10 @@ def local_path(url: str | os.PathLike[str]) -> str | None:
 def _is_url(text: str) -> bool:
     """Whether text is the URL of a driver. `::` chains URLs and drivers; else it is part of a name.
 
-    Raises ArgumentError for a URL with any other `::`, whose end a driver would ignore.
+    The address of a server may have `::` (IPv6), and so may a query. Raises ArgumentError for
+    another URL with any other `::`, whose end a driver would ignore.
     """
-    if "::" not in text:
+    if "::" not in text or is_live(text) or text.startswith(WEB):
         return "://" in text
     other = [link for link in text.split("::") if "://" not in link and not _is_protocol(link)]
     if not other:
@@ -248,7 +249,10 @@ def _bucket(url: str, options: dict[str, Any]) -> Store:
     from ckpt.stores.object_store import ObjectStore
 
     place = url if url.endswith("://") else url.rstrip("/")
-    told = settings_of(url.partition("://")[0], options)
+    protocol = url.partition("://")[0]
+    told = settings_of(protocol, options)
+    if url.startswith(WEB):  # `url_to_fs` would divide it at a `::`
+        return ObjectStore(place, place, driver_of(fsspec.filesystem(protocol, **told)), options)
     file_system, root = fsspec.core.url_to_fs(place, **told)
     return ObjectStore(place, root, driver_of(file_system), options)
 
@@ -306,7 +310,7 @@ def is_file(url: str | os.PathLike[str], options: Options = None) -> bool:
     if path is not None:
         return Path(path).is_file()
     text = os.fspath(url)
-    protocol, _, below = text.partition("://")
+    protocol, _, below = _token_apart(text, text.startswith(WEB))[0].partition("://")
     if is_live(text) or (protocol in ROOTED and "/" not in below.rstrip("/")):
         return False
     folder, name = split_url(url)
