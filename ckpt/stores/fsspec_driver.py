@@ -159,7 +159,9 @@ class FsspecDriver:
             error, ConnectionError | TimeoutError | asyncio.TimeoutError | ShortAnswerError
         ):
             return ErrorClass.PASSING
-        is_broken = type(error).__module__.partition(".")[0] == "aiohttp"
+        # An URL that aiohttp refuses is a ValueError.
+        is_aiohttp = type(error).__module__.partition(".")[0] == "aiohttp"
+        is_broken = is_aiohttp and not isinstance(error, ValueError)
         return ErrorClass.PASSING if is_broken else ErrorClass.LASTING
 
     def _size(self, path: str) -> int:

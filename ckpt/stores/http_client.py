@@ -102,7 +102,10 @@ class HttpOptions:
             raise ArgumentError(f"timeout in storage_options is {seconds!r}, not seconds above 0")
         for one in (token, options.get("token")):
             if one is not None and not (isinstance(one, str) and _IS_TOKEN.fullmatch(one)):
-                raise ArgumentError("the token is no text of visible ASCII characters")
+                raise ArgumentError(
+                    "the token (of the URL, storage_options or CKPT_TOKEN) is no text of visible "
+                    "ASCII characters"
+                )
         if not isinstance(certificate, str | None):
             raise ArgumentError(f"certificate in storage_options is {certificate!r}, not a path")
         return cls(token, float(seconds), certificate)
@@ -142,7 +145,7 @@ class HttpClient:
         headers = {"Accept": JSON_TYPE}
         data = None if body is None else json.dumps(body).encode()
         with self._answering(method, path, headers, data, wait_seconds) as response:
-            found = response.read(MOST_ANSWER_BYTES + 1)
+            found = _body(response, MOST_ANSWER_BYTES + 1)
             if len(found) > MOST_ANSWER_BYTES:
                 raise ProtocolError(
                     f"{self.place}: an answer has more than {MOST_ANSWER_BYTES:,} bytes"
@@ -152,10 +155,13 @@ class HttpClient:
     def read_whole(self, path: str, limit: int) -> Answer | int:
         """Returns the answer with all bytes of a file; its size if it is above `limit`."""
         with self._answering("GET", path, {}, None, 0.0) as response:
-            size = response.length
-            if response.status == http.client.OK and size is not None and size > limit:
+            size, is_file = response.length, response.status == http.client.OK
+            if is_file and size is not None and size > limit:
                 return size
-            return self._checked(Answer(response.status, _lowered(response), response.read(limit)))
+            data = _body(response, limit + 1)
+            if is_file and len(data) > limit:
+                return len(data)
+            return self._checked(Answer(response.status, _lowered(response), data))
 
     def read_range(
         self, path: str, lo: int, views: Sequence[memoryview], headers: Mapping[str, str]
@@ -178,15 +184,17 @@ class HttpClient:
         asked = {**headers, "Range": f"bytes={lo}-{hi - 1}"}
         with self._answering("GET", path, asked, None, 0.0) as response:
             if response.status != http.client.PARTIAL_CONTENT:
-                data = response.read(MOST_ANSWER_BYTES)
+                data = _body(response, MOST_ANSWER_BYTES)
                 return self._checked(Answer(response.status, _lowered(response), data))
             said = response.headers.get("content-range", "")
             found = _RANGE.fullmatch(said)
             if found is None or int(found[1]) != lo or response.length is None:
                 raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
             size = int(found[3])
-            if int(found[2]) + 1 != hi or response.length != hi - lo:
+            if size < hi:
                 return Answer(http.client.REQUESTED_RANGE_NOT_SATISFIABLE, _past(size), b"")
+            if int(found[2]) + 1 != hi or response.length != hi - lo:
+                raise ProtocolError(f"{self.place}: bytes {lo}:{hi} were asked, {said!r} came")
             for view in views:
                 _fill(response, view)
             return size
@@ -336,6 +344,14 @@ def _lowered(response: http.client.HTTPResponse) -> dict[str, str]:
 
 def _past(size: int) -> dict[str, str]:
     return {"content-range": f"bytes */{size}"}
+
+
+def _body(response: http.client.HTTPResponse, most: int) -> bytes:
+    """Returns at most so many bytes of an answer. Raises IncompleteRead if it ends before."""
+    data = response.read(most)
+    if response.length and len(data) < most:
+        raise http.client.IncompleteRead(data, response.length)
+    return data
 
 
 def _fill(response: http.client.HTTPResponse, view: memoryview) -> None:

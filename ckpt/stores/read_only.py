@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from ckpt.errors import StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from formats.storage import FileWriter
+from sharding.url_secrets import without_secrets
 
 
 class ReadOnlyStore:
@@ -23,7 +24,7 @@ class ReadOnlyStore:
     )
 
     def __str__(self) -> str:
-        return self.url
+        return without_secrets(self.url)
 
     def arrivals(self) -> dict[str, float]:
         """Returns nothing: the server tells no times of its files."""

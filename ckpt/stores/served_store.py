@@ -34,6 +34,7 @@ from ckpt.stores.read_only import ReadOnlyStore
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import BESIDE, REMOTE_READ_BYTES
 from sharding.errors import ArgumentError
+from sharding.url_secrets import without_secrets
 
 LOOK_SECONDS = 5.0
 """The longest wait for a server that is probably not ours."""
@@ -84,7 +85,10 @@ class ServedStore(ReadOnlyStore):
 
     def size(self, name: str) -> int:
         """Returns the size of a file."""
-        return int(self._head(name).headers.get("content-length", 0))
+        told = self._head(name).headers.get("content-length", "")
+        if not told.isdecimal():
+            raise StoreError(f"{self.url}/{name}: the server does not tell the size of the file")
+        return int(told)
 
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write; 0 if the server does not tell it."""
@@ -159,9 +163,14 @@ class ServedStore(ReadOnlyStore):
             return {}, []
         found = json_of(self._sound(folder, answer), place)
         files, folders = found.get("files"), found.get("folders")
-        if not isinstance(files, dict) or not isinstance(folders, list):
+        if (
+            not isinstance(files, dict)
+            or not isinstance(folders, list)
+            or not all(type(size) is int and size >= 0 for size in files.values())
+            or not all(isinstance(name, str) for name in folders)
+        ):
             raise StoreError(f"{place}: the answer is no listing of a folder")
-        return {str(name): int(size) for name, size in files.items()}, [str(one) for one in folders]
+        return files, folders
 
     def _head(self, name: str) -> Answer:
         return self._sound(name, self._client.ask("HEAD", self._path(name)))
@@ -173,7 +182,7 @@ class ServedStore(ReadOnlyStore):
         where = f"{self.url}/{name}"
         if answer.status in (http.client.NOT_FOUND, http.client.MOVED_PERMANENTLY):
             # A folder without its slash is moved.
-            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), where)
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), without_secrets(where))
         raise StoreError(f"{where}: the server says {answer.status} {answer.text()}")
 
     def _path(self, name: str) -> str:
@@ -219,13 +228,15 @@ def is_known_served(url: str) -> bool:
 
 def _parts(url: str) -> tuple[Place, str, str | None]:
     """Returns the server of a URL, the path, and the token."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme]
     except ValueError as error:
         raise ArgumentError(f"{url}: {error}") from None
+    if not parts.hostname:
+        raise ArgumentError(f"{url}: the URL has no host")
     token = unquote(parts.query.removeprefix("token=")) if TOKEN in url else None
-    return Place(parts.hostname or "", port, parts.scheme == "https"), unquote(parts.path), token
+    return Place(parts.hostname, port, parts.scheme == "https"), unquote(parts.path), token
 
 
 def _has_proxy(url: str) -> bool:

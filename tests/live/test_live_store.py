@@ -168,6 +168,7 @@ def test_nothing_can_be_written(url: str) -> None:
     [
         ckpt.delete,
         partial(ckpt.delete, missing_ok=True),
+        ckpt.gc,
         partial(ckpt.save, state={"w": torch.ones(2)}),
         partial(ckpt.save, state={"w": torch.ones(2)}, overwrite=True),
         partial(ckpt.save, state={"w": torch.ones(2)}, blocking=False),
@@ -183,6 +184,12 @@ def test_a_call_that_writes_says_that_a_live_state_is_only_read(
 def test_a_conversion_to_a_live_state_says_that_it_is_only_read(url: str, folder: Path) -> None:
     with pytest.raises(ckpt.StoreError, match="a live state, which is only read"):
         ckpt.convert(folder, url)
+
+
+def test_a_live_state_at_an_address_of_ipv6_is_read(sockets: dict[str, str]) -> None:
+    with ckpt.publish({"step": 7}, "at-ipv6", address="::1") as live:
+        assert live.url.startswith("live://[::1]:")
+        assert ckpt.load(live.url, {"step": 0}) == {"step": 7}
 
 
 def test_a_closed_store_leaves_no_descriptor_and_no_lease(url: str, offer: Offer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt.live.address import authority
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.served_store import ServedStore
 from ckpt.stores.store import is_file, join_url, open_store, split_url
@@ -148,22 +151,132 @@ def test_a_folder_behind_tls_needs_the_certificate(run: Path, tmp_path: Path) ->
             ckpt.load(place, {"step": 0})
 
 
-def test_another_web_server_belongs_to_the_driver(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
+def test_left_overs_are_not_looked_for_where_nothing_can_be_removed(url: str) -> None:
+    for delete in (False, True):
+        with pytest.raises(ckpt.StoreError, match="only read; write where its files lie"):
+            ckpt.gc(url, delete=delete)
 
+
+@contextmanager
+def told(*answers: bytes) -> Iterator[str]:
+    """The URL of a server of ours that gives these answers, one on each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connected, _ = listener.accept()
+                with connected:
+                    connected.recv(1 << 16)
+                    connected.sendall(b"HTTP/1.1 " + answer)
+
+        server = Thread(target=serve, daemon=True)
+        server.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/run"
+        server.join(60)
+
+
+OURS = b"200 OK\r\nServer: ckpt/0\r\nContent-Length: 0\r\n\r\n"
+
+
+def test_an_answer_that_ends_too_early_is_an_error_and_no_shorter_file() -> None:
+    half = b"200 OK\r\nContent-Length: 9\r\n\r\n{..."
+    said = pytest.raises(ckpt.UnreachableError, match="4 bytes read, 5 more expected")
+    with told(OURS, half) as url, open_store(url) as store, said:
+        store.read_whole("config.json", 100)
+
+
+def test_a_file_of_unknown_size_is_compared_with_the_limit() -> None:
+    with told(OURS, *[b"200 OK\r\n\r\n12345"] * 2) as url, open_store(url) as store:
+        assert store.read_whole("config.json", 5) == b"12345"
+        with pytest.raises(ckpt.TooLargeError):
+            store.read_whole("config.json", 4)
+
+
+def test_a_range_that_is_shorter_than_wanted_is_an_error() -> None:
+    short = b"206 OK\r\nContent-Range: bytes 2-4/100\r\nContent-Length: 3\r\n\r\nabc"
+    with told(OURS, short, short) as url, open_store(url) as store:
+        with pytest.raises(ckpt.ProtocolError, match=r"bytes 2:8 were asked"):
+            store.read("f", 2, 6)
+        with pytest.raises(ckpt.ProtocolError, match=r"bytes 2:100 were asked"):
+            store.read_end("f", 100, 98)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        b'{"files": {"a": [1]}, "folders": []}',
+        b'{"files": {"a": "1"}, "folders": []}',
+        b'{"files": {"a": -1}, "folders": []}',
+        b'{"files": {}, "folders": [1]}',
+    ],
+)
+def test_a_listing_with_other_types_is_a_named_error(listing: bytes) -> None:
+    answer = b"200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(listing), listing)
+    said = pytest.raises(ckpt.StoreError, match="no listing of a folder")
+    with told(OURS, answer) as url, open_store(url) as store, said:
+        store.entries()
+
+
+def test_a_size_that_the_server_does_not_tell_is_an_error() -> None:
+    said = pytest.raises(ckpt.StoreError, match="does not tell the size")
+    with told(OURS, b"200 OK\r\n\r\n") as url, open_store(url) as store, said:
+        store.size("f")
+
+
+def test_a_password_in_the_url_of_a_server_is_in_no_message() -> None:
+    missing = b"404 Not Found\r\nContent-Length: 0\r\n\r\n"
+    with told(OURS, missing) as url, open_store(url.replace("//", "//me:sesame@")) as store:
+        assert "sesame" not in str(store)
+        with pytest.raises(FileNotFoundError) as raised:
+            store.size("f")
+    assert "sesame" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http:///run", "https://[bad]/run", "http://[::1/run", "http://h:x/run"]
+)
+def test_a_url_of_no_server_is_an_argument_error_at_once(url: str) -> None:
+    with pytest.raises(ckpt.ArgumentError):
+        ckpt.latest(url)
+
+
+def test_a_folder_is_served_at_an_address_of_ipv6(run: Path) -> None:
+    with serving(run, "--address", "::1", "--token", TOKEN) as (url, _):
+        assert url.startswith("http://[::1]:")
+        assert ckpt.read(join_url(url, "step 9"))["step"] == 9  # type: ignore[index]
+        assert len(ckpt.run_steps(url)) == 0
+
+
+def test_another_web_server_at_an_address_of_ipv6_belongs_to_the_driver(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    ckpt.save(tmp_path, {"step": 9})
+    with quiet_server(tmp_path, "::1") as place:
+        assert ckpt.read(place)["step"] == 9  # type: ignore[index]
+
+
+@contextmanager
+def quiet_server(folder: Path, address: str) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
         def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments, directory=str(tmp_path))  # type: ignore[arg-type]
+            super().__init__(*arguments, directory=str(folder))  # type: ignore[arg-type]
 
         def log_message(self, *arguments: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    with Server((address, 0), Quiet) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
-        place = f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{authority(address, server.server_port)}"
+        server.shutdown()
+        thread.join()
+
+
+def test_another_web_server_belongs_to_the_driver(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    with quiet_server(tmp_path, "127.0.0.1") as place:
         with open_store(place) as store:
             assert isinstance(store, ObjectStore)
         assert split_url(f"{place}/a?token=b") == (place, "a?token=b")
-        server.shutdown()
-        thread.join()
