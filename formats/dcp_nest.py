@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from formats.catalog import TensorRef, Tree
+from formats.catalog import Key, TensorRef, Tree
 from formats.errors import FormatError, UnsupportedError
 from formats.limits import DEPTH, LIST_HOLES
 from formats.torch_tree import KeyPath, chars_of, shown
@@ -22,13 +22,14 @@ METADATA = ".metadata"
 def flattened(tree: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     """Yields the items of a state with their key paths, by torch's rules.
 
+    Raises UnsupportedError if the state is not a dict, or two keys of a dict have one text.
+
     >>> list(flattened({"a": {1: None}, "b": [1, 2], "c": [{"d": 3}]}))
     [(('a', '1'), None), (('b',), [1, 2]), (('c', 0, 'd'), 3)]
     """
     if not isinstance(tree, dict):
         raise UnsupportedError(f"a checkpoint of DCP is a dict, not a {type(tree).__name__}")
-    for key, value in tree.items():
-        yield from _below((str(key),), value)
+    yield from _below((), tree)
 
 
 def lost(tree: Tree, path: str = "") -> Iterator[tuple[str, bool]]:
@@ -53,7 +54,14 @@ def lost(tree: Tree, path: str = "") -> Iterator[tuple[str, bool]]:
 
 def _below(path: KeyPath, node: Tree) -> Iterator[tuple[KeyPath, Tree]]:
     if isinstance(node, dict):
+        texts: dict[str, Key] = {}
         for key, value in node.items():
+            other = texts.setdefault(str(key), key)
+            if other is not key:
+                raise UnsupportedError(
+                    f"{shown((*path, other))} and {shown((*path, key))} have keys with one text, "
+                    "and keys in DCP are text; rename one"
+                )
             yield from _below((*path, str(key)), value)
     elif isinstance(node, list) and _is_taken_apart(node):
         for index, value in enumerate(node):

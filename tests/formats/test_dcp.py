@@ -595,6 +595,9 @@ def test_what_dcp_cannot_hold_is_an_error_of_the_plan() -> None:
         plans(Outgoing(tensors, [ref]))
     with pytest.raises(UnsupportedError, match=r"\['a'\]\['b'\] and \['a\.b'\] would both"):
         plans(Outgoing(tensors, {"w": ref, "a": {"b": 1}, "a.b": 2}))
+    for one, other in ({"x": 1}, {"y": 2}), ({"x": 1}, 2), ({"x": 1}, [ref]):
+        with pytest.raises(UnsupportedError, match=r"\['a'\]\[1\] and \['a'\]\['1'\] have keys"):
+            plans(Outgoing(tensors, {"w": ref, "a": {1: one, "1": other}}))
     with pytest.raises(UnsupportedError, match=r"\['t'\] shares a tensor with \['w'\]"):
         plans(Outgoing(tensors, {"w": ref, "t": (ref, 1)}))
     with pytest.raises(ValueError, match="no place for 1 of the tensors: w"):
