@@ -221,6 +221,9 @@ class _Step:
             return
         shared = self._shared()
         frozen = self._frozen()
+        # In stage 3 a parameter without elements stands for its parts, a buffer for itself.
+        buffers: Mapping[object, object] = {"buffer_names": content.get("buffer_names") or []}
+        whole = self._model.items(buffers, "buffer_names") if self._in_parts else stored
         module: Nested = {}
         fp32: Nested = dict(states.fp32)
         for name in dict.fromkeys((*stored, *frozen, *states.fp32)):
@@ -228,7 +231,7 @@ class _Step:
                 raise self._model.unlike("name", name, "module")
             other = shared.get(name, name)
             weights = states.fp32.get(other) if isinstance(other, str) else None
-            is_stored = name in stored and (not self._in_parts or not _is_empty(stored[name]))
+            is_stored = name in stored and (name in whole or not _is_empty(stored[name]))
             if is_stored:
                 module[name] = self._nest.tree(stored[name], ("module", name), self._model.archive)
             elif name in frozen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,17 @@ def test_a_rank_whose_file_is_missing_is_named(tmp_path: Path) -> None:
         ckpt.read(changed(tmp_path / "a", "stage1", first))
     with pytest.raises(CorruptError, match=r"2 ranks saved .*, files of 1 are there"):
         ckpt.read(changed(tmp_path / "b", "stage1", second))
+
+
+def test_a_buffer_without_elements_is_no_part_of_a_parameter(tmp_path: Path) -> None:
+    def change(saved: Any) -> None:
+        saved["module"]["cache"] = replace(saved["module"]["scale"], shape=(0,), strides=(1,))
+        saved["buffer_names"].append("cache")
+
+    folder = changed(tmp_path, "stage3")
+    rewrite(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", change)
+    found = ckpt.read(folder)
+    assert found["module"]["cache"].shape == found["fp32"]["cache"].shape == (0,)
 
 
 def test_stage_3_needs_the_files_of_the_optimizer(tmp_path: Path) -> None:
