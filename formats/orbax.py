@@ -35,10 +35,11 @@ from formats.catalog import (
     Tree,
 )
 from formats.dcp_nest import nested
-from formats.dtypes import BY_TORCH_NAME, DType
+from formats.dtypes import DType
 from formats.errors import CorruptError, FormatError, HostileError
 from formats.joined import Part, below, joined
 from formats.limits import DEPTH, ELEMENTS, check
+from formats.pickle_numpy import NumpyDType
 from formats.pickle_records import is_shape
 from formats.storage import Reader
 from formats.strict_json import decode_object
@@ -53,26 +54,6 @@ CHUNKS = 1 << 20
 """The most chunks of one array."""
 _EMPTY: Mapping[str, Tree] = {"Dict": {}, "List": [], "Tuple": (), "None": None}
 """Values without content by their kind."""
-_DTYPES = {
-    "|b1": "bool",
-    "|i1": "int8",
-    "|u1": "uint8",
-    "<f2": "float16",
-    "<f4": "float32",
-    "<f8": "float64",
-    "<i2": "int16",
-    "<i4": "int32",
-    "<i8": "int64",
-    "<u2": "uint16",
-    "<u4": "uint32",
-    "<u8": "uint64",
-    "<c8": "complex64",
-    "<c16": "complex128",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-}
-"""torch's names by zarr's."""
 _NOTE = (
     "arrays in OCDBT or another form of zarr cannot be read: load the checkpoint with Orbax, and "
     "save it with PyTreeCheckpointHandler(use_ocdbt=False) or as safetensors"
@@ -169,7 +150,7 @@ class _Arrays:
         except FileNotFoundError:
             return OpaqueValue(kind)
         told = decode_object(self._reader.read_whole(described, SMALL_BYTES), described)
-        dtype = BY_TORCH_NAME.get(_DTYPES.get(str(told.get("dtype")), ""))
+        dtype = NumpyDType(str(told.get("dtype"))).dtype
         compressor = told.get("compressor")
         by = compressor.get("id") if isinstance(compressor, dict) else compressor
         is_known = told.get("zarr_format") == 2 and told.get("order") == "C"
