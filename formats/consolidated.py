@@ -56,12 +56,16 @@ def read(reader: Reader) -> Catalog:
         if set(part.tensors) != set(parts[0].tensors) or part.aliases:
             raise FormatError(f"{name}: it has other names than {names[0]}; open each by its name")
     tensors = {name: _tensor(name, parts) for name in parts[0].tensors}
+    others = [name for part, name in zip(parts, names, strict=True) if part.tree != parts[0].tree]
     return Catalog(
         format="consolidated",
         tensors=tensors,
         tree=parts[0].tree,
         files=tuple(file for part in parts for file in part.files),
         parts=tuple(("", part) for part in parts),
+        notes=(f"the values are those of {names[0]}, and others in {', '.join(others)}",)
+        if others
+        else (),
     )
 
 

@@ -18,7 +18,7 @@ dtypes that safetensors lacks. Rules of the folder:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from formats import dcp_shards
 from formats.catalog import Catalog, FileRecord, TensorRecord
@@ -63,6 +63,7 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
     weight_map, files = read_weight_map(reader, chosen, present)
     contents = [read_contents(reader, shard) for shard in chosen.files or files]
     tensors, aliases = _merge(contents, weight_map, chosen.index)
+    metadata = {key: text for content in contents for key, text in content.metadata.items()}
     index = (FileRecord(chosen.index, reader.size(chosen.index)),) if chosen.index else ()
     return Catalog(
         format="huggingface",
@@ -70,8 +71,8 @@ def read(reader: Reader, name: str | None = None, present: Sequence[str] | None 
         tree=flat_tree(tensors, aliases),
         files=index + tuple(content.record for content in contents),
         aliases=aliases,
-        metadata={key: text for content in contents for key, text in content.metadata.items()},
-        notes=chosen.notes,
+        metadata=metadata,
+        notes=(*chosen.notes, *_differing(contents, metadata)),
     )
 
 
@@ -124,6 +125,13 @@ def split(
     return tuple(shards)
 
 
+def _differing(contents: Sequence[FileContents], metadata: Mapping[str, str]) -> Iterator[str]:
+    """Yields a note for each key of the metadata that is another text in another file."""
+    for key, text in metadata.items():
+        if any(content.metadata.get(key, text) != text for content in contents):
+            yield f"the files have different metadata {key!r:.80}; that of the last one counts"
+
+
 def _merge(
     contents: Sequence[FileContents], weight_map: Mapping[str, str], index: str | None
 ) -> tuple[dict[str, TensorRecord], dict[str, str]]:
@@ -143,7 +151,12 @@ def _merge(
             if name in tensors:
                 raise in_two_files(file, name, index)
             tensors[name] = record
-        aliases.update(content.aliases)
+        for alias, name in content.aliases.items():
+            if aliases.setdefault(alias, name) != name:
+                raise FormatError(
+                    f"{file}: {alias} is tied to {name}, and in another file of the folder to "
+                    f"{aliases[alias]}; open one of the files by its name"
+                )
     aliases = {alias: name for alias, name in aliases.items() if alias not in tensors}
     for alias, name in aliases.items():
         if name not in tensors:

@@ -302,6 +302,16 @@ def test_the_parallel_files_of_llama_are_one_model(tmp_path: Path, embeddings: i
     assert same(ckpt.read(tmp_path / "out.safetensors"), whole)
 
 
+def test_values_of_other_files_of_llama_are_told(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        saved = {"output.weight": torch.full((1, 2), rank), "epoch": rank}
+        torch.save(saved, tmp_path / f"consolidated.0{rank}.pth")
+    found = ckpt.read(tmp_path)
+    assert (found["output.weight"].tolist(), found["epoch"]) == ([[0, 0], [1, 1]], 0)
+    note = "the values are those of consolidated.00.pth, and others in consolidated.01.pth"
+    assert note in ckpt.verify(tmp_path).notes
+
+
 def test_one_file_of_llama_is_read_as_it_is(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "consolidated.00.pth")
     assert same(ckpt.read(tmp_path), state())

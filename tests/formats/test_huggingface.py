@@ -270,6 +270,20 @@ def test_of_several_checkpoints_one_must_be_named(tmp_path: Path):
         choose([*shards, "extra.safetensors"], ".safetensors")
 
 
+def test_files_that_contradict_each_other_are_told(tmp_path: Path):
+    for name in "ab":
+        file = tmp_path / f"{name}.safetensors"
+        metadata = {"by": name * 2, "ckpt.tied": f'{{"x":"{name}"}}'}
+        safetensors.torch.save_file({name: torch.zeros(1)}, file, metadata)
+    with pytest.raises(FormatError, match=r"b\.safetensors: x is tied to b, .* to a; open one"):
+        read_from(tmp_path)
+    safetensors.torch.save_file({"b": torch.zeros(1)}, tmp_path / "b.safetensors", {"by": "us"})
+    catalog, _ = read_from(tmp_path)
+    assert catalog.notes[1:] == (
+        "the files have different metadata 'by'; that of the last one counts",
+    )
+
+
 def test_shards_without_an_index_are_read_if_their_numbers_are_complete(tmp_path: Path):
     write_to(tmp_path, state_of(abc()), 8)
     (tmp_path / INDEX).unlink()
