@@ -15,6 +15,8 @@ Rules:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from formats import dcp, torch_save
 from formats.catalog import Catalog, FileRecord
 from formats.errors import UnsupportedError
@@ -65,4 +67,7 @@ def _iteration(reader: Reader, has_common: bool) -> Catalog:
     parts = [Part((), dcp.read(reader))]
     if has_common:
         parts.append(Part((), torch_save.read(reader, COMMON)))
-    return joined("megatron", parts, [FileRecord(METADATA, size)], {"sharded_backend": backend})
+    found = joined("megatron", parts, [FileRecord(METADATA, size)], {"sharded_backend": backend})
+    is_cut = backend == FORMATS[0] and not has_common
+    note = f"{COMMON} is missing, with the arguments and the options of the optimizer"
+    return replace(found, notes=(note,)) if is_cut else found

@@ -65,6 +65,15 @@ def test_another_format_of_megatron_is_refused_by_name(tmp_path: Path) -> None:
         ckpt.read(folder)
 
 
+def test_missing_common_values_are_told(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "run")
+    assert ckpt.verify(folder / FOLDER).notes == ()
+    (folder / FOLDER / "common.pt").unlink()
+    assert ckpt.verify(folder / FOLDER).notes == (
+        "common.pt is missing, with the arguments and the options of the optimizer",
+    )
+
+
 def test_the_newest_iteration_must_be_there(tmp_path: Path) -> None:
     folder = copied(tmp_path / "run")
     (folder / "latest_checkpointed_iteration.txt").write_text("6")
