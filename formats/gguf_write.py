@@ -16,7 +16,7 @@ from struct import error as StructError
 from struct import pack
 
 from formats import safetensors_file
-from formats.catalog import Key, Tree
+from formats.catalog import Key, TensorRef, Tree
 from formats.errors import FormatError, UnsupportedError
 from formats.file_plan import FilePlan, Part
 from formats.gguf import (
@@ -115,8 +115,8 @@ def _values(state: Outgoing) -> tuple[list[bytes], list[str]]:
     found, lost = [], []
     for key, value in values.items() if isinstance(values, dict) else ():
         kind = types.get(str(key)) or type_of(value)
-        if key == ALIGNMENT:
-            continue  # tensors are aligned to the default here
+        if key == ALIGNMENT or isinstance(value, TensorRef):
+            continue  # tensors are aligned to the default here, and are no values
         encoded = _encoded(key, value, str(kind)) if kind is not None else None
         if encoded is None:
             lost.append(f"{GGUF}.{key}")

@@ -107,6 +107,12 @@ def test_text_that_is_not_utf_8_is_written_as_it_was(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (tmp_path / "a.gguf").read_bytes()
 
 
+def test_a_tensor_among_the_values_is_not_told_as_left_out(tmp_path: Path) -> None:
+    torch.save({"gguf": {"w": torch.ones(2), "n": 1, "x": None}}, tmp_path / "a.pt")
+    assert ckpt.convert(tmp_path / "a.pt", tmp_path / "a.gguf").left_out == ("gguf.x",)
+    assert torch.equal(ckpt.read(tmp_path / "a.gguf")["gguf.w"], torch.ones(2))
+
+
 def test_a_tensor_with_the_name_of_the_values_is_read_in_a_file_without_them(
     tmp_path: Path,
 ) -> None:
