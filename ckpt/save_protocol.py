@@ -39,11 +39,11 @@ from ckpt.transfer.commit import check_no_other, commit, now
 from ckpt.transfer.replica_hashes import WAYS, ReplicaHashes, Replicas, named
 from ckpt.transfer.write_job import Compress, WriteJob
 from ckpt.version import __version__
-from formats.native.manifest import MANIFEST, SAVE_SECONDS, Base, Manifest
+from formats.native.manifest import MANIFEST, SAVE_SECONDS, WRITER_KEYS, Base, Manifest
 from formats.native.shard import ShardSummary
 from sharding.agreement.connected import ENDED, LATE
 from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, ArgumentTypeError
 from sharding.layout import Mesh
 
 
@@ -88,7 +88,7 @@ class SaveAttempt:
         return f"{self.attempt_id:016x}-{self.mesh.rank((rank,)):05d}.safetensors"
 
     def timed(self, key: str, seconds: float) -> SaveAttempt:
-        """Returns the attempt with a time for the manifest, unless the user has given this key."""
+        """Returns the attempt with a time for the manifest."""
         metadata = {key: f"{seconds:.3f}", **self.options.metadata}
         return replace(self, options=replace(self.options, metadata=metadata))
 
@@ -167,9 +167,16 @@ def check_options(ranks: Ranks, store: Store, options: SaveOptions) -> None:
         raise ArgumentError(f"replicas is {options.replicas!r:.80}; it can be {' or '.join(WAYS)}")
     if options.base is not None:
         folder_beside(store.url, options.base)
+    if not isinstance(options.metadata, Mapping):
+        raise ArgumentTypeError(f"metadata is {options.metadata!r:.80}; it is a dict of texts")
     for key, text in options.metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise StateError(f"metadata[{key!r}] is {text!r:.80}: metadata holds text only")
+        if key in WRITER_KEYS:
+            raise ArgumentError(
+                f"metadata[{key!r}]: ckpt writes this key itself, and {', '.join(WRITER_KEYS)}; "
+                "give it another name"
+            )
 
 
 def _differing(ranks: Ranks, held: MergedState, hashes: ReplicaHashes) -> list[str]:

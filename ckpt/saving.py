@@ -115,7 +115,8 @@ def save(
         compress: zstd behind a byte shuffle: about a third smaller for bfloat16, and slower than a
             local disk. "delta", with a `base` that was saved with `compress`, stores a chunk as
             its difference from the base's chunk if the difference is smaller.
-        metadata: text to keep in the manifest, shown by `ckpt inspect`.
+        metadata: text to keep in the manifest, shown by `ckpt inspect`, under keys that the
+            manifest does not have itself, such as `time`.
         base: an earlier checkpoint in the same folder as `url`. Chunks whose checksums are
             unchanged since then are not written again, but read from the base, so the base
             cannot be deleted (`ckpt.delete`) before this checkpoint. Chunks are shared only if as

@@ -54,9 +54,9 @@ def test_of_one_second_the_largest_number_in_the_name_counts(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("time", ["yesterday", "2026-01-01", "x" * 2 * HEAD_BYTES])
 def test_a_time_that_is_none_gives_way_to_the_store_s(tmp_path: Path, time: str) -> None:
-    save(tmp_path / "b", metadata={"time": time})
+    dated(save(tmp_path / "b"), time)
     os.utime(tmp_path / "b" / "manifest.json", (1e9, 1e9))
-    save(tmp_path / "a", metadata={"time": time})
+    dated(save(tmp_path / "a"), time)
     assert committed(tmp_path, None)[1][:2] == ("b", "2001-09-09T01:46:40Z")
     assert ckpt.latest(tmp_path) == str(tmp_path / "a")
 

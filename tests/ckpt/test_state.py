@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt
+from formats.native.manifest import WRITER_KEYS
 from sharding.torch_versions import movable
 from tests.selection import examples
 
@@ -407,6 +408,11 @@ def test_what_cannot_be_stored_is_named_by_its_key_path_and_nothing_is_written(
 def test_metadata_is_text_and_nothing_is_written_where_it_is_not(tmp_path: Path) -> None:
     with pytest.raises(ckpt.StateError, match=r"metadata\['run'\] is 7: metadata holds text only"):
         ckpt.save(tmp_path / "checkpoint", {}, metadata={"run": 7})  # type: ignore[dict-item]
+    with pytest.raises(ckpt.ArgumentTypeError, match=r"metadata is \['run'\]; it is a dict"):
+        ckpt.save(tmp_path / "checkpoint", {}, metadata=["run"])  # type: ignore[arg-type]
+    for key in WRITER_KEYS:  # `ckpt.latest` goes by the time
+        with pytest.raises(ckpt.ArgumentError, match=f"'{key}'.*another name"):
+            ckpt.save(tmp_path / "checkpoint", {}, metadata={key: "2030-01-01T00:00:00Z"})
     assert not (tmp_path / "checkpoint").exists()
     ckpt.save(tmp_path, {}, metadata={"run": "seven"})
     with ckpt.open(tmp_path) as checkpoint:
