@@ -110,11 +110,14 @@ def read(
         storage_options: options of the fsspec driver.
 
     Raises:
-        ArgumentError: a pattern matches no name, or the selection is empty.
+        ArgumentError: a pattern matches no name, or the selection is empty; an ArgumentTypeError
+            for a pattern or a `dtype` of another type.
         CorruptError, FormatError: bytes are missing or changed.
         ReplacedError: the checkpoint was replaced each time that it was read.
         Exception: the errors of `open`.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise ArgumentTypeError(f"dtype is {dtype!r:.80}; it is one of torch, as torch.bfloat16")
     selection = Selection.of(include, exclude)
     changes = Changes(mapping=mapping, parameters=parameters)
 

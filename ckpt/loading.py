@@ -17,7 +17,7 @@ from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
 from ckpt.budget import memory_budget
-from ckpt.errors import StoreError, UnverifiedWarning
+from ckpt.errors import ArgumentTypeError, StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
 from ckpt.live.address import is_live
@@ -138,7 +138,7 @@ def load(
 
     Raises:
         ArgumentError: an option has another value.
-        ArgumentTypeError: the state stands before the URL.
+        ArgumentTypeError: an option has another type, or the state stands before the URL.
         MismatchError: names are missing or unexpected, shapes or dtypes differ, or a pattern or a
             key of `rename` matches no name; all differences are listed. The target is unchanged.
         CorruptError: bytes are missing or changed. If the target has changed already, it is a
@@ -166,6 +166,7 @@ def load(
 
     def checked() -> _LoadOptions:
         check_order(CALL, url, state)
+        _check_fallback(fallback)
         check_word("replicas", replicas, get_args(ReplicaReads))
         check_word("unchanged", unchanged, get_args(UnchangedReads))
         return _LoadOptions(
@@ -190,6 +191,16 @@ def load(
     once = partial(_load, ranks, state=state, options=options[0])
     state, _ = load_or_older(ranks, url, others, once, storage_options)  # type: ignore[assignment]
     return state
+
+
+def _check_fallback(fallback: object) -> None:
+    """Raises ArgumentTypeError for another value of `fallback` than `load` takes."""
+    places = (str, os.PathLike)
+    several = isinstance(fallback, Sequence) and all(isinstance(one, places) for one in fallback)
+    if not several and not isinstance(fallback, (bool, *places)):
+        raise ArgumentTypeError(
+            f"fallback is {fallback!r:.80}; it is True, False, a path or URL, or a list of these"
+        )
 
 
 def load_first(

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt.state.patterns import expression, matches
 from formats.catalog import Tree, join
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 _SHOWN = 3
 _COMPARED = 10_000
@@ -40,16 +40,12 @@ class Selection:
 
         Raises:
             ArgumentError: `include` is an empty list, or a regular expression is none.
+            ArgumentTypeError: a pattern is no text.
         """
-
-        def patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
-            return (given,) if isinstance(given, str) else tuple(given or ())
-
-        if include is not None and not patterns(include):
+        included, excluded = _patterns("include", include), _patterns("exclude", exclude)
+        if include is not None and not included:
             raise ArgumentError("include is an empty list, which selects nothing; omit it for all")
-        for pattern in (*patterns(include), *patterns(exclude)):
-            expression(pattern)  # raises for a regular expression that is none
-        return cls(("*",) if include is None else patterns(include), patterns(exclude))
+        return cls(("*",) if include is None else included, excluded)
 
     def __contains__(self, name: str) -> bool:
         if self.is_all:
@@ -85,6 +81,21 @@ class Selection:
         if idle:
             said = "; ".join(f"{claim.role}: {claim.advice(names)}" for claim in idle)
             raise ArgumentError(f"{where}: {said}")
+
+
+def _patterns(name: str, given: object) -> tuple[str, ...]:
+    """Returns the patterns of an argument. Raises for one that is no text or no expression."""
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    found: list[str] = []
+    for pattern in given if several else () if given is None else (given,):  # type: ignore[attr-defined]
+        if not isinstance(pattern, str):
+            raise ArgumentTypeError(
+                f"{name} has {pattern!r:.80}; a pattern is text, and a regular expression stands "
+                "between slashes: '/.*/'"
+            )
+        expression(pattern)
+        found.append(pattern)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

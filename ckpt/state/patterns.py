@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """Maps names of the checkpoint to names of the target: a function, or a dict (rules 3 and 4)."""
@@ -61,7 +61,7 @@ def expression(pattern: str) -> re.Pattern[str]:
     if is_expression(pattern):
         try:
             return re.compile(pattern[1:-1], re.DOTALL)
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             raise ArgumentError(f"{pattern!r} is no regular expression: {error}") from error
     parts = (f"({'.*' if at == '*' else '.'})" for at in _WILD.findall(pattern))
     return re.compile(
@@ -102,7 +102,8 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     r"""Returns a function from names of the checkpoint to names of the target.
 
     Raises:
-        ArgumentError: rule 3 has no meaning for an entry.
+        ArgumentError: rule 3 has no meaning for an entry, or two entries have one old name.
+        ArgumentTypeError: `rename` has another type, or returns another one.
 
     >>> renamer({"old": "new", "": "model"})("old.w"), renamer({"": "model"})("w")
     ('new.w', 'model.w')
@@ -114,10 +115,14 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return str
     if not isinstance(rename, Mapping):
-        return rename
+        return _checked(rename)
+    plain: dict[str, str] = {}
     for old, new in rename.items():
+        if not isinstance(old, str) or not isinstance(new, str):
+            raise ArgumentTypeError(f"rename has {old!r:.80}: {new!r:.80}; names are text")
         check_rename(old, new)
-    plain = {old.rstrip("."): new.rstrip(".") for old, new in rename.items() if is_plain(old)}
+        if is_plain(old) and plain.setdefault(old.rstrip("."), new.rstrip(".")) != new.rstrip("."):
+            raise ArgumentError(f"rename has two new names for {old.rstrip('.')!r}; omit one")
     patterns = [(expression(old), old, new) for old, new in rename.items() if not is_plain(old)]
 
     def apply(name: str) -> str:
@@ -126,10 +131,28 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
             if found is not None:
                 return found.expand(new) if is_expression(old) else filled(new, found.groups())
         prefix = prefix_in(plain, name)
-        if prefix is None:
-            return name
-        rest = name[len(prefix) :].lstrip(".")
-        return ".".join(part for part in (plain[prefix], rest) if part)
+        if prefix is None or prefix == name:
+            return name if prefix is None else plain[prefix]
+        rest = name[len(prefix) + 1 :] if prefix else name
+        return f"{plain[prefix]}.{rest}" if plain[prefix] else rest
+
+    return apply
+
+
+def _checked(rename: Callable[[str], object]) -> Callable[[str], str]:
+    """Returns the function of a user, with a check of its type and of its results."""
+    if not callable(rename):
+        raise ArgumentTypeError(
+            f"rename is {rename!r:.80}; it is a function, or a dict of old and new names"
+        )
+
+    def apply(name: str) -> str:
+        new = rename(name)
+        if not isinstance(new, str):
+            raise ArgumentTypeError(
+                f"rename({name!r}) returns {new!r:.80}; it returns the new name as text"
+            )
+        return new
 
     return apply
 

@@ -47,6 +47,9 @@ TREE: Tree = {
         ({"": "model.", "step": "step"}, "step", "step"),
         ({"": "model", "a": "x"}, "a.b", "x.b"),
         ({"": "model"}, "", "model"),
+        ({"a": "x"}, "a..b", "x..b"),  # an empty key is a key
+        ({"a": "x"}, "a.", "x."),
+        ({"": "model"}, ".w", "model..w"),
     ],
 )
 def test_a_mapping_renames_the_longest_prefix(
@@ -205,6 +208,8 @@ def test_a_pattern_renames_the_whole_name_once(
         ({"a.*": "b"}, "'a.*' cannot become 'b'"),
         ({"*.w?": "?.*"}, "'*.w?' cannot become '?.*'"),
         ({"/a(/": "b"}, "'/a(/' is no regular expression"),
+        ({"/a{9999999999999}/": "b"}, "is no regular expression: the repetition number is too"),
+        ({"a": "x", "a.": "y"}, "two new names for 'a'"),
         ({"/a/": r"\1"}, r"is no new name for '/a/': invalid group reference 1"),
         ({"/a/": r"\g<x>"}, r"is no new name for '/a/': unknown group name 'x'"),
     ],

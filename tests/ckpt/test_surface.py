@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -100,6 +101,33 @@ def test_another_word_for_an_option_is_an_error_that_quotes_it(
         first = ({},)
     with pytest.raises(ckpt.ArgumentError, match="sideways"):
         call(*first, **given)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("include", 1),
+        ("include", ["w", re.compile("w")]),
+        ("exclude", b"w"),
+        ("rename", "w=v"),
+        ("rename", {"w": None}),
+        ("rename", {1: "w"}),
+        ("rename", lambda name: None),
+        ("fallback", None),
+        ("fallback", 3),
+        ("fallback", ["a", 3]),
+        ("dtype", "float16"),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_type_is_an_error_that_quotes_it(
+    option: str, value: Any, saved: Path
+) -> None:
+    target: dict[str, Any] = {"w": None}
+    call = partial(ckpt.read, saved) if option == "dtype" else partial(ckpt.load, saved, target)
+    with pytest.raises(ckpt.ArgumentTypeError, match=option):
+        call(**{option: value})
+    assert target == {"w": None}
 
 
 def test_every_public_module_names_what_is_public() -> None:
