@@ -27,7 +27,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     if tensor.dtype in _AS_THEY_ARE:  # nearly all tensors; the other way takes three times as long
         return tensor.numpy().data.cast("B")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # A tensor of one element is contiguous with any strides, and `view` wants a stride of 1.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def torch_can_share(array: np.ndarray) -> bool:

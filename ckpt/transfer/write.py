@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from ckpt.plan.save_plan import WriteItem
-from ckpt.state.memory import is_lazy, is_plain
+from ckpt.state.memory import is_lazy, is_plain, memory_of
 from formats.dtypes import DType
 from formats.outgoing import OutgoingTensor
 
 STAGE_BYTES = 16 << 20
 """Bytes that are copied at once of a tensor whose memory cannot be written as it lies."""
-NUMPY_TYPES = frozenset(
-    (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
-)
-"""Dtypes whose memory is available as bytes through numpy, without another view by torch."""
 
 
 def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
@@ -26,7 +22,7 @@ def outgoing(item: WriteItem, local: torch.Tensor) -> OutgoingTensor:
     """
     name, _, dtype, lo, hi, shape, _ = item
     if is_plain(local):
-        data = _bytes_of(local)[lo * dtype.itemsize : hi * dtype.itemsize]
+        data = memory_of(local)[lo * dtype.itemsize : hi * dtype.itemsize]
         return OutgoingTensor(name, shape, dtype, lambda: iter((data,)), stable=True)
     return OutgoingTensor(name, shape, dtype, lambda: _staged(local, lo, hi, dtype))
 
@@ -43,20 +39,8 @@ def blocks(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memo
     The blocks are the tensor's own memory if possible; else copies, made one at a time.
     """
     if is_plain(local):
-        return iter((_bytes_of(local)[lo * dtype.itemsize : hi * dtype.itemsize],))
+        return iter((memory_of(local)[lo * dtype.itemsize : hi * dtype.itemsize],))
     return _staged(local, lo, hi, dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor."""
-    if tensor.dtype in NUMPY_TYPES and tensor.numel():
-        return tensor.numpy().data.cast("B")
-    flat = (
-        tensor.reshape(-1).view(torch.uint8)
-        if tensor.numel()
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
-    return memoryview(flat.numpy().data)
 
 
 def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[memoryview]:
@@ -65,7 +49,7 @@ def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[mem
         flat = local.reshape(-1)
         step = max(1, STAGE_BYTES // dtype.itemsize)
         for start in range(lo, hi, step):
-            yield _bytes_of(flat[start : min(start + step, hi)].cpu())
+            yield memory_of(flat[start : min(start + step, hi)].cpu())
         return
     from sharding.torch_versions import movable  # imports torch's DTensor
 
@@ -78,4 +62,4 @@ def _staged(local: torch.Tensor, lo: int, hi: int, dtype: DType) -> Iterator[mem
         block = local[first:last] if local.ndim else local
         whole = movable(block).resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         start, stop = max(lo - first * inner, 0), min(hi - first * inner, whole.numel())
-        yield _bytes_of(whole[start:stop])
+        yield memory_of(whole[start:stop])

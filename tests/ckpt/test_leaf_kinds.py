@@ -165,6 +165,7 @@ def tensors() -> dict[str, torch.Tensor]:
         found[f"{dtype} scalar"] = filled((1,), dtype).reshape(())
         found[f"{dtype} matrix"] = filled((3, 5), dtype)
         found[f"{dtype} transposed"] = filled((3, 5), dtype).T
+        found[f"{dtype} one of a column"] = filled((3, 5), dtype).T[1:2, 2:]
         found[f"{dtype} empty"] = filled((0, 2), dtype)
     waves = torch.complex(torch.randn(3), torch.randn(3))
     found |= {
@@ -585,6 +586,16 @@ def test_a_load_gives_the_types_of_its_target(tmp_path: Path) -> None:
     for name, value in scalars.items():
         assert type(loaded["s"][name]) is type(value), name
         assert repr(loaded["s"][name]) == repr(value), name
+
+
+def test_one_element_of_a_column_is_filled_in_place(tmp_path: Path) -> None:
+    saved = {str(dtype): filled((1, 1), dtype) for dtype in DTYPES_HERE}
+    ckpt.save(tmp_path, saved)
+    whole = {str(dtype): noise((3, 5), dtype, seed=9) for dtype in DTYPES_HERE}
+    target = {name: each.T[1:2, 2:] for name, each in whole.items()}
+    ckpt.load(tmp_path, target)
+    for name, each in whole.items():
+        assert bits(each[2:, 1:2].clone()) == bits(saved[name]), name
 
 
 def test_a_target_that_contains_itself_is_refused(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ DTYPES = [
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The packed bytes of a tensor: what bit-exact means, NaNs and all."""
-    whole = movable(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return whole.view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    whole = movable(tensor.detach()).resolve_conj().resolve_neg().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).numpy().tobytes() if whole.numel() else b""
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
