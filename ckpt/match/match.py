@@ -255,7 +255,7 @@ class _Matcher:
             if isinstance(node, list):
                 node[:] = loaded
                 return node
-            return type(node)(loaded) if type(node) is tuple else tuple(loaded)
+            return tuple(loaded)
 
         return install
 
