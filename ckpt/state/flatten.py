@@ -211,7 +211,7 @@ class _Flattener:
         prefix = f"{name}." if name else ""
         walk, entries = self._walk, by_parameters(node)
         return {
-            (key if type(key) is str and key else self._key(key, path)): walk(
+            (key if type(key) is str and key else self._key(key, path, entries)): walk(
                 item, (*path, key), f"{prefix}{key}"
             )
             for key, item in entries.items()
@@ -296,22 +296,23 @@ class _Flattener:
             )
         other = self._paths.setdefault(name, path)
         if other is not path and other != path:
-            raise StateError(
-                f"the entries at {shown(other)} and {shown(path)} both have the name {name!r}; "
-                "rename a key"
-            )
+            raise _same_name(other, path, name)
 
-    def _key(self, key: object, path: tuple[object, ...]) -> str | int | float | bool | None:
-        if type(key) is int:
-            return _integer(key, path)
+    def _key(
+        self, key: object, path: tuple[object, ...], entries: Mapping[Any, object]
+    ) -> str | int | float | bool | None:
         if key == "" and not path:
             raise StateError("state['']: the name of a top entry cannot be empty; rename the key")
-        if type(key) in KEYS:
-            return key  # type: ignore[return-value]
-        raise StateError(
-            f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot be "
-            f"stored; {instead_of_key(key)}"
-        )
+        if type(key) is int:
+            _integer(key, path)
+        elif type(key) not in KEYS:
+            raise StateError(
+                f"{shown(path)}: the key {key!r:.80} of type {type(key).__qualname__} cannot be "
+                f"stored; {instead_of_key(key)}"
+            )
+        if type(key) is not str and str(key) in entries:
+            raise _same_name((*path, key), (*path, str(key)), str(key))
+        return key  # type: ignore[return-value]
 
     def _from_numpy(self, array: np.ndarray, path: tuple[object, ...]) -> torch.Tensor:
         if not is_plain_array(array):
@@ -324,6 +325,12 @@ class _Flattener:
             return torch.from_numpy(array if torch_can_share(array) else array.copy())
         except TypeError as error:  # another package's dtype with the name of one of torch's
             raise StateError(f"{shown(path)}: {error}; store a tensor of it") from error
+
+
+def _same_name(one: tuple[object, ...], other: tuple[object, ...], name: str) -> StateError:
+    return StateError(
+        f"the entries at {shown(one)} and {shown(other)} both have the name {name!r}; rename a key"
+    )
 
 
 def _is_object(node: object) -> TypeGuard[Stateful]:

@@ -105,6 +105,8 @@ class Saved:
         self.rename = renamer(rename)
         self._keys = list(rename) if isinstance(rename, Mapping) else []
         self._nodes: dict[str, Tree] = {}
+        self._shared_names: set[str] = set()
+        """The names of several nodes, as of an entry `"a.b"` and an entry `"b"` of `"a"`."""
         self._names: list[str] | None = None
         self._lists: set[str] = set()
         """The leaves that are lists whose items `name_items` has named."""
@@ -130,7 +132,8 @@ class Saved:
         return self._names
 
     def _index(self, tree: Tree, path: str) -> None:
-        self._nodes.setdefault(path, tree)
+        if self._nodes.setdefault(path, tree) is not tree:
+            self._shared_names.add(path)
         if isinstance(tree, dict):
             for key, item in tree.items():
                 self._index(item, join(path, key))
@@ -185,7 +188,15 @@ class Saved:
         return {key: names for key in keys if not names_some(key)}
 
     def node(self, path: str) -> Tree | Missing:
-        """Returns the saved nest at a name; a flat dict if its leaves were renamed apart."""
+        """Returns the saved nest at a name; a flat dict if its leaves were renamed apart.
+
+        Raises StateError for a name of two nests, or of a nest and a value.
+        """
+        if path in self._shared_names:
+            raise StateError(
+                f"two entries of the checkpoint have the name {path!r}; give the target the "
+                "entries below both, which have names of their own"
+            )
         if path in self._nodes:
             return self._nodes[path]
         if path in self.leaves:

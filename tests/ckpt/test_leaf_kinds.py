@@ -598,6 +598,28 @@ def test_one_element_of_a_column_is_filled_in_place(tmp_path: Path) -> None:
         assert bits(each[2:, 1:2].clone()) == bits(saved[name]), name
 
 
+@pytest.mark.parametrize("key", [0, None, True, 2.5], ids=str)
+def test_two_keys_of_one_text_are_refused_though_their_entries_have_other_names(
+    tmp_path: Path, key: Any
+) -> None:
+    for state in ({key: None, str(key): {"w": torch.ones(1)}}, {"a": {str(key): {}, key: [{}]}}):
+        with pytest.raises(ckpt.StateError, match=f"both have the name '{key}'; rename a key"):
+            ckpt.save(tmp_path / "c", state)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_place_for_one_nest_is_not_filled_from_two_of_its_name(tmp_path: Path) -> None:
+    state = {"a.b": {"x": 1}, "a": {"b": {"y": torch.ones(1)}}}
+    ckpt.save(tmp_path, state)
+    assert ckpt.read(tmp_path) == state
+    with pytest.raises(
+        ckpt.StateError, match=r"two entries of the checkpoint have the name 'a\.b'"
+    ):
+        ckpt.load(tmp_path, {"a.b": None, "a": {"b": None}})
+    target = {"a.b": {"x": 0}, "a": {"b": {"y": torch.zeros(1)}}}
+    assert ckpt.load(tmp_path, target) == state
+
+
 def test_a_target_that_contains_itself_is_refused(tmp_path: Path) -> None:
     ckpt.save(tmp_path, {"a": 1})
     for target in (branches(), {"a": cycle()}):
