@@ -9,6 +9,7 @@ rank 0 has committed. It may run in the background, by connections of its own.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +118,9 @@ def agreed_attempt(
 
     began = now()
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
-    arguments, attempt_id = repr(options.replicas).encode(), secrets.randbits(HASH_BITS)
+    # Rank 0's manifest names the base from which the other ranks borrow.
+    base = None if options.base is None else os.path.basename(options.base.rstrip("/"))
+    arguments, attempt_id = repr((options.replicas, base)).encode(), secrets.randbits(HASH_BITS)
     held = agree_on_state(
         ranks, "describing the state", described, attempt_id, arguments, weigh=hashes.weigh
     )

@@ -85,7 +85,10 @@ def agree_on_state(
     )
     same_structure, same_values, same_arguments = agreed.same
     if not same_arguments:
-        raise StateError("the ranks were called with different arguments; call all of them alike")
+        raise StateError(
+            "the ranks were called with different arguments, such as base= or replicas=; call all "
+            "of them alike"
+        )
     if same_structure:
         whole = found.described
         return MergedState(found.flat, whole, same_values, (), agreed.balanced, agreed.number)

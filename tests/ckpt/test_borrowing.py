@@ -251,6 +251,26 @@ def test_a_save_in_the_background_borrows_as_a_blocking_one(
     assert torch.equal(found["tuned"], torch.full((10,), 2.0))
 
 
+def _save_with_bases(run: str, bases: list[str | None]) -> str:
+    ckpt.save(f"{run}/a", state())
+    ckpt.save(f"{run}/b", state())
+    base = bases[dist.get_rank()]
+    try:
+        ckpt.save(f"{run}/new", state(), base=None if base is None else f"{run}/{base}")
+    except ckpt.StateError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("bases", [[None, "a"], ["a", None], ["a", "b"]], ids=str)
+def test_ranks_with_other_bases_are_refused(
+    clusters: Callable, tmp_path: Path, bases: list[str | None]
+) -> None:
+    said = clusters(2).run(_save_with_bases, str(tmp_path), bases)
+    assert all("different arguments, such as base=" in error for error in said), said
+    assert not (tmp_path / "new").exists()
+
+
 def test_convert_makes_a_checkpoint_whole(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "a", state())
     ckpt.save(tmp_path / "b", state(), base=tmp_path / "a")
