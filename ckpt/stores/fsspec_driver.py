@@ -130,7 +130,9 @@ class FsspecDriver:
         self._fs.rm_file(path)
 
     def delete_folder(self, folder: str) -> None:
-        """Deletes a folder if it is empty, on file systems with folders."""
+        """Deletes a folder if it is empty, on file systems with folders; never a bucket."""
+        if "/" not in folder.rstrip("/"):
+            return
         # NotImplementedError: the file system has no folders. OSError: the folder is missing, or
         # was filled meanwhile. An empty folder that stays does no harm.
         with suppress(OSError, NotImplementedError):
