@@ -104,7 +104,7 @@ class Upload:
         """Appends the buffers. Raises the error of an earlier part that failed."""
         for buffer in buffers:
             data = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
-            if self._rewritable and not self._total:
+            if self._rewritable and not self._total and len(data):
                 self._begin_part(max(len(data), self._part_sizes.part(1)))  # holds all of the start
             while len(data):
                 if self._filled == len(self._buffer):
