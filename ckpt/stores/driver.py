@@ -8,15 +8,17 @@ retries. Paths have the form of the file system: the bucket first, no protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.retries import ErrorClass
 from formats.errors import CorruptError
 from formats.storage import FileWriter
+from sharding.errors import ArgumentError
 
 T = TypeVar("T")
 
@@ -116,7 +118,7 @@ class Driver(Protocol):
         ...
 
     def delete_folder(self, folder: str) -> None:
-        """Deletes a folder if it is empty, on servers with folders."""
+        """Deletes a folder if it is empty, on servers with folders; never a bucket."""
         ...
 
     def error_class(self, error: BaseException) -> ErrorClass:
@@ -149,6 +151,16 @@ class StreamDriver(Driver, Protocol):
     def stream(self, path: str) -> AbstractContextManager[FileWriter]:
         """Returns a writer. The file is complete when the block ends without an exception."""
         ...
+
+
+def check_names(package: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises ArgumentError for an option that is none of a package's: it would have no effect."""
+    for name in given:
+        if name not in known:
+            near = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, 1))
+            raise ArgumentError(
+                f"storage_options= has {name!r}, which is no option of {package}{near}"
+            )
 
 
 def in_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-from ckpt.stores.driver import ANSWER_SECONDS, CONNECT_SECONDS, MultipartDriver, StreamDriver
+from ckpt.stores.driver import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    MultipartDriver,
+    StreamDriver,
+    check_names,
+)
 from ckpt.stores.fsspec_driver import FsspecDriver
+
+FSSPEC_OPTIONS = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache")
+"""Options of every fsspec file system that its signature does not name."""
 
 
 def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
     """Returns the driver for an fsspec file system.
 
-    The drivers of S3, Azure and Google import a client library, so each is imported on use.
+    The drivers of S3, Azure and Google import a client library, so each is imported on use. Raises
+    ArgumentError for options that these three do not have: their file systems take any.
     """
     package = type(file_system).__module__.partition(".")[0]
     if package == "s3fs":
@@ -22,12 +34,20 @@ def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
     if package == "adlfs" and hasattr(file_system, "service_client"):
         from ckpt.stores.azure_driver import AzureDriver
 
+        _check_options(package, file_system)
         return AzureDriver(file_system)
     if package == "gcsfs":
         from ckpt.stores.gcs_driver import GcsDriver
 
+        _check_options(package, file_system)
         return GcsDriver(file_system)
     return FsspecDriver(file_system)
+
+
+def _check_options(package: str, file_system: Any) -> None:
+    kinds: tuple[Any, ...] = type(file_system).__mro__
+    own = [inspect.signature(kind.__init__).parameters for kind in kinds]
+    check_names(package, file_system.storage_options, [*chain(*own), *FSSPEC_OPTIONS])
 
 
 def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +20,14 @@ from aiobotocore.session import AioSession
 from botocore import exceptions
 
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
-from ckpt.stores.driver import ObjectInfo, PartLimits, PastEndError, ShortAnswerError, in_loop
+from ckpt.stores.driver import (
+    ObjectInfo,
+    PartLimits,
+    PastEndError,
+    ShortAnswerError,
+    check_names,
+    in_loop,
+)
 from ckpt.stores.retries import ErrorClass
 from sharding.errors import ArgumentError
 from sharding.url_secrets import without_secrets
@@ -194,7 +200,9 @@ class S3Driver:
                 found.append(Unfinished(name, entry["Initiated"].timestamp(), entry["UploadId"]))
             if not page.get("IsTruncated"):
                 return found
-            told = {key: page[next_key] for key, next_key in following.items() if page[next_key]}
+            told = {key: page[after] for key, after in following.items() if page.get(after)}
+            if not told:
+                raise OSError("the server has more uploads, and does not tell where they begin")
 
     def delete(self, path: str) -> None:
         """Deletes an object, if it exists."""
@@ -280,12 +288,9 @@ class S3Driver:
 
 def _check_options(file_system: Any) -> None:
     """Raises ArgumentError for options that s3fs takes and refuses at its first request."""
-    accepted = inspect.signature(AioSession).parameters
-    for name in file_system.kwargs:  # s3fs passes on the options that it does not know
-        if name not in accepted:
-            known = [*inspect.signature(type(file_system).__init__).parameters, *accepted]
-            near = "".join(f"; did you mean {one!r}?" for one in get_close_matches(name, known, 1))
-            raise ArgumentError(f"storage_options= has {name!r}, which is no option of s3fs{near}")
+    passed_on = inspect.signature(AioSession).parameters
+    own = inspect.signature(type(file_system).__init__).parameters
+    check_names("s3fs", file_system.kwargs, [*own, *passed_on])
     endpoint = file_system.endpoint_url or file_system.client_kwargs.get("endpoint_url")
     if endpoint and not str(endpoint).startswith(("http://", "https://")):
         raise ArgumentError(

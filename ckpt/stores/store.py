@@ -125,7 +125,8 @@ def open_store(url: str | os.PathLike[str], options: Options = None) -> Store:
     `options` are those of the fsspec driver; a local folder has none.
 
     Raises:
-        ArgumentError: as for `local_path`; or an option that S3 or a server of ckpt does not take.
+        ArgumentError: as for `local_path`; or an option that S3, Azure, Google or a server of ckpt
+            does not take.
         StoreError: the driver of the URL is not installed, or refuses the URL or the options.
     """
     text, path = os.fspath(url), local_path(url)

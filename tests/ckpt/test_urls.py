@@ -179,6 +179,23 @@ def test_a_bucket_of_runs_is_listed_and_watched(
 
 
 @pytest.mark.parametrize(
+    ("package", "url", "options", "said"),
+    [
+        ("gcsfs", "gs://b/x", {"token": "anon", "endpont_url": "a"}, "endpoint_url"),
+        ("adlfs", "az://b/x", {"account_name": "a", "acount_key": "b"}, "account_key"),
+    ],
+)
+def test_options_that_a_driver_would_ignore_are_wrong_arguments(
+    package: str, url: str, options: dict[str, Any], said: str
+) -> None:
+    pytest.importorskip(package)
+    with pytest.raises(ckpt.ArgumentError, match=f"no option of {package}; did you mean '{said}'"):
+        ckpt.read(url, storage_options=options)
+    known = {key: value for key, value in options.items() if key in ("token", "account_name")}
+    open_store(url, {**known, "use_listings_cache": False}).close()
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"endpoint": "http://127.0.0.1:1"}, "has 'endpoint', .*; did you mean 'endpoint_url'"),
