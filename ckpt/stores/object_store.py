@@ -15,12 +15,14 @@ Rules:
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import IO, Any, TypeVar
 
 from ckpt.budget import memory_budget
@@ -192,11 +194,11 @@ class ObjectStore:
             with tempfile.TemporaryFile() as local:
                 yield _Local(local)
                 local.seek(0)
-                with driver.stream(self._path(name)) as remote:
+                with self._streaming(driver, name) as remote:
                     while block := local.read(COPY_BYTES):
                         remote.write([block])
         else:
-            with driver.stream(self._path(name)) as remote:
+            with self._streaming(driver, name) as remote:
                 yield remote
                 if not replace and driver.capabilities.hides_unfinished:
                     self._check_absent(name)
@@ -305,6 +307,22 @@ class ObjectStore:
                 upload.cancel()
             raise
 
+    @contextmanager
+    def _streaming(self, driver: StreamDriver, name: str) -> Iterator[FileWriter]:
+        """As `driver.stream`, with errors as of rule 1. No try is repeated: sent bytes are gone."""
+        stream, once = driver.stream(self._path(name)), replace(self._policy, deadline_seconds=0.0)
+
+        def send(action: Callable[[], T]) -> T:
+            return self._try("writing", name, action, once)
+
+        remote = send(stream.__enter__)
+        try:
+            yield _Sent(remote, send)
+        except BaseException:
+            stream.__exit__(*sys.exc_info())
+            raise
+        send(lambda: stream.__exit__(None, None, None))
+
     def _finish(
         self, driver: MultipartDriver, name: str, upload_id: str, tags: Sequence[Any], total: int
     ) -> None:
@@ -400,7 +418,7 @@ class ObjectStore:
         except PastEndError:
             raise
         except Exception as error:
-            kind, seconds = self._driver.error_class(error), self._policy.deadline_seconds
+            kind, seconds = self._driver.error_class(error), policy.deadline_seconds
             raise explained(doing, place, error, kind, seconds) from cause_without_secrets(error)
 
     def _path(self, name: str) -> str:
@@ -408,6 +426,20 @@ class ObjectStore:
         while name.startswith(BESIDE):  # an object store takes dots as letters
             root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
         return f"{root}/{name}"
+
+
+class _Sent:
+    """Streams a file; `send` runs each call of the driver."""
+
+    def __init__(self, stream: FileWriter, send: Callable[[Callable[[], None]], None]) -> None:
+        self._stream = stream
+        self._send = send
+        self.rewrite_start = stream.rewrite_start
+
+    def write(self, buffers: Iterable[Buffer]) -> None:
+        """Appends the buffers."""
+        for buffer in buffers:
+            self._send(partial(self._stream.write, [buffer]))
 
 
 class _Local:

@@ -22,7 +22,7 @@ def explained(
     """Returns the error that says what failed, at which URL, and what to do.
 
     `doing` is the request as a verb (`reading`), `kind` the driver's class of the error, and
-    `seconds` the deadline of the retries.
+    `seconds` the deadline of the retries; 0 for a request that is sent once.
     """
     said = f"{type(error).__name__}: {error}"
     match kind:
@@ -45,7 +45,7 @@ def explained(
             )
         case ErrorClass.PASSING if isinstance(error, CorruptError):
             return CorruptError(f"{place}: {doing} it failed each time: {said}")
-        case ErrorClass.PASSING:
+        case ErrorClass.PASSING if seconds:
             return StoreError(
                 f"{place}: {doing} it failed each time for {seconds:g} s ({VARIABLE}), at last "
                 f"with {said}; is the server up, and its address right?"

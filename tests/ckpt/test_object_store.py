@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 from botocore.exceptions import NoCredentialsError
+from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from ckpt.errors import ExistsError, StoreError
@@ -439,3 +442,59 @@ def test_an_upload_has_no_more_parts_in_memory_than_the_budget_has_room_for(
 def test_parts_are_larger_from_the_first_later_one_on() -> None:
     sizes = PartSizes(part_bytes=1, later_bytes=8, first_later=3, buffers=2)
     assert [sizes.part(number) for number in (1, 2, 3, 4)] == [1, 1, 8, 8]
+
+
+class Failing(MemoryFileSystem):
+    """A driver without parts, one of whose calls fails."""
+
+    protocol = "failing"
+    cachable = False
+    call, error = "", OSError("")
+
+    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        if "w" in mode and Failing.call == "open":
+            raise Failing.error
+        file = super().open(path, mode, **more)
+        if "w" in mode and Failing.call in ("write", "close"):
+            setattr(file, Failing.call, self._fail)
+        return file
+
+    def _fail(self, *arguments: object) -> None:
+        raise Failing.error
+
+
+@pytest.mark.parametrize("call", ["open", "write", "close"])
+@pytest.mark.parametrize("rewritable", [False, True])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "no"), "writing it was denied"),
+        (ConnectionResetError("by peer"), "writing it failed: ConnectionResetError: by peer"),
+        (RuntimeError("of the driver"), "writing it failed: RuntimeError: of the driver"),
+    ],
+)
+def test_a_stream_that_fails_says_which_file_of_which_url(
+    monkeypatch: pytest.MonkeyPatch, call: str, rewritable: bool, error: Exception, said: str
+) -> None:
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    monkeypatch.setattr(Failing, "call", call)
+    monkeypatch.setattr(Failing, "error", error)
+    with (
+        open_store("failing://run") as store,
+        pytest.raises(ckpt.StoreError, match=f"^failing://run/data: {said}"),
+        store.create("data", rewritable=rewritable) as file,
+    ):
+        file.write([b"bytes"])
+
+
+def test_an_error_of_the_writer_passes_through_a_stream_as_it_is() -> None:
+    def blocks() -> Iterator[bytes]:
+        yield b"bytes"
+        raise ZeroDivisionError
+
+    with (
+        open_store("memory://stream") as store,
+        pytest.raises(ZeroDivisionError),
+        store.create("data") as file,
+    ):
+        file.write(blocks())
