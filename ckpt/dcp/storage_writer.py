@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -203,7 +204,10 @@ class CkptStorageWriter(StorageWriter):
 
 
 def _stored(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, StoredTensor]:
-    """Returns the tensors for the manifest. Raises UnsupportedError as `layout_of` does."""
+    """Returns the tensors for the manifest.
+
+    Raises StateError for a tensor that no rank has written, UnsupportedError as `layout_of` does.
+    """
     known: dict[str, tuple[tuple[int, ...], DType]] = {
         name: (tuple(entry.size), dtype_of_torch(str(entry.properties.dtype), name))
         for name, entry in metadata.state_dict_metadata.items()
@@ -214,6 +218,9 @@ def _stored(metadata: Metadata, parts: Sequence[_WrittenPart]) -> dict[str, Stor
         known[part.name] = part.shape, part.dtype
         if part.file is not None:
             boxes[part.name][part.box] = part.file.rank
+    for name, (shape, _) in known.items():
+        if prod(shape) and not boxes[name]:
+            raise _unwritten(name)
     return {
         name: StoredTensor(shape, dtype, layout_of(name, shape, boxes[name]))
         for name, (shape, dtype) in known.items()
@@ -229,9 +236,13 @@ def _tree(
     for name, entry in metadata.state_dict_metadata.items():
         is_tensor = isinstance(entry, TensorStorageMetadata)
         if not is_tensor and name not in values:
-            raise StateError(f"{name}: it is in the plan of all ranks, and no rank has written it")
+            raise _unwritten(name)
         leaves[key_path(name, paths)] = TensorRef(name) if is_tensor else values[name]
     return nested(leaves)
+
+
+def _unwritten(name: str) -> StateError:
+    return StateError(f"{name}: it is in the plan of all ranks, and no rank has written it")
 
 
 def check_collectives(use_collectives: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,30 @@ def test_planners_of_ones_own_decide_what_is_stored(tmp_path: Path) -> None:
         with pytest.raises(ckpt.StateError, match="store its indices and values"):
             dcp.save({"s": state["w"].to_sparse()}, checkpoint_id=tmp_path / "bad", planner=planner)
     assert not (tmp_path / "bad").exists() or not os.listdir(tmp_path / "bad")
+
+
+class Forgets(dcp.DefaultSavePlanner):
+    """Leaves an item out of all plans, but not out of the Metadata."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        left = [[one for one in plan.items if one.index.fqn != self.name] for plan in plans]
+        return [
+            replace(plan, items=found) for plan, found in zip(plans, left, strict=True)
+        ], metadata
+
+
+@alone
+@pytest.mark.parametrize("name", ["w", "scalar", "n"])
+def test_an_item_that_no_rank_has_written_is_named(tmp_path: Path, name: str) -> None:
+    state = {"w": torch.ones(5), "scalar": torch.tensor(1.0), "n": 1}
+    with pytest.raises(ckpt.StateError, match=f"^{name}: .* no rank has written it"):
+        dcp.save(state, checkpoint_id=tmp_path, planner=Forgets(name))
+    assert not os.listdir(tmp_path)
 
 
 class Rows(dcp.DefaultSavePlanner):
