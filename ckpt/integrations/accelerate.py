@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.errors import ArgumentError, MisuseError
+from ckpt.errors import ArgumentError, InUseError, MisuseError
 from ckpt.integrations.optional import needs
 from formats.native.manifest import MANIFEST
 
@@ -44,7 +45,10 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
     """An Accelerator with checkpoints of ckpt."""
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **options: Any,
     ) -> str:
         """Saves the state of the training; returns the folder or URL. All processes call this.
 
@@ -73,7 +77,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
 
     def load_state(
         self,
-        input_dir: str | None = None,
+        input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -88,6 +92,7 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
             input_dir = ckpt.latest(self._folder())
         if input_dir is None:
             raise ArgumentError("load_state needs a folder, because names are not automatic")
+        input_dir = os.fspath(input_dir)
         if "://" not in input_dir and not os.path.exists(os.path.join(input_dir, MANIFEST)):
             super().load_state(input_dir, load_kwargs, **options)
             return
@@ -142,6 +147,8 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
             )
 
     def _folder(self) -> str:
+        if self.project_dir is None:
+            raise ArgumentError("automatic names need ProjectConfiguration(project_dir=...)")
         return os.path.join(self.project_dir, "checkpoints")
 
     def _numbered(self, number: int) -> str:
@@ -155,7 +162,10 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
             self._thin()
 
     def _thin(self) -> None:
-        """Removes the checkpoints with the lowest automatic numbers beyond `total_limit`."""
+        """Removes the checkpoints with the lowest automatic numbers beyond `total_limit`.
+
+        One from which another borrows stays until the other is removed.
+        """
         config = self.project_configuration
         limit = config.total_limit
         if not (config.automatic_checkpoint_naming and limit and self.is_main_process):
@@ -166,8 +176,9 @@ class CkptAccelerator(accelerate.Accelerator):  # type: ignore[misc] # it ships 
             if (found := NUMBERED.fullmatch(name))
             and os.path.exists(os.path.join(self._folder(), name, MANIFEST))
         )
-        for number in numbers[:-limit]:
-            ckpt.delete(self._numbered(number))
+        for number in reversed(numbers[:-limit]):  # a checkpoint before its base
+            with suppress(InUseError):
+                ckpt.delete(self._numbered(number))
 
 
 def _without_ddp(model: Any) -> Any:

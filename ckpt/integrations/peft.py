@@ -38,7 +38,7 @@ def save_adapter(
     unchanged chunks are not written again. Raises ArgumentError if the model has no such adapter.
     """
     config = _config(model, adapter)
-    metadata = {**options.pop("metadata", {}), CONFIG: config}
+    metadata = {**(options.pop("metadata", None) or {}), CONFIG: config}
     handle: ckpt.SaveHandle | None = ckpt.save(
         url, _tensors(model, adapter), metadata=metadata, **options
     )

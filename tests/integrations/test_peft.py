@@ -44,7 +44,7 @@ def test_an_adapter_is_filled_in_place_and_the_base_model_is_not_stored(tmp_path
     from ckpt.integrations.peft import load_adapter, save_adapter
 
     saved, loaded = model_of(1), model_of(2)
-    save_adapter(tmp_path, saved)
+    save_adapter(tmp_path, saved, metadata=None)
     load_adapter(tmp_path, loaded)
     assert adapter_of(loaded) == adapter_of(saved)
     with ckpt.open(tmp_path) as stored:
