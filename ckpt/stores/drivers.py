@@ -10,6 +10,7 @@ from typing import Any
 from ckpt.stores.driver import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
+    LONGEST_SECONDS,
     MultipartDriver,
     StreamDriver,
     check_names,
@@ -56,6 +57,13 @@ def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
     >>> settings_of("memory", {"a": 1})
     {'a': 1}
     """
+    if protocol in ("http", "https"):
+        import aiohttp  # here, because only this driver needs it
+
+        limits = aiohttp.ClientTimeout(
+            LONGEST_SECONDS, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS
+        )
+        return {**options, "client_kwargs": {"timeout": limits, **options.get("client_kwargs", {})}}
     if protocol not in ("s3", "s3a"):
         return dict(options)
     # `ckpt.stores.retries` makes the retries. Half of the servers with an S3 interface lack

@@ -104,7 +104,9 @@ class ObjectStore:
             if found.is_file:
                 with suppress(FileNotFoundError):  # deleted since the listing
                     known = found.nbytes
-                    sizes[found.name] = self.size(found.name) if known is None else known
+                    sizes[found.name] = (
+                        self._status(found.name).nbytes or 0 if known is None else known
+                    )
         return sizes
 
     def folders(self) -> list[str]:
@@ -121,7 +123,10 @@ class ObjectStore:
 
     def size(self, name: str) -> int:
         """Returns the size of a file."""
-        return self._status(name).nbytes or 0
+        found = self._status(name).nbytes
+        if found is None:
+            raise StoreError(f"{self.url}/{name}: the server does not tell the size of the file")
+        return found
 
     def modified(self, name: str) -> float:
         """Returns the time of a file's last write, in seconds since 1970 by the server's clock."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from ckpt.errors import ExistsError, StoreError
-from ckpt.stores import object_store
+from ckpt.stores import drivers, object_store, served_store
 from ckpt.stores.driver import PartLimits
 from ckpt.stores.store import Store, open_store
 from ckpt.stores.uploads import PART_BYTES, PartSizes, Upload, UploadRequests
@@ -442,6 +443,47 @@ def test_an_upload_has_no_more_parts_in_memory_than_the_budget_has_room_for(
 def test_parts_are_larger_from_the_first_later_one_on() -> None:
     sizes = PartSizes(part_bytes=1, later_bytes=8, first_later=3, buffers=2)
     assert [sizes.part(number) for number in (1, 2, 3, 4)] == [1, 1, 8, 8]
+
+
+def test_a_web_server_that_says_nothing_is_an_error_after_the_time_of_one_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CKPT_STORE_DEADLINE", "0")
+    monkeypatch.setattr(served_store, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(drivers, "ANSWER_SECONDS", 0.2)
+    with socket.create_server((HOST, 0)) as silent:
+        url = f"http://{HOST}:{silent.getsockname()[1]}/run"
+        with pytest.raises(StoreError, match=r"listing it failed.*[Tt]imeout"):
+            ckpt.latest(url)
+
+
+class _Sizeless(_Quiet):
+    """A web server with ranges that never tells the size of a file."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(path.read_bytes())
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+
+def test_a_file_of_unknown_size_is_not_called_damaged(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"w": torch.ones(3)})
+    handler = partial(_Sizeless, directory=str(tmp_path))
+    with ThreadingHTTPServer((HOST, 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with open_store(f"http://{HOST}:{server.server_port}") as store:
+            with pytest.raises(StoreError, match="does not tell the size of the file"):
+                store.size("manifest.json")
+            assert b"ckpt" in store.read_whole("manifest.json", 1 << 20)
+        server.shutdown()
 
 
 class Failing(MemoryFileSystem):
