@@ -78,7 +78,8 @@ def follow(
         )
     if after is not None and (not isinstance(after, int) or after < -1):
         raise ArgumentError(f"after is {after!r}, not a version")
-    if timeout is not None and not 0 <= timeout < float("inf"):
+    is_number = isinstance(timeout, int | float)
+    if timeout is not None and not (is_number and 0 <= timeout < float("inf")):
         raise ArgumentError(f"timeout is {timeout!r}, not a number of seconds from 0")
     return _versions(address, -1 if after is None else after, group, timeout, storage_options)
 

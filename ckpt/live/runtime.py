@@ -27,9 +27,14 @@ _SHOWN = 40
 
 
 def runtime_folder() -> Path:
-    """Returns the folder, which exists then. Raises StoreError if others could use it."""
+    """Returns the folder, which exists then. Raises StoreError if it cannot, or is not private."""
     path = _path()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: the folder for sockets cannot be made: {error.strerror}; set CKPT_RUNTIME_DIR"
+        ) from error
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise StoreError(

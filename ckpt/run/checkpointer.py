@@ -40,7 +40,7 @@ from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.preemption import PreemptionSignals
 from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep, best_first
-from ckpt.run.schedule import Schedule, next_exchange
+from ckpt.run.schedule import Schedule, check_seconds, next_exchange
 from ckpt.save_protocol import SaveOptions
 from ckpt.saving import save_with
 from ckpt.stores.store import Options, absolute
@@ -140,6 +140,8 @@ class Checkpointer:
         own = {STEP, METRICS, PROVENANCE, BEGAN, HOSTS} & self._metadata.keys()
         if own:
             raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
+        if deadline is not None:
+            check_seconds("deadline", deadline)
         self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
         self._signals = PreemptionSignals(signals)
         self._handle: SaveHandle | None = None

@@ -166,6 +166,8 @@ def metrics_text(metrics: Mapping[str, object]) -> str:
     >>> metrics_text({"loss": 0.5, "best": float("inf")})
     '{"best": Infinity, "loss": 0.5}'
     """
+    if not isinstance(metrics, Mapping):
+        raise ArgumentTypeError(f"metrics is a {type(metrics).__name__}; give numbers by name")
     return json.dumps({n: _number(n, value) for n, value in metrics.items()}, sort_keys=True)
 
 

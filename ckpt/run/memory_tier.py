@@ -89,10 +89,9 @@ class Memory:
         most = self.memory_bytes
         if most is not None and (type(most) is not int or most < 0):
             raise ArgumentError(f"memory_bytes={most!r}: give a number of bytes, or None")
-        if not 0 <= self.keep_seconds <= MOST_KEEP_SECONDS:
-            raise ArgumentError(
-                f"keep_seconds={self.keep_seconds!r}: give 0 to {MOST_KEEP_SECONDS:g}"
-            )
+        keep = self.keep_seconds
+        if not isinstance(keep, int | float) or not 0 <= keep <= MOST_KEEP_SECONDS:
+            raise ArgumentError(f"keep_seconds={keep!r}: give 0 to {MOST_KEEP_SECONDS:g}")
 
 
 MOST_REPLICAS = 16

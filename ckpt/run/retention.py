@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ckpt.run.schedule import check_seconds
 from sharding.errors import ArgumentError
 
 __all__ = ["Keep", "RunStep"]
@@ -53,10 +54,12 @@ class Keep:
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
                 raise ArgumentError(f"Keep({name}={number!r}): give a whole number of at least 1")
-        if self.younger_than is not None and not self.younger_than > 0:
-            raise ArgumentError(f"Keep(younger_than={self.younger_than!r}): give seconds above 0")
+        if self.younger_than is not None:
+            check_seconds("Keep: younger_than", self.younger_than)
         if (self.best is None) != (self.metric is None):
             raise ArgumentError("Keep: best= and metric= belong together; give both or none")
+        if not isinstance(self.metric, str | None):
+            raise ArgumentError(f"Keep(metric={self.metric!r}): give the name of a metric")
         if self.mode not in ("min", "max"):
             raise ArgumentError(f'Keep(mode={self.mode!r}): it can be "min" or "max"')
 

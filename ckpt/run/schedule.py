@@ -33,8 +33,8 @@ class Schedule:
         steps, seconds = self.every_steps, self.every_seconds
         if steps is not None and (type(steps) is not int or steps < 1):
             raise ArgumentError(f"every_steps={steps!r}: give a whole number of at least 1")
-        if seconds is not None and not seconds > 0:
-            raise ArgumentError(f"every_seconds={seconds!r}: give a number above 0")
+        if seconds is not None:
+            check_seconds("every_seconds", seconds)
 
     def by_step(self, step: int) -> bool:
         """Returns whether the number of the step alone makes a checkpoint due."""
@@ -45,6 +45,12 @@ class Schedule:
         if self.continuously and not is_saving:
             return True
         return self.every_seconds is not None and seconds_since_save >= self.every_seconds
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Raises ArgumentError unless an argument is a number above 0."""
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ArgumentError(f"{name}={seconds!r}: give seconds above 0")
 
 
 def next_exchange(step: int, last: int, seconds: float) -> int:

@@ -233,6 +233,10 @@ def test_a_folder_of_sockets_that_others_can_open_is_refused(runtime: Path) -> N
     with pytest.raises(StoreError, match="mode 0700"):
         HostServer.start("policy", token=TOKEN)
     runtime.rmdir()
+    runtime.write_text("a file in its place")
+    with pytest.raises(StoreError, match="cannot be made: File exists; set CKPT_RUNTIME_DIR"):
+        HostServer.attach("policy")
+    runtime.unlink()
     runtime.symlink_to(runtime.parent)
     with pytest.raises(StoreError, match="a folder of this user"):
         HostServer.attach("policy")

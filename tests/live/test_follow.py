@@ -92,6 +92,7 @@ def test_the_end_of_the_publisher_ends_the_wait(folder: Path, sockets: str) -> N
         ("runs/step-1", {}, "not the address of a live state"),
         ("live://host:4000/policy", {"timeout": -1.0}, "timeout is -1.0"),
         ("live://host:4000/policy", {"timeout": float("nan")}, "timeout is nan"),
+        ("live://host:4000/policy", {"timeout": "5"}, "timeout is '5'"),
         ("live://host:4000/policy", {"after": 1.5}, "after is 1.5"),
     ],
 )

@@ -175,6 +175,14 @@ def test_a_step_of_numpy_or_torch_is_a_step(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_number_by_name_is_refused(metrics: Any, told: str) -> None:
     with pytest.raises(ckpt.ArgumentTypeError, match=told):
         metrics_text(metrics)
+    with pytest.raises(ckpt.ArgumentTypeError, match="metrics is a float"):
+        metrics_text(0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0, "60", float("nan")])
+def test_a_deadline_is_checked_before_a_signal_comes(tmp_path: Path, deadline: Any) -> None:
+    with pytest.raises(ckpt.ArgumentError, match=f"deadline={deadline!r}"):
+        ckpt.Checkpointer(tmp_path, deadline=deadline)
 
 
 @pytest.mark.parametrize("key", ["step", "metrics", "run", "began", "hosts"])

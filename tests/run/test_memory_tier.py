@@ -256,6 +256,7 @@ def test_a_version_counts_if_all_of_its_files_are_left(
         ({"every_steps": 0}, "every_steps=0"),
         ({"memory_bytes": 0.5}, "memory_bytes=0.5"),
         ({"keep_seconds": -1.0}, "keep_seconds=-1.0"),
+        ({"keep_seconds": "1h"}, "keep_seconds='1h'"),
     ],
 )
 def test_a_wrong_option_of_the_memory_is_named(options: dict[str, Any], said: str) -> None:

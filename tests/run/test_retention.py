@@ -83,6 +83,8 @@ def test_a_policy_without_rules_keeps_everything() -> None:
         {"best": 2},
         {"metric": "loss"},
         {"younger_than": 0.0},
+        {"younger_than": "1d"},
+        {"best": 1, "metric": 5},
         {"last": 2, "mode": "median"},
     ],
     ids=str,

@@ -39,7 +39,9 @@ def test_a_schedule_counts_steps_seconds_and_saves_that_ended() -> None:
     assert not Schedule().by_step(0)
 
 
-@pytest.mark.parametrize("arguments", [{"every_steps": 0}, {"every_seconds": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"every_steps": 0}, {"every_seconds": 0.0}, {"every_seconds": "5"}], ids=str
+)
 def test_a_schedule_that_means_nothing_is_an_error(arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"every_steps|every_seconds"):
         Schedule(**arguments)  # type: ignore[arg-type]
