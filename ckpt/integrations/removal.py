@@ -6,15 +6,23 @@ import os
 import shutil
 
 import ckpt
-from ckpt.errors import NotACheckpointError
+from ckpt.errors import CorruptError, NotACheckpointError
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint of ckpt at a path or URL, or on a disk any other file or folder."""
+    """Removes a checkpoint of ckpt at a path or URL, or on a disk any other file, folder or link.
+
+    Raises CorruptError for a damaged checkpoint in a bucket, whose files are unknown.
+    """
+    if os.path.islink(path):
+        os.remove(path)
+        return
     try:
         ckpt.delete(path)
-    except NotACheckpointError:
+    except (NotACheckpointError, CorruptError) as error:
         if os.path.isdir(path):
             shutil.rmtree(path)
         elif os.path.exists(path):
             os.remove(path)
+        elif isinstance(error, CorruptError):
+            raise
