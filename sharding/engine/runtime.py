@@ -231,13 +231,14 @@ class Runtime:
 
     def _come_to(self, call: UnitCall) -> None:
         run, unit = call.run, call.unit
-        call.begun = True
         if call.index >= 0:
             run.cursor = call.index
+            # A rank on which autograd has left them already has prefetched for this call too.
             for earlier in [other for other in run.open if other.start > call.end]:
                 self.left(earlier)
             self._passed = min(self._passed, call.end)
             self._advance()
+        call.begun = True
         run.open.append(call)
         if unit.policy.unshard_in_backward:
             unit.acquire(call)

@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 
 import sharding
 from sharding import FullyShardedDataParallel, ShardingStrategy
+from sharding.wrap import ModuleWrapPolicy
 from tests.sharding.wrapper_models import (
     CPU,
     STRATEGIES,
@@ -218,6 +219,44 @@ def test_a_parameter_unused_on_one_rank_counts_as_zero_there(
 ) -> None:
     for ranks in ((0,), (1,)):
         clusters(2).run(use_on_one_rank, strategy, use_orig_params, ranks, True)
+
+
+class Outside(nn.Module):
+    """Four layers; one rank has the last one in its forward, but not in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:3]:
+            x = layer(x).tanh()
+        last = self.layers[3](x)
+        return x if dist.get_rank() == 1 else last
+
+
+def leave_out_of_one_loss(backward_prefetch: str) -> None:
+    torch.manual_seed(0)
+    replica = Outside()
+    model = wrapped(
+        sharding,
+        copy.deepcopy(replica),
+        "FULL_SHARD",
+        use_orig_params=True,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        backward_prefetch=sharding.BackwardPrefetch[backward_prefetch],
+    )
+    for each in (model, replica):
+        each(numbers(0, 4, 6)).square().mean().backward()
+    average_gradients(replica)
+    assert_equal(full_gradients(sharding, model), gradients(replica))
+
+
+@pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", "BACKWARD_POST"])
+def test_ranks_prefetch_alike_in_backward_if_a_unit_is_outside_the_loss_of_one(
+    clusters: Callable[..., Any], backward_prefetch: str
+) -> None:
+    clusters(2).run(leave_out_of_one_loss, backward_prefetch)
 
 
 def go_back_twice(strategy: str, use_orig_params: bool) -> None:
