@@ -179,9 +179,14 @@ class Unit:
             param_group.release(holder)
 
     def reshard(self) -> None:
-        """Reshards the unit's own groups, even if they have holders."""
+        """Reshards the unit's own groups, even if they have holders.
+
+        Borrowed groups are resharded if only the user or nobody holds them.
+        """
         for param_group in self.param_groups:
             param_group.reshard()
+        for param_group in self.borrowed:
+            param_group.release(BY_USER)
 
     def unshard_for_user(self) -> None:
         """Starts the all-gather; the unit stays unsharded until its next forward or `reshard`."""
@@ -212,7 +217,8 @@ class Unit:
             self.runtime.number_param_groups()
 
     def _before_state_dict(self, *_: object) -> None:
-        self.reshard()
+        for param_group in self.used:
+            param_group.reshard()
 
     # Backward.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know this file alone
@@ -629,6 +629,26 @@ def tied() -> None:
         for child in model.children():
             fully_shard(child, reshard_after_forward=reshard)  # and no root
         train(model, replica, steps())
+
+
+def unshard_tied() -> None:
+    model, replica = pair(TiedSiblings)
+    fully_shard(model.third)  # has the weight of all layers
+    fully_shard(model)
+    model.unshard()
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    for name, value in replica.state_dict().items():
+        assert torch.equal(whole(state[name]), value)
+    model.unshard()
+    model.reshard()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_a_unit_with_a_weight_of_another_unit_can_be_unsharded_and_resharded(
+    clusters: Callable,
+) -> None:
+    clusters(2).run(unshard_tied)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
