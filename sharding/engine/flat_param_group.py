@@ -38,6 +38,8 @@ from sharding.errors import ArgumentTypeError, MisuseError
 
 FLATTENED = "_sharding_flattened"
 """The attribute of a module that lists the flat parameter groups with its parameters."""
+_ORDER = "_sharding_order"
+"""The attribute of a module for the order of its parameters before any was flattened."""
 
 
 class FlatParameter(nn.Parameter):
@@ -90,8 +92,10 @@ class FlatParamGroup(ParamGroup):
         self.hook: CommHook | None = None
         shapes = [parameter.shape for parameter in parameters]
         self.packing = FlatPacking(pack(shapes, [0] * len(shapes)), groups.shard.size)
-        self.keys = {owner: list(owner._parameters) for p in parameters for owner, _ in p.owners}
-        """The order of each module's parameters before they were flattened."""
+        self.keys: dict[nn.Module, list[str]] = {}
+        """The order of each module's parameters before any of them was flattened."""
+        for parameter in parameters:
+            self._note_order(parameter)
         if not form.use_orig_params:
             for owner in self.keys:
                 owner.__dict__.setdefault(FLATTENED, []).append(self)
@@ -247,6 +251,7 @@ class FlatParamGroup(ParamGroup):
 
     def placed_more(self, parameter: Parameter) -> None:
         """Notes that a parameter has got more places."""
+        self._note_order(parameter)
         self._let_go_of_original(parameter)
         self._place_one(self.parameters.index(parameter), parameter, self._is_shown)
 
@@ -353,6 +358,10 @@ class FlatParamGroup(ParamGroup):
             parameter.sharded = self.flat
         self.form.home.register_parameter(self.form.name, self.flat)
         self._forget_forms()
+
+    def _note_order(self, parameter: Parameter) -> None:
+        for module, _ in parameter.owners:
+            self.keys[module] = module.__dict__.setdefault(_ORDER, list(module._parameters))
 
     def _let_go_of_original(self, parameter: Parameter) -> None:
         """Takes the original parameter, which the flat one replaces, out of its modules."""

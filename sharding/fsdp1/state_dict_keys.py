@@ -47,6 +47,18 @@ def own_keys(entry_point: EntryPoint) -> list[OwnKeys]:
     ]
 
 
+def local_keys(entry_point: EntryPoint) -> list[OwnKeys]:
+    """Returns the groups of `own_keys` that a local state dict has: a flat parameter only once.
+
+    Its home has it, under the names there.
+    """
+    return [
+        own
+        for own in own_keys(entry_point)
+        if own.param_group.form.use_orig_params or own.param_group.form.home is entry_point.module
+    ]
+
+
 def in_order(module: nn.Module, keys: list[str]) -> list[str]:
     """Returns keys in the module's order; a key that it lacks follows the same key as before."""
     place = {key: at for at, key in enumerate(_expected(module))}

@@ -36,7 +36,7 @@ from sharding.engine.unit import UNIT
 from sharding.errors import ArgumentError, ShardingError
 from sharding.fsdp1.entry_point import EntryPoint, entry_point_of, entry_points
 from sharding.fsdp1.flat_states import FlatPart, by_rows
-from sharding.fsdp1.state_dict_keys import in_order, own_keys
+from sharding.fsdp1.state_dict_keys import in_order, local_keys, own_keys
 from sharding.fsdp1.state_dict_loading import RowLoading, unsharded_as_used
 from sharding.fsdp1.unsharded_parameters import UnshardedParameters
 from sharding.policies import (
@@ -131,6 +131,9 @@ def hook_state_dicts(entry_point: EntryPoint) -> None:
 
 _shown: WeakKeyDictionary[FlatParamGroup, UnshardedParameters] = WeakKeyDictionary()
 """Unsharded parameters in the modules while a state dict is made or loaded."""
+_loaded: WeakKeyDictionary[FlatParamGroup, tuple[list[str], set[str]]] = WeakKeyDictionary()
+"""The keys that were last loaded from a sharded state dict, with the list of missing keys, which is
+the same object in all hooks of one `load_state_dict`."""
 
 
 class _Hooks:
@@ -189,7 +192,8 @@ class _Hooks:
                 state[prefix + key[len(inside) :]] = state.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             if not entry_point.unit.summoned:
-                records = tuple(record_of(own.param_group, own.keys) for own in self._own)
+                own = local_keys(entry_point)
+                records = tuple(record_of(each.param_group, each.keys) for each in own)
                 metadata[FLAT_PARAMETERS] = records
         elif self._kind is StateDictType.FULL_STATE_DICT:
             if self._is_kept:
@@ -288,8 +292,9 @@ class _Hooks:
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             _check_local(entry_point.owner, state, prefix, metadata)
         for own in self._own:
-            own.param_group.reshard()
-            own.param_group.take_over_replaced()
+            if own.param_group not in _shown:  # else an outer instance has it unsharded
+                own.param_group.reshard()
+                own.param_group.take_over_replaced()
         if entry_point.prefix:
             for key in [key for key in state if key.startswith(prefix)]:
                 if not key.startswith(inside):
@@ -299,9 +304,14 @@ class _Hooks:
             return
         if self._kind is StateDictType.SHARDED_STATE_DICT and not entry_point.unit.summoned:
             for own in self._own:
+                self._filled.append(state_key(inside + own.param_group.form.name))
+                names = {state_key(inside + key) for tied in own.keys for key in tied}
+                call, loaded = _loaded.get(own.param_group, (None, names))
+                if call is missing and names <= loaded:  # by an outer instance
+                    continue
                 loading = RowLoading(own, mesh_given(entry_point), state, inside)
                 loading.load(strict, missing, errors)
-                self._filled.append(state_key(inside + own.param_group.form.name))
+                _loaded[own.param_group] = missing, names
             return
         for own in self._own:
             if not entry_point.unit.summoned and own.param_group not in _shown:
@@ -323,7 +333,7 @@ class _Hooks:
 
         The module that has a flat parameter may rename its keys, as activation checkpointing does.
         """
-        for own in self._own:
+        for own in local_keys(self._entry_point):
             key = inside + own.param_group.form.name
             if not own.param_group.form.use_orig_params and key in state:
                 with torch.no_grad():
@@ -359,5 +369,5 @@ def _check_local(
         entry_point = entry_point_of(part)
         if entry_point is not None:
             inside = prefix + key_prefix(path)
-            own = own_keys(entry_point)
+            own = local_keys(entry_point)
             check_loadable(own, state, inside, every.get(state_key(inside), {}))

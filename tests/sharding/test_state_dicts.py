@@ -309,6 +309,56 @@ def test_a_weight_that_two_units_have_is_in_both_places(clusters: Any, form: str
     clusters(2).run(tied_across_units, form)
 
 
+class TiedToRoot(Apart):
+    """The root has the second layer, and a third one with a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(3, 3)
+        self.third.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+def tied_to_the_root(form: str) -> None:
+    torch.manual_seed(0)
+    plain = TiedToRoot()
+    wanted = plain.state_dict()
+    model = copy.deepcopy(plain)
+    if form == "composable":
+        sharding.composable.fully_shard(model.first)
+        sharding.composable.fully_shard(model)
+    else:
+        model.first = FSDP(model.first, use_orig_params=form == "original")
+        model = FSDP(model, use_orig_params=form == "original")
+        with FSDP.summon_full_params(model):
+            names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in plain.named_parameters()]
+    for kind in (FULL, SHARDED):
+        FSDP.set_state_dict_type(model, kind)
+        state = model.state_dict()
+        assert_state(state, wanted)
+        forget(model)
+        assert model.load_state_dict(state) == ([], [])
+        assert_state(model.state_dict(), wanted)
+    FSDP.set_state_dict_type(model, LOCAL)
+    state = copy.deepcopy(model.state_dict())
+    names = set(wanted) - ({"second.weight"} if form == "flat" else set())
+    assert set(local_parts(state)) == names
+    forget(model)
+    assert model.load_state_dict(state) == ([], [])
+    FSDP.set_state_dict_type(model, FULL)
+    assert_state(model.state_dict(), wanted)
+
+
+@pytest.mark.parametrize("form", FLAT_FORMS)
+def test_a_weight_that_a_unit_and_the_root_have_is_loaded_into_both_and_in_its_order(
+    clusters: Any, form: str
+) -> None:
+    clusters(2).run(tied_to_the_root, form)
+
+
 def checkpoint_wrapped(where: str, use_orig_params: bool) -> None:
     plain, model = network(), network()
     for index, block in enumerate(model.blocks):
