@@ -191,9 +191,15 @@ class ChunkParamGroup(ParamGroup):
         return ChunkPacking(slots, self.groups.shard.size)
 
     def _outgoing(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        flat, device = [], self.device
+        flat, device, stored_dtype = [], self.device, self.stored_dtype
         for parameter in self.parameters:
             local = stored(parameter).detach()
+            if local.dtype != stored_dtype and self.precision.param_dtype is None:
+                raise MisuseError(
+                    f"{parameter.name} has become {local.dtype}, and {self.parameters[0].name} of "
+                    f"the same unit is {stored_dtype}; convert all of the unit's parameters, or "
+                    "give fully_shard their modules one by one"
+                )
             if parameter.dim:
                 local = local.movedim(parameter.dim, 0)
             if local.dtype != dtype or local.device != device:

@@ -85,7 +85,9 @@ class ForwardHooks:
             _await_backward(call, output, runtime)
         call.given.clear()
         if not self._to_run:
-            _end(runtime.stopped(unit), runtime)
+            call = runtime.stopped(unit)
+            for each in (*runtime.unfinished(call), call):
+                _end(each, runtime)
         return output
 
     def ended(self, module: nn.Module, args: object, output: object) -> None:
@@ -95,7 +97,9 @@ class ForwardHooks:
             self._returned = False
         elif isinstance(runtime, Runtime) and self._unit in runtime.running:
             self._to_run.clear()
-            self._unit.release(runtime.stopped(self._unit))
+            call = runtime.stopped(self._unit)
+            for each in (*runtime.unfinished(call), call):
+                each.unit.release(each)
 
 
 def _begin(call: UnitCall, runtime: Runtime) -> None:

@@ -423,10 +423,11 @@ class ParamGroup(ABC):
 
     def forget(self) -> None:
         """Drops the gradients of a backward that ended with an error."""
-        for buffer in self._buffers.values():
-            for leaf in buffer.leaves:
-                leaf.grad = None
+        buffers = self._buffers.values()
+        for leaf in (*self.unsharded, *(leaf for buffer in buffers for leaf in buffer.leaves)):
+            leaf.grad = None
         self._kept_gradients = KeptGradients(len(self.parameters))
+        self._replica_sums = ReplicaSums(self.groups.replicate)
         self.end_backward()
         self.reshard()
 

@@ -107,6 +107,21 @@ class Runtime:
             del self.running[unit]
         return call
 
+    def unfinished(self, stopped: UnitCall) -> list[UnitCall]:
+        """Removes the calls that began in a call of the root and cannot end any more.
+
+        They are those of a list of modules, of which not all have run. The last one comes first.
+        """
+        if stopped.unit is not self.root:
+            return []
+        found = [c for calls in self.running.values() for c in calls if c.start > stopped.start]
+        found.sort(key=lambda call: -call.start)
+        for call in found:
+            self.running[call.unit].remove(call)
+            if not self.running[call.unit]:
+                del self.running[call.unit]
+        return found
+
     def begin_forward(self) -> None:
         """Begins a forward of the outermost unit: reshards parameters that may be out of date."""
         self.recover()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parent))  # for the ranks too, which know this file alone
@@ -104,6 +104,118 @@ def errors(where: str, reset: bool) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_training_goes_on_after_an_error(clusters: Callable, where: str, reset: bool) -> None:
     clusters(2).run(errors, where, reset)
+
+
+class Two(nn.Module):
+    """Two layers in one unit; backward fails between them when it is told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.fails:
+            x.register_hook(failing)
+        return self.second(x)
+
+
+def gather_by_hooks(local: torch.Tensor) -> None:
+    """The two hooks of an extension, which gather the tensor as it is."""
+
+    def gathered(outputs: Any, metadata: Any, dtype: Any, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)  # type: ignore[attr-defined]
+    local.fsdp_post_all_gather = gathered  # type: ignore[attr-defined]
+
+
+def drop_gradients(held_by: str) -> None:
+    model, replica = pair(Two)
+    size = dist.get_world_size()
+    names = ("replicate", "shard")
+    fully_shard(model, mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=names))
+    if held_by == "extensions":
+        for parameter in model.parameters():
+            gather_by_hooks(parameter._local_tensor)
+    else:
+        model.set_requires_all_reduce(False)
+        model(batch(0, 4, 7)).sum().backward()
+        model.set_requires_all_reduce(True)
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        model(batch(1, 4, 7)).square().sum().backward()
+    model.fails = False
+    model.reset_iter_state()
+    for each in (model, replica):
+        each(batch(2, 4, 7)).square().mean().backward()
+    average_gradients(replica)
+    assert_equal(model, replica)
+
+
+@pytest.mark.parametrize("held_by", ["extensions", "replicas"])
+def test_an_error_in_backward_drops_all_gradients_outside_the_shards(
+    clusters: Callable, held_by: str
+) -> None:
+    clusters(2).run(drop_gradients, held_by)
+
+
+def convert_a_part() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16())
+    model[1].float()
+    with pytest.raises(RuntimeError, match=r"1.weight has become torch.float32, and 0.weight of"):
+        model(torch.ones(2, 4, dtype=torch.bfloat16))
+    model.float()
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_a_unit_of_which_a_part_was_cast_is_an_error_and_not_cast_back(clusters: Callable) -> None:
+    clusters(2).run(convert_a_part)
+
+
+class Skipping(Two):
+    """Does not run the second layer when it is told so; or fails before."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.fails:
+            raise ArithmeticError
+        return self.last(x if self.skips else self.second(x))
+
+
+def run_part_of_a_list() -> None:
+    model, replica = pair(Skipping)
+    fully_shard([model.first, model.second])
+    fully_shard(model)
+    for turn in range(2):
+        x = batch(turn, 4, 7)
+        model.skips = replica.skips = True
+        with torch.no_grad():
+            assert torch.equal(model(x), replica(x))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert live(model) == 0
+        model.fails = True
+        with pytest.raises(ArithmeticError), torch.no_grad():
+            model(x)
+        model.fails = False
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        train(model, replica, [x])
+        model.skips = replica.skips = False
+        train(model, replica, [x])
+
+
+def test_a_list_of_modules_of_which_not_all_run_is_resharded_when_the_root_ends(
+    clusters: Callable,
+) -> None:
+    clusters(2).run(run_part_of_a_list)
 
 
 def error_in_a_part() -> None:
