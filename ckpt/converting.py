@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.arguments import DtypeName, FormatName, KindName
@@ -30,7 +29,7 @@ from ckpt.mapping.changes import Changes, MappingName, Part, optimizers_in, plac
 from ckpt.model_files import ModelFiles, base_name_of, plans_of
 from ckpt.native_targets import write_native
 from ckpt.outgoing import StoredState, outgoing
-from ckpt.placing import file_writer, folder_writer
+from ckpt.placing import file_writer, folder_writer, kept_folder
 from ckpt.read_back import check_written
 from ckpt.resuming import Journal, identity_of
 from ckpt.sources import Source, open_source
@@ -372,8 +371,8 @@ class _Target:
     def write_missing(self, state: StoredState, plans: Sequence[FilePlan], identity: str) -> None:
         """Writes the files of a folder that an interrupted conversion has left out."""
         with (
+            Journal.opened(kept_folder(local_path(self.url) or ""), identity) as journal,
             folder_writer(self.url, self.options, self.overwrite, kept=True) as writer,
-            Journal.opened(Path(writer.url), identity) as journal,
         ):
             state.copier.write(journal.writer(writer), journal.left(plans))
 

@@ -77,9 +77,8 @@ def folder_writer(
         return
     local = folder_path(path)
     local.parent.mkdir(parents=True, exist_ok=True)
-    attempt = "resumed" if kept else secrets.token_hex(4)
-    fresh = local.parent / f".{local.name}.{attempt}{PART_SUFFIX}"
-    old = local.parent / f".{local.name}.{attempt}.old"
+    fresh = kept_folder(path) if kept else _beside(local, secrets.token_hex(4))
+    old = fresh.with_suffix(".old")
     try:
         with open_store(str(fresh)) as store:
             yield store
@@ -93,13 +92,22 @@ def folder_writer(
         with open_store(str(local.parent)) as parent:
             parent.flush()
         for rest in (fresh, old):
-            _remove(rest)
+            remove(rest)
     except BaseException:
         if os.path.lexists(old) and not os.path.lexists(local):
             old.rename(local)
         if not kept:
-            _remove(fresh)
+            remove(fresh)
         raise
+
+
+def kept_folder(path: str) -> Path:
+    """Returns the folder with a fixed name, whose files `folder_writer` keeps for a later call."""
+    return _beside(folder_path(path), "resumed")
+
+
+def _beside(local: Path, attempt: str) -> Path:
+    return local.parent / f".{local.name}.{attempt}{PART_SUFFIX}"
 
 
 @contextmanager
@@ -136,11 +144,12 @@ def _replace(fresh: Path, local: Path, old: Path) -> None:
         fresh.rename(local)
 
 
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink()
-    else:
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with its content."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -1,13 +1,14 @@
 """Conversions to folders that go on where an interrupted one stopped.
 
-The files of a folder are written beside the target, into a folder with a fixed name. A journal in
-it has a line for each complete file: its name, size and digest. Rules:
+The files of a folder are written beside the target, into a folder with a fixed name. A journal
+beside both has a line for each complete file: its name, size and digest. Rules:
 
 1. The first line identifies the conversion: the source's files with their digests or times of
    change, all options that decide bytes, and the plan of each file. Another conversion begins anew.
 2. A file counts as complete if its line is on the disk and the file has the digest now. It is read
    for that, and not written again.
-3. One process at a time works on a folder: it holds a lock on the journal.
+3. One process at a time works on a folder: it holds a lock on the journal until the result is in
+   its place. A journal that has lost its name by then is that of a conversion that has ended.
 4. A failure leaves the folder and its complete files. The result appears as a whole, as always.
 """
 
@@ -17,19 +18,19 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import xxhash
 
 from ckpt.errors import ExistsError
+from ckpt.placing import remove
 from ckpt.sources import Source
 from formats.file_plan import FilePlan, Late, length_of
 from formats.outgoing import OutgoingTensor
 from formats.storage import FileWriter, Writer
 
-JOURNAL = ".journal"
 READ_BYTES = 1 << 20
 _Content = tuple[int, str]
 """The size and the digest of a file."""
@@ -68,24 +69,22 @@ class Journal:
     def opened(cls, folder: Path, identity: str) -> Iterator[Journal]:
         """Opens or begins the journal of a folder, and removes files that are not complete.
 
-        The journal is gone if the block succeeds.
+        The folder takes its place within the block. The journal is gone if the block succeeds.
 
         Raises:
             ExistsError: another process converts into the folder.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / JOURNAL
+        path = folder.with_suffix(".journal")
         with path.open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            if not _is_locked(file) or not _has_name(file, path):
                 raise ExistsError(
                     f"{folder}: another process resumes this conversion; wait for it, or end it"
-                ) from error
+                )
             done = _complete(folder, file, identity)
             for other in folder.iterdir():
-                if other.name not in done and other.name != JOURNAL:
-                    other.unlink()
+                if other.name not in done:
+                    remove(other)
             file.seek(0)
             file.truncate()
             journal = cls(folder, file, done)
@@ -132,6 +131,22 @@ class _JournalWriter:
         with self._writer.create(name) as file:
             yield file
         self._journal.add(name)
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Locks a file, and returns whether it could."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _has_name(file: IO[str], path: Path) -> bool:
+    """Whether an open file is still that of a path (rule 3)."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 def _complete(folder: Path, file: IO[str], identity: str) -> dict[str, _Content]:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckpt.display import natural
-from ckpt.resuming import JOURNAL
 from ckpt.stores.capabilities import Unfinished
 from ckpt.stores.store import Options, Store, absolute, join_url, local_path, open_store, split_url
 from formats.errors import FormatError
@@ -161,7 +160,7 @@ class Watch:
             parts = {one.upload_id: one for one in store.unfinished()}
             found = [self._part(url, store, one, None) for one in parts.values()]
             for name, size in store.sizes().items():
-                if name not in parts and name != JOURNAL:
+                if name not in parts:
                     found.append(_complete(store, name, size, None))
         return tuple(sorted(found, key=lambda file: natural(file.name)))
 

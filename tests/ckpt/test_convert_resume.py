@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +15,6 @@ import torch
 
 import ckpt
 from ckpt.errors import ExistsError
-from ckpt.resuming import JOURNAL
 from sharding.errors import ArgumentError
 
 MOST = 4 * 64 * 4
@@ -51,15 +52,21 @@ def work(target: Path) -> Path:
     return target.parent / f".{target.name}.resumed.part"
 
 
+def journal_of(target: Path) -> Path:
+    """The journal of that folder."""
+    return target.parent / f".{target.name}.resumed.journal"
+
+
 def test_complete_files_are_kept_and_not_read_again(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     with pytest.raises(Stop):
         convert(saved, target, stop_after=2 * MOST)
     assert not target.exists()
-    kept = {file.name for file in work(target).iterdir()} - {JOURNAL}
+    kept = {file.name for file in work(target).iterdir()}
     assert kept == {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"}
     assert convert(saved, target, verify=True) == MOST
     assert not work(target).exists()
+    assert not journal_of(target).exists()
     ckpt.convert(saved, tmp_path / "other", to="hf", max_shard_bytes=MOST)
     names = sorted(file.name for file in (tmp_path / "other").iterdir())
     assert sorted(file.name for file in target.iterdir()) == names
@@ -102,7 +109,7 @@ def test_a_file_that_is_not_what_the_journal_says_is_written_again(
     target = tmp_path / "hf"
     with pytest.raises(Stop):
         convert(saved, target, stop_after=2 * MOST)
-    file, journal = work(target) / "model-00002-of-00003.safetensors", work(target) / JOURNAL
+    file, journal = work(target) / "model-00002-of-00003.safetensors", journal_of(target)
     data = bytearray(file.read_bytes())
     expected = 2 * MOST
     if damage == "byte":
@@ -124,7 +131,7 @@ def test_a_journal_names_no_file_elsewhere(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     with pytest.raises(Stop):
         convert(saved, target, stop_after=2 * MOST)
-    with (work(target) / JOURNAL).open("a") as journal:
+    with journal_of(target).open("a") as journal:
         journal.write(json.dumps(["../run/manifest.json", 1, "0"]) + "\n")
     assert convert(saved, target) == MOST
 
@@ -142,11 +149,39 @@ def test_two_processes_do_not_work_on_one_folder(saved: Path, tmp_path: Path) ->
     target = tmp_path / "hf"
     with pytest.raises(Stop):
         convert(saved, target, stop_after=2 * MOST)
-    with (work(target) / JOURNAL).open() as journal:
+    with journal_of(target).open() as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
         with pytest.raises(ExistsError, match="another process resumes this conversion"):
             convert(saved, target)
     assert convert(saved, target) == MOST
+
+
+def test_a_conversion_that_begins_before_another_is_in_place_takes_none_of_its_files(
+    saved: Path, tmp_path: Path
+) -> None:
+    target, refused = tmp_path / "hf", []
+
+    def just_before_the_rename(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and called is os.rename and not refused:
+            with pytest.raises(ExistsError, match="another process resumes this conversion") as one:
+                convert(saved, target, dtype="float16")
+            refused.append(one)
+
+    sys.setprofile(just_before_the_rename)
+    try:
+        convert(saved, target)
+    finally:
+        sys.setprofile(None)
+    assert refused
+    assert ckpt.diff(saved, target).equal
+
+
+def test_a_folder_among_the_kept_files_is_removed(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    (work(target) / "folder").mkdir(parents=True)
+    (work(target) / "folder" / "file").touch()
+    assert convert(saved, target) == 3 * MOST
+    assert not (target / "folder").exists()
 
 
 @pytest.mark.parametrize(
@@ -158,3 +193,20 @@ def test_a_target_without_complete_files_cannot_go_on(
     target = name if "://" in name else tmp_path / name
     with pytest.raises(ArgumentError, match="can go on only to a folder of hf or dcp on a disk"):
         ckpt.convert(saved, target, to=to, resume=True)
+
+
+def test_a_journal_that_another_conversion_ends_before_the_lock_is_not_used(
+    saved: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "hf"
+
+    def just_before_the_lock(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and called is fcntl.flock:
+            journal_of(target).unlink()
+
+    sys.setprofile(just_before_the_lock)
+    try:
+        with pytest.raises(ExistsError, match="another process resumes this conversion"):
+            convert(saved, target)
+    finally:
+        sys.setprofile(None)
