@@ -58,11 +58,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Options) -> int:
     """Print the URL, and serve until Ctrl-C or SIGTERM."""
     from ckpt.live.serve import ServeOptions, serve
+    from ckpt.stores.store import local_path
 
     if options.no_token and options.token is not None:
         raise ArgumentError("--token and --no-token exclude each other; give one")
     found = ServeOptions(
-        Path(options.folder),
+        Path(local_path(options.folder) or options.folder),
         options.address,
         options.port,
         _token(options),

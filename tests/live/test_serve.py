@@ -325,6 +325,7 @@ def test_errors_of_the_command_are_one_line(
     pem.write_text("no certificate")
     for arguments, message in [
         (("/nowhere",), "not a folder"),
+        (("",), "names no folder"),
         ((tmp_path, "--token", "a", "--no-token"), "exclude each other"),
         ((tmp_path, "--certificate", pem), "no certificate with its key"),
         ((tmp_path, "--address", "203.0.113.1"), "cannot listen there"),
