@@ -21,7 +21,7 @@ from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
 from tools.quantities import size_of
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
-from tools.text import columns, json_text
+from tools.text import columns, json_text, place
 from tools.torchrun import ranks_of_torchrun
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _lines(options: Options, report: ConvertReport, seconds: float) -> Iterator[
     elif options.verify:
         done += ", read back and equal"
     yield (
-        f"{printable(str(report.src))} ({report.source_format}) -> {printable(str(report.dst))} "
+        f"{place(report.src)} ({report.source_format}) -> {place(report.dst)} "
         f"({written}): {count(report.tensors, 'tensor')}, {size(report.nbytes)} {done}"
     )
     if plan is not None and plan.excluded:

@@ -9,13 +9,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
-from sharding.url_secrets import without_secrets
 from tools.exit_codes import ExitCode
 from tools.name_changes import MappingOption, Pair, add_name_changes, by_first, mappings_of
 from tools.name_patterns import add_name_patterns
 from tools.progress import progress, tensor_bytes
 from tools.storage_options import Option, add_storage_options, add_storage_options_of, mapping
-from tools.text import json_text, shortened
+from tools.text import json_text, place, shortened
 
 if TYPE_CHECKING:
     from ckpt.diffing import Comparison, ValueDifference
@@ -77,6 +76,10 @@ def run(options: Options) -> int:
     from ckpt.diffing import diff
 
     told = mapping(options.storage_options)
+    if options.html is not None:
+        from tools.page.html_page import check_may_write
+
+        check_may_write(options.html)
     with progress("diff", lambda: tensor_bytes(options.a, told)) as advance:
         found = diff(
             options.a,
@@ -166,8 +169,8 @@ def _prefix(more: Sequence[str], less: Sequence[str]) -> str | None:
 
 def _print(found: Comparison) -> None:
     if not found.equal:
-        print(f"A is {printable(without_secrets(found.a))}")
-        print(f"B is {printable(without_secrets(found.b))}")
+        print(f"A is {place(found.a)}")
+        print(f"B is {place(found.b)}")
     for name in found.only_a:
         print(f"- {printable(name)}: only in A")
     for name in found.only_b:

@@ -27,7 +27,7 @@ from formats.catalog import (
 )
 from tools.exit_codes import ExitCode
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text, shortened
+from tools.text import columns, json_text, place, shortened
 
 if TYPE_CHECKING:
     from ckpt.sources import Source
@@ -68,7 +68,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--files", action="store_true", help="list the files")
     add("-v", "--verbose", action="store_true", help="--values and --files")
     add("--json", dest="as_json", action="store_true", help="everything, as JSON")
-    add("--html", metavar="FILE", help="write a page for a browser, which needs no network")
+    add(
+        "--html",
+        metavar="FILE",
+        help="write a page for a browser, which needs no network; replaces an older page, and no "
+        "other file",
+    )
     add_storage_options(parser)
 
 
@@ -82,6 +87,10 @@ def run(options: Options) -> int:
         options = replace(options, values=True, files=True)
     if options.html is not None and (options.patterns or options.as_json):
         raise ValueError("--html shows the whole checkpoint: give neither names nor --json with it")
+    if options.html is not None:
+        from tools.page.html_page import check_may_write
+
+        check_may_write(options.html)
     told = mapping(options.storage_options)
     with open_source(options.url, told) as source:
         catalog = source.catalog
@@ -145,7 +154,7 @@ def _lines(
     files = catalog.files
     total = size(sum(file.size for file in files))
     yield (
-        f"{printable(options.url)}: {catalog.format}, {count(len(tensors), 'tensor')}, "
+        f"{place(options.url)}: {catalog.format}, {count(len(tensors), 'tensor')}, "
         f"{size(sum(record.nbytes for record in tensors.values()))}; "
         f"{count(len(values), 'plain value')}; {count(len(files), 'file')}, {total}"
     )

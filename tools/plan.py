@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt.display import count, printable, size
+from ckpt.display import count, size
 from formats.limits import RANKS
 from sharding.errors import ArgumentError
 from tools.exit_codes import ExitCode
 from tools.quantities import size_of
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text
+from tools.text import columns, json_text, place
 
 if TYPE_CHECKING:
     from ckpt.plan.rank_reads import RankReads
@@ -132,7 +132,7 @@ def _lines(options: Options, source: Source, found: Sequence[RankReads]) -> list
         last += f" of the {count(len(found), 'rank')} above; --ranks all plans every rank"
     head = f"{source.catalog.format}, {count(len(tensors), 'tensor')}, {size(whole)}"
     return [
-        f"{printable(options.url)}: {head}, loaded by {count(options.world_size, 'rank')}",
+        f"{place(options.url)}: {head}, loaded by {count(options.world_size, 'rank')}",
         "",
         *columns(rows, right=range(len(rows[0]))),
         "",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ckpt.display import printable
+from sharding.url_secrets import without_secrets
 
 MAX_SHOWN = 200
 """The most characters of a value that are shown."""
@@ -19,6 +20,11 @@ def tell(line: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr)
+
+
+def place(url: str) -> str:
+    """Returns the printable text of a path or URL, without the secrets of a URL."""
+    return printable(without_secrets(url))
 
 
 def shortened(text: str) -> str:

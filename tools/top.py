@@ -23,7 +23,7 @@ from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
 from tools.quantities import age, duration
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import columns, json_text
+from tools.text import columns, json_text, place
 
 if TYPE_CHECKING:
     from ckpt.newest import Committed
@@ -207,7 +207,7 @@ def _lines(
     """Yields the view for people."""
     known, under_way = _rates(looks), looks[-1].under_way
     later = [_later(one, checkpoints) for one in under_way]
-    yield f"{printable(options.url)} at {time.strftime('%H:%M:%S')}"
+    yield f"{place(options.url)} at {time.strftime('%H:%M:%S')}"
     if all(later):
         yield "nothing is under way"
     for one, name in list(zip(under_way, later, strict=True))[:ATTEMPTS_SHOWN]:

@@ -13,7 +13,7 @@ from sharding.url_secrets import without_secrets
 from tools.exit_codes import ExitCode, code_of
 from tools.progress import file_bytes, progress
 from tools.storage_options import Option, add_storage_options, mapping
-from tools.text import json_text, tell
+from tools.text import json_text, place, tell
 
 SUMMARY = "check every checksum, file and size; without the model's code"
 SHOWN_PROBLEMS = 20
@@ -112,6 +112,6 @@ def _print(report: Report, most: int | None) -> None:
     for note in report.notes:
         print(f"note: {printable(note)}")
     found = "sound" if report.sound else f"NOT SOUND, {count(len(report.problems), 'problem')}"
-    print(f"{printable(report.url)}: {found}")
+    print(f"{place(report.url)}: {found}")
     hashed = f"; {size(report.bytes_checked)} compared" if report.bytes_checked else ""
     print(f"  {report.format}, {count(report.files, 'file')}; checked: {report.checked}{hashed}")

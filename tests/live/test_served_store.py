@@ -280,3 +280,27 @@ def test_another_web_server_belongs_to_the_driver(tmp_path: Path) -> None:
         with open_store(place) as store:
             assert isinstance(store, ObjectStore)
         assert split_url(f"{place}/a?token=b") == (place, "a?token=b")
+
+
+def test_no_text_for_people_and_no_page_has_the_token(
+    url: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page, differences = (
+        join_url(url, "w.safetensors"),
+        tmp_path / "a.html",
+        tmp_path / "b.html",
+    )
+    for command in (
+        ["inspect", file],
+        ["verify", file],
+        ["plan", file, "--world-size", "2"],
+        ["convert", file, str(tmp_path / "new")],
+        ["top", url, "--once", "--interval", "0"],
+        ["inspect", file, "--html", str(page)],
+        ["diff", file, str(run / "step 10"), "--html", str(differences)],
+    ):
+        assert main(command) in (0, 1)
+        found = capsys.readouterr()
+        assert found.out
+        assert "a-token" not in found.out + found.err
+    assert "a-token" not in page.read_text() + differences.read_text()

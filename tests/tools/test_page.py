@@ -1,6 +1,7 @@
 """The pages of `ckpt inspect --html` and `ckpt diff --html`: their data, and their safety."""
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -178,6 +179,37 @@ def test_a_page_shows_small_differences_with_the_digits_of_the_terminal(run, tmp
     assert "the largest difference is 0.0004 (" in ended.out
     (changed,) = data_of(tmp_path / "out.html")["differences"]["tensors"]
     assert changed["largest"] == "0.0004"
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_a_page_replaces_a_page_and_no_other_file(run, saved, tmp_path, command):
+    out, checkpoints = tmp_path / "out.html", [saved] * (1 if command == "inspect" else 2)
+    out.touch()  # as mktemp does
+    for _ in range(2):
+        assert run(command, *checkpoints, "--html", out).code == ExitCode.FINE
+        assert data_of(out)["url"] == str(saved)
+    manifest = saved / "manifest.json"
+    before = manifest.read_bytes()
+    ended = run(command, *checkpoints, "--html", manifest)
+    assert (ended.code, ended.out) == (ExitCode.EXISTS, "")
+    assert f"{manifest} is no page, and was not overwritten" in ended.err
+    assert manifest.read_bytes() == before
+    for place in (saved, f"{saved}/", ""):
+        assert run(command, *checkpoints, "--html", place).code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_a_page_replaces_neither_a_pipe_nor_a_broken_link(run, saved, tmp_path, make):
+    make(tmp_path / "out.html")
+    assert run("inspect", saved, "--html", tmp_path / "out.html").code == ExitCode.EXISTS
+    assert not (tmp_path / "out.html").is_file()
+
+
+def test_a_page_of_a_path_that_is_no_text_is_written(run, saved, tmp_path):
+    saved.rename(tmp_path / "odd\udcff")
+    ended = run("inspect", tmp_path / "odd\udcff", "--html", tmp_path / "out.html")
+    assert ended.code == ExitCode.FINE
+    assert rf"<title>{tmp_path}/odd\udcff<" in (tmp_path / "out.html").read_text()
 
 
 def test_a_page_is_of_the_whole_checkpoint(run, saved, tmp_path):

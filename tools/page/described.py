@@ -21,6 +21,7 @@ from formats.catalog import (
 )
 from formats.folders import is_shard
 from sharding.layout import FlatShard, Layout, Mesh, Only, Placement, Replicate, Shard, StridedShard
+from sharding.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from ckpt.diffing import Comparison
@@ -59,7 +60,7 @@ def described(
         tensors.append(row)
     values = list(_values(catalog.tree))
     return {
-        "url": url,
+        "url": without_secrets(url),
         "format": catalog.format,
         "metadata": dict(catalog.metadata),
         "notes": list(catalog.notes),
@@ -98,7 +99,9 @@ def described_differences(found: Comparison) -> Json:
         f"{found.compared_tensors:,} tensors were compared: {count:,} differ, "
         f"{len(found.equal_tensors):,} are equal or close."
     )
-    told["notes"] = list(found.notes)
+    for key in ("a", "b"):
+        told[key] = without_secrets(told[key])
+    told["notes"] = [without_secrets(note) for note in found.notes]
     return {key: plain(value) for key, value in told.items()}
 
 

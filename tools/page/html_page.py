@@ -19,14 +19,39 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from ckpt.display import printable
+from ckpt.errors import ArgumentError, ExistsError
 from ckpt.stores.local_store import LocalStore
+
+BEGINNING = b"<!doctype html>"
+
+
+def check_may_write(path: str) -> None:
+    """Raises ArgumentError for a folder, ExistsError for another file than a page or an empty one.
+
+    A mistake in the order of arguments would otherwise replace a checkpoint.
+    """
+    if not os.path.basename(path) or os.path.isdir(path):
+        raise ArgumentError(f"--html {path!r}: this is no file; give the file of the page")
+    if os.path.lexists(path) and not _is_page_or_empty(path):
+        raise ExistsError(
+            f"{path} is no page, and was not overwritten; give --html another file, or remove it"
+        )
+
+
+def _is_page_or_empty(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(BEGINNING)) in (b"", BEGINNING)
 
 
 def write_page(path: str, data: Mapping[str, Any]) -> None:
-    """Writes the page to a file of the local disk; an existing file is replaced once it is whole.
+    """Writes the page to a file of the local disk; an older page is replaced once this is whole.
 
-    Raises OSError if the file cannot be written.
+    Raises as `check_may_write` does, and OSError if the file cannot be written.
     """
+    check_may_write(path)
     folder, name = os.path.split(path)
     with LocalStore(folder or ".") as store:
         store.commit(name, page(data).encode(), replace=True)
@@ -39,7 +64,7 @@ def page(data: Mapping[str, Any]) -> str:
     policy = f"default-src 'none'; script-src {scripts}; style-src {_hash(style)}"
     parts = {
         "@POLICY@": policy,
-        "@TITLE@": escape(str(data["url"])),
+        "@TITLE@": escape(printable(data["url"])),
         "@STYLE@": style,
         "@LAYOUT@": layout,
         "@SCRIPT@": script,
