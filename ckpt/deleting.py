@@ -8,6 +8,7 @@ from ckpt.errors import ArgumentError, NotACheckpointError
 from ckpt.nearby import advice_at
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import Options, Store, is_file, local_path, open_store
+from ckpt.transfer.bases import check_unused
 from ckpt.transfer.commit import withdraw
 from formats.folders import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, read_manifest
@@ -48,8 +49,13 @@ def delete(
     was_deleted(url, missing_ok, storage_options)
 
 
-def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options) -> bool:
-    """Deletes a checkpoint as `delete` does. Returns False if there was none."""
+def was_deleted(
+    url: str | os.PathLike[str], missing_ok: bool, options: Options, dry_run: bool = False
+) -> bool:
+    """Deletes a checkpoint as `delete` does, or only checks all that a delete checks.
+
+    Returns False if there was none.
+    """
     _check_no_link(url)
     with open_store(url, options) as store:
         check_writable(store)
@@ -66,6 +72,9 @@ def was_deleted(url: str | os.PathLike[str], missing_ok: bool, options: Options)
                 f"{store.url}: no checkpoint of ckpt's own format is here{advice}"
             ) from error
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
+        if dry_run:
+            check_unused(store.url, store.options)
+            return True
         withdraw(store, data)
         for name in files:
             store.delete(name)

@@ -62,12 +62,10 @@ def run(options: Options) -> int:
         return ExitCode.FINE
     from ckpt.deleting import was_deleted
 
+    storage = mapping(options.storage_options)
     for url in options.urls:
-        if options.dry_run:
-            _tell(url, options)
-            continue
-        found = was_deleted(url, options.missing_ok, mapping(options.storage_options))
-        print(f"deleted {printable(url)}" if found else f"not there {printable(url)}")
+        found = was_deleted(url, options.missing_ok, storage, options.dry_run)
+        print(f"{_done(options) if found else 'not there'} {printable(url)}")
     return ExitCode.FINE
 
 
@@ -92,25 +90,6 @@ def _thin(url: str, keep: Keep, options: Options) -> None:
             gone += 1
             print(f"{_done(options)} {place}")
     print(f"{printable(url)}: {steps - gone:,} of {count(steps, 'checkpoint')} stay")
-
-
-def _tell(url: str, options: Options) -> None:
-    """Prints the result that a deletion would have, or raises its error."""
-    from ckpt.sources import open_source
-    from ckpt.transfer.bases import check_unused
-
-    storage = mapping(options.storage_options)
-    try:
-        with open_source(url, storage) as source:
-            if source.catalog.format != "ckpt":
-                raise NotACheckpointError(f"{url}: no checkpoint of ckpt's own format is here")
-    except NotACheckpointError:
-        if not options.missing_ok:
-            raise
-        print(f"not there {printable(url)}")
-        return
-    check_unused(url, storage)
-    print(f"{_done(options)} {printable(url)}")
 
 
 def _done(options: Options) -> str:

@@ -44,6 +44,24 @@ def test_a_delete_that_was_interrupted_can_be_repeated(saved: Path):
     assert list(saved.iterdir())  # its files are `ckpt gc`'s
 
 
+def test_a_dry_run_has_the_results_and_the_errors_of_a_delete(run, saved: Path):
+    base, link = saved.parent / "base", saved.parent / "link"
+    ckpt.save(base, {"w": torch.zeros(100_000)})
+    ckpt.save(saved.parent / "top", {"w": torch.zeros(100_000)}, base=base)
+    link.symlink_to(saved.name)
+    exported = saved.parent / "model.safetensors"
+    assert run("convert", saved, exported, "--select", "model").code == ExitCode.FINE
+    refused = (saved / "manifest.json", link, base, exported, saved.parent / "none")
+    for more in ([], ["--missing-ok"]):
+        for place in refused:
+            ended = run("rm", "-n", *more, place)
+            assert ended == run("rm", *more, place)
+            assert more or ended.code != ExitCode.FINE
+    dry = run("rm", "-n", saved)
+    assert saved.exists()
+    assert dry.out.replace("would delete", "deleted") == run("rm", saved).out
+
+
 def test_files_and_checkpoints_of_other_formats_are_no_missing_checkpoints(run, saved: Path):
     file, folder = saved.parent / "model.safetensors", saved.parent / "exported"
     assert run("convert", saved, file, "--select", "model").code == ExitCode.FINE
