@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from ckpt.model_files import NAMES
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
@@ -56,13 +57,13 @@ UPLOAD: LeftOverKind = "upload"
 FOLDER: LeftOverKind = "folder"
 _SHARD = re.compile(r"[0-9a-f]{16}-[0-9]{5,}\.safetensors")
 _WRITTEN = re.compile(
-    r"manifest\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin)"
+    r"manifest\.json|.+\.(safetensors|safetensors\.index\.json|pt|pth|bin|gguf|npz)"
     r"|\.metadata|__[0-9]+_[0-9]+\.distcp",
     re.DOTALL,
 )
 """The files that saves and conversions write under names of their own choice."""
-_ZIP = b"PK\x03\x04"
-"""The first bytes of a file of torch.save."""
+_MAGIC = (b"PK\x03\x04", b"GGUF")
+"""The first bytes of files of torch.save and numpy, and of GGUF."""
 _FOLDER = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(part|old)", re.DOTALL)
 """A folder that a conversion fills, or the folder that it has replaced."""
 
@@ -207,13 +208,13 @@ def _left_overs(store: Store, place: str, places: Sequence[str], age: float) -> 
 
 
 def _begins(store: Store, name: str) -> bool:
-    """Whether a file is empty or begins like a file of safetensors or torch.save."""
+    """Whether a file is empty or begins like one that a conversion writes."""
     try:
         head = store.read(name, 0, min(9, store.size(name)))
     except (FormatError, OSError):  # the file is gone, or replaced, or unreadable
         return False
     has_header = int.from_bytes(head[:8], "little") <= current().header_bytes and head[8:] == b"{"
-    return not head or head.startswith(_ZIP) or has_header
+    return not head or head.startswith(_MAGIC) or has_header
 
 
 def _named(store: Store) -> set[str] | None:
@@ -250,7 +251,8 @@ def _converted(
 def _is_written(name: str) -> bool:
     """Whether saves and conversions write files of this name."""
     part = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.part", name, re.DOTALL)
-    return _WRITTEN.fullmatch(part[1] if part else name) is not None
+    complete = part[1] if part else name
+    return complete in NAMES or _WRITTEN.fullmatch(complete) is not None
 
 
 def _remove(store: Store, age: float, one: LeftOver) -> None:

@@ -67,6 +67,7 @@ def test_left_overs_are_listed_beside_checkpoints_and_instead_of_them(tmp_path: 
     fill(tmp_path / "b", SHARD_NAME)
     fill(tmp_path, f".model.safetensors.{'0' * 8}.part")
     fill(tmp_path / ".hf.01234567.part", "model-00001.safetensors", "model.safetensors.index.json")
+    fill(tmp_path / ".hf.01234567.part", "config.json", ".tokenizer.json.01234567.part")
     expected = {f"a/{SHARD_NAME}": SHARD, f"b/{SHARD_NAME}": SHARD, ".hf.01234567.part": FOLDER}
     expected |= {f"a/{part}": PART for part in parts}
     expected |= {f".model.safetensors.{'0' * 8}.part": PART}
@@ -89,7 +90,7 @@ def test_beside_an_old_left_over_a_young_one_stays(
     assert os.listdir(tmp_path) == [young]
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("to", ["safetensors", "torch", "gguf", "npz"])
 def test_a_file_that_was_being_converted_to_is_found_whatever_its_name(
     tmp_path: Path, to: str
 ) -> None:
