@@ -22,9 +22,11 @@ from ckpt.structure import names_of
 from ckpt.transfer.copy_files import FileCopier
 from ckpt.transfer.copy_streams import streamed
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.dtypes import DType
 from formats.native.manifest import WRITER_KEYS
 from formats.outgoing import Outgoing, OutgoingTensor
 from formats.storage import Reader
+from sharding.errors import ArgumentError
 from sharding.layout import HoleError
 from sharding.url_secrets import without_secrets
 
@@ -50,7 +52,7 @@ def outgoing(
     """Returns the tensors of a catalog to write, under the names in its tree.
 
     Raises:
-        ArgumentError: a pattern of `casts` matches no name.
+        ArgumentError: a pattern of `casts` matches no name, or tied names get two dtypes.
         CorruptError, FormatError: a needed file is missing, has another length, or contradicts the
             description of the checkpoint.
         HoleError: elements of a tensor are not stored.
@@ -65,11 +67,13 @@ def outgoing(
     def placed(leaf: Tree, path: str) -> Tree:
         if not isinstance(leaf, TensorRef):
             return leaf
+        record = catalog.tensors[leaf.name]
         first = first_names.setdefault(leaf.name, path)
         if first != path:
+            if casts.names(path):
+                _check_alike(path, casts.written(path, record), first, sources[first].dtype)
             aliases[path] = first
             return TensorRef(first)
-        record = catalog.tensors[leaf.name]
         check_located(record)
         source = sources[path] = CopySource(record, casts.written(path, record))
         tensors[path] = OutgoingTensor(
@@ -79,6 +83,15 @@ def outgoing(
 
     tree: Tree = map_selected(catalog.tree, Selection.of(None, None), placed)
     return StoredState(tensors, tree, aliases, _kept_metadata(catalog), copier=copier)
+
+
+def _check_alike(name: str, dtype: DType, first: str, written: DType) -> None:
+    """Raises ArgumentError if a tied name would get another dtype than the stored tensor."""
+    if dtype != written:
+        raise ArgumentError(
+            f"{name} is tied to {first}, and dtype= makes it {dtype} and {first} {written}; give "
+            "both names one dtype, or leave one out (exclude=)"
+        )
 
 
 def _blocks(

@@ -51,6 +51,11 @@ class Casts:
         """Returns the dtype to which a tensor of floats is cast; None if it stays as it is."""
         return next((dtype for pattern, dtype in self.patterns if matches(pattern, name)), None)
 
+    def names(self, name: str) -> bool:
+        """Whether another pattern than `*` decides on a name."""
+        found = next((pattern for pattern, _ in self.patterns if matches(pattern, name)), "*")
+        return found != "*"
+
     def written(self, name: str, record: TensorRecord) -> DType:
         """Returns the dtype with which a tensor is written under a name."""
         target = self.of_name(name)

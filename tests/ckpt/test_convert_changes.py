@@ -312,3 +312,18 @@ def test_a_comparison_changes_the_names_of_a(saved: Path, mapping: Path, tmp_pat
         ckpt.diff(
             saved, target, **changes | {"select": "nothing", "mapping": (), "rename": {"*": "*"}}
         )
+
+
+def test_tied_names_get_one_dtype(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    ckpt.save(tmp_path / "a", {"embed": shared, "head": shared, "norm": torch.ones(2)})
+    with pytest.raises(ArgumentError, match="head is tied to embed, and dtype= makes it bfloat16"):
+        ckpt.convert(tmp_path / "a", tmp_path / "b", dtype={"head": "bfloat16"})
+    assert not (tmp_path / "b").exists()
+    wanted: dict[str, Any] = {"embed": "bfloat16", "norm": None, "*": "float16"}
+    ckpt.convert(tmp_path / "a", tmp_path / "b", dtype=wanted)
+    found = ckpt.read(tmp_path / "b")
+    assert found["head"] is found["embed"]
+    assert (found["head"].dtype, found["norm"].dtype) == (torch.bfloat16, torch.float32)
+    ckpt.convert(tmp_path / "a", tmp_path / "c", dtype={"head": "bfloat16"}, exclude="embed")
+    assert ckpt.read(tmp_path / "c")["head"].dtype == torch.bfloat16
