@@ -50,12 +50,11 @@ def format_of(target: str, to: str | None) -> Format:
         except ValueError:
             known = ", ".join(f.value for f in Format)
             raise ArgumentError(f"cannot write {to!r}; known formats are {known}") from None
-    if target.endswith(".safetensors"):
-        return Format.SAFETENSORS
-    if target.endswith((".pt", ".pth", ".bin")):
+    name = target.lower()
+    if name.endswith((".pt", ".pth", ".bin")):
         return Format.TORCH
-    if target.endswith((".gguf", ".npz")):
-        return Format(target.rpartition(".")[2])
+    if name.endswith((".safetensors", ".gguf", ".npz")):
+        return Format(name.rpartition(".")[2])
     _check_no_foreign_ending(target)
     return Format.CKPT
 

@@ -15,14 +15,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckpt.errors import ExistsError
+from ckpt.nearby import checkpoints_below
 from ckpt.sources import Source
 from ckpt.stores.read_only import check_writable
 from ckpt.stores.store import (
     Options,
+    Store,
     is_file,
     join_url,
     local_path,
@@ -91,7 +93,9 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
         check_writable(store)
         if not store.exists(MANIFEST):
             if not overwrite:
-                check_no_other(store.url, store.entries())
+                entries = store.entries()
+                check_no_other(store.url, entries)
+                _check_is_no_run(store, entries)
             return
         if not overwrite:
             raise ExistsError(f"{target} holds a checkpoint; pass overwrite=True to replace it")
@@ -105,6 +109,17 @@ def check_native(source: Source, target: str, options: Options, overwrite: bool)
                 f"{target} holds {name}, a file of the source, which would be removed with the "
                 "replaced checkpoint; convert to another place"
             )
+
+
+def _check_is_no_run(store: Store, entries: Sequence[str]) -> None:
+    """Raises ExistsError if a folder has checkpoints of ckpt's own format in its folders."""
+    below = checkpoints_below(store, entries, only_native=True)
+    if below is not None and below.is_in(store.url):
+        raise ExistsError(
+            f"{store.url} is a folder of checkpoints, such as {below.checkpoint}, and a checkpoint "
+            "beside these folders would hide them; convert to a new folder in it, or pass "
+            "overwrite=True to hide them"
+        )
 
 
 def check_folder(source: Source, target: str, options: Options, overwrite: bool) -> None:

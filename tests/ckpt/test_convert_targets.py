@@ -250,6 +250,28 @@ def test_a_conversion_does_not_put_another_formats_checkpoint_out_of_sight(
     assert value_at(out / "there") == 1
 
 
+def test_a_folder_of_checkpoints_gets_no_checkpoint_beside_them(
+    source: Path, other: Path, tmp_path: Path
+) -> None:
+    run = source.parent
+    before = content(run)
+    with pytest.raises(ExistsError, match=f"{run} is a folder of checkpoints, such as {source}"):
+        ckpt.convert(other, run)
+    assert content(run) == before
+    ckpt.convert(other, run / "exported")
+    ckpt.convert(other, run, overwrite=True)
+    assert value_at(run) == value_at(run / "exported") == 2
+
+
+@pytest.mark.parametrize(("ending", "name"), [(".PT", "torch"), (".SafeTensors", "safetensors")])
+def test_the_ending_of_a_target_may_have_capital_letters(
+    source: Path, out: Path, ending: str, name: str
+) -> None:
+    assert ckpt.convert(source, out / f"c{ending}").target_format == name
+    assert (out / f"c{ending}").is_file()
+    assert value_at(out / f"c{ending}") == 1
+
+
 def test_another_formats_checkpoint_that_came_meanwhile_is_not_put_out_of_sight(
     source: Path, other: Path, out: Path
 ) -> None:
