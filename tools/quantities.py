@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from ckpt.run.retention import Keep
 from formats.sizes import parse_size
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+LONGEST = 1e9
+"""Some thirty years: no clock of an operating system takes a much longer time."""
 
 
 def size_of(text: str) -> int:
@@ -22,15 +25,16 @@ def size_of(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Returns the seconds of an age such as `90m`, for argparse.
+    """Returns the seconds of an age such as `90m`, for argparse; at most `LONGEST`.
 
     >>> duration("90m"), duration("1.5d"), duration("0")
     (5400.0, 129600.0, 0.0)
     """
     matched = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    if not matched:
+    seconds = float(matched[1]) * SECONDS[matched[2] or "s"] if matched else math.inf
+    if seconds > LONGEST:
         raise ArgumentTypeError(f"{text!r} is no time; say 30s, 90m, 2h or 3d")
-    return float(matched[1]) * SECONDS[matched[2] or "s"]
+    return seconds
 
 
 def age(seconds: float) -> str:

@@ -33,6 +33,13 @@ def view(run: Any, *arguments: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("given", ["1000000001", "99999999999999999", "9" * 400, "12000d"])
+def test_an_interval_that_no_clock_takes_is_refused(run, tmp_path, given):
+    ended = run("top", tmp_path, "--interval", given)
+    assert (ended.code, ended.out) == (ExitCode.USAGE, "")
+    assert "is no time" in ended.err
+
+
 def test_a_save_under_way_shows_its_bytes_and_its_planned_size(run, tmp_path):
     views = []
     ckpt.save(tmp_path / "step-1", STATE, progress=lambda _: views.append(view(run, tmp_path)))
