@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from ckpt.display import count, printable, size
 from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.report import Report
-from sharding.url_secrets import without_secrets
 from tools.exit_codes import ExitCode, code_of
+from tools.option_names import with_options
 from tools.progress import file_bytes, progress
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import json_text, place, tell
@@ -52,6 +52,8 @@ def run(options: Options) -> int:
     An error at one checkpoint is printed, and the others are still verified. The command then ends
     with the exit code of the first such error.
     """
+    parser = ArgumentParser()
+    add_arguments(parser)
     reports: list[dict[str, object]] = []
     failed: Exception | None = None
     is_sound = True
@@ -63,7 +65,7 @@ def run(options: Options) -> int:
             if len(options.urls) == 1:
                 raise
             failed = failed or error
-            tell(f"ckpt: {printable(without_secrets(str(error)))}")
+            tell(f"ckpt: {place(with_options(str(error), parser))}")
             reports.append({"url": url, "sound": False, "error": str(error)})
             continue
         is_sound = is_sound and report.sound

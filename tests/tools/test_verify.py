@@ -64,6 +64,12 @@ def test_many_problems_are_counted_and_the_first_are_shown(run, tmp_path):
     assert "w29: bytes " in run("verify", "-v", tmp_path / "c").out
 
 
+def test_an_error_at_one_of_several_checkpoints_names_options(run, saved):
+    ended = run("verify", "nothing://b/a", saved)
+    assert f"{saved}: sound" in ended.out
+    assert "check the URL, and --storage-option or the driver's" in ended.err
+
+
 def test_several_checkpoints_are_verified_and_one_that_is_wrong_keeps_none_from_it(
     run, damaged, tmp_path
 ):
