@@ -28,8 +28,9 @@ def check_written(wanted: StoredState, found: StoredState, url: str, target_form
     tensors = {name: found.tensors.get(found.aliases.get(name, name)) for name in wanted.tensors}
     for name, tensor in wanted.tensors.items():
         _check_described(tensor, tensors[name], url)
+    names = {*found.tensors, *found.aliases}
     for name in wanted.aliases:
-        if target_format not in FLAT_FORMATS and name not in {*found.tensors, *found.aliases}:
+        if target_format not in FLAT_FORMATS and name not in names:
             raise _differs(url, name, "it is missing")
     there = [tensor for tensor in tensors.values() if tensor is not None]
     pairs = zip(
