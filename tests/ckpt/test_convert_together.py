@@ -130,6 +130,23 @@ def test_ranks_that_plan_other_files_are_an_error(
     assert not list(tmp_path.rglob("*.p*"))
 
 
+def test_a_command_that_a_process_of_torchrun_starts_converts_alone(
+    source: Path, tmp_path: Path
+) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "ckpt", "convert", str(source), str(tmp_path / "c.pt")]
+    done = subprocess.run(
+        ["sh", "-c", '"$@"; exit $?', "trainer", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **rank, "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "c.pt").exists()
+
+
 @pytest.mark.slow  # and `make package` runs this command
 def test_torchrun_converts(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
