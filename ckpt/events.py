@@ -63,7 +63,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
     A job of several ranks needs a file for each: `{rank}` in the path is this process's rank in the
     first call that is traced. The viewers open several files together; a process of the picture is
-    a rank. The file is written when the block ends, also by an error.
+    a rank. The file, and its folder, are written when the block ends, also by an error.
 
     Raises OSError if the file cannot be written.
     """
@@ -75,6 +75,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         end()
         rank = rows[0][1].rank if rows else 0
         target = Path(os.fspath(path).replace("{rank}", str(rank)))
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps({"traceEvents": list(_rows(rows))}), encoding="utf-8")
 
 

@@ -110,8 +110,8 @@ def test_an_error_of_a_callback_is_a_warning_once_and_the_save_goes_on(tmp_path:
 def test_a_trace_is_json_of_the_trace_event_format(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "b", STATE)
     with pytest.raises(ckpt.ExistsError):
-        save_traced(tmp_path / "t-{rank}.json", tmp_path / "a", tmp_path / "b")
-    rows = json.loads((tmp_path / "t-0.json").read_text())["traceEvents"]
+        save_traced(tmp_path / "new" / "t-{rank}.json", tmp_path / "a", tmp_path / "b")
+    rows = json.loads((tmp_path / "new" / "t-0.json").read_text())["traceEvents"]
     assert rows[0] == {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}
     complete = [row for row in rows if row["ph"] == "X"]
     assert [row["name"] for row in complete][:4] == [
