@@ -54,6 +54,8 @@ CHUNKS = 1 << 20
 """The most chunks of one array."""
 _EMPTY: Mapping[str, Tree] = {"Dict": {}, "List": [], "Tuple": (), "None": None}
 """Values without content by their kind."""
+_ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})
+"""The kinds of values that are arrays."""
 _NOTE = (
     "arrays in OCDBT or another form of zarr cannot be read: load the checkpoint with Orbax, and "
     "save it with PyTreeCheckpointHandler(use_ocdbt=False) or as safetensors"
@@ -64,7 +66,7 @@ def read(reader: Reader) -> Catalog:
     """Reads the catalog of an item's folder, or of a step's folder with its items.
 
     Raises:
-        CorruptError: a chunk of an array is missing or too short.
+        CorruptError: an array, or a chunk of one, is missing or too short.
         FormatError: the description is invalid.
     """
     entries = reader.entries()
@@ -148,6 +150,8 @@ class _Arrays:
         try:
             size = self._reader.size(described)
         except FileNotFoundError:
+            if kind in _ARRAYS:
+                raise CorruptError(f"{described}: it is missing; restore it from a copy") from None
             return OpaqueValue(kind)
         told = decode_object(self._reader.read_whole(described, SMALL_BYTES), described)
         dtype = NumpyDType(str(told.get("dtype"))).dtype

@@ -84,6 +84,13 @@ def test_the_limit_of_a_chunk_counts_the_bytes_that_are_decoded(tmp_path: Path) 
         assert torch.equal(opened["params.embed"][...], EMBED), "stored chunks are read by ranges"
 
 
+def test_a_missing_array_is_named(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    shutil.rmtree(folder / "params.embed")
+    with pytest.raises(CorruptError, match=r"params\.embed/\.zarray: it is missing"):
+        ckpt.read(folder)
+
+
 def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     (folder / "params.embed" / "0.0").unlink()
