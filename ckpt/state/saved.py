@@ -201,8 +201,11 @@ class Saved:
             return self._nodes[path]
         if path in self.leaves:
             return self.leaves[path]
+        below = f"{path}." if path else ""
         under: dict[Key, Tree] = {
-            name[len(path) + 1 :] if path else name: self.leaves[name] for name in self.under(path)
+            name.removeprefix(below): self.leaves[name]
+            for name in self.under(path)
+            if name.startswith(below)  # no list around the path
         }
         return under if under else MISSING
 

@@ -346,6 +346,26 @@ def test_an_exception_of_load_state_dict_names_the_tensors_that_were_filled(
         ckpt.load(tmp_path, target, include="object*")
 
 
+def test_optimizers_in_a_list_have_no_state_if_none_was_saved(tmp_path: Path) -> None:
+    def made(lr: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optims": [torch.optim.Adam(model.parameters(), lr), {"n": lr}]}
+
+    ckpt.save(tmp_path, made(0.5))
+    target = made(0.25)
+    ckpt.load(tmp_path, target)
+    [optimizer, rest] = target["optims"]
+    assert (dict(optimizer.state), optimizer.param_groups[0]["lr"]) == ({}, 0.5)
+    assert rest == {"n": 0.5}
+
+
+def test_an_entry_that_a_saved_list_of_dicts_lacks_is_missing(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"l": [Held({"a": 1}), {"b": 1}]})
+    target = {"l": [Held({"a": 0}), {"b": 0, "new": None}]}
+    with pytest.raises(ckpt.MismatchError, match=r"l\.1\.new: is in the target and not in the"):
+        ckpt.load(tmp_path, target)
+
+
 @pytest.mark.parametrize("more", [(), (5, "text"), ([3, {"x": 1}],)], ids=str)
 def test_objects_in_a_list_get_what_was_saved_though_none_of_them_has_a_tensor(
     more: tuple[object, ...], tmp_path: Path
