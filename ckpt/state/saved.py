@@ -137,7 +137,9 @@ class Saved:
         if isinstance(tree, dict):
             for key, item in tree.items():
                 self._index(item, join(path, key))
-        elif isinstance(tree, list) and any(isinstance(item, dict | list) for item in tree):
+        elif isinstance(tree, list | tuple) and any(
+            isinstance(item, dict | list | tuple) for item in tree
+        ):
             for index, item in enumerate(tree):  # a target in DCP's form names the items of lists
                 self._index(item, join(path, index))
 

@@ -359,6 +359,14 @@ def test_optimizers_in_a_list_have_no_state_if_none_was_saved(tmp_path: Path) ->
     assert rest == {"n": 0.5}
 
 
+@pytest.mark.parametrize("nest", [[[one(2)]], [[3], [one(2), {"k": (one(2),)}]]], ids=str)
+def test_an_object_in_a_tuple_gets_the_nest_that_was_saved(tmp_path: Path, nest: Any) -> None:
+    ckpt.save(tmp_path, {"pair": (Held(nest), one(1))})
+    target = Held([])
+    ckpt.load(tmp_path, {"pair": (target, one(0))})
+    assert repr(target.state) == repr(nest)
+
+
 def test_an_entry_that_a_saved_list_of_dicts_lacks_is_missing(tmp_path: Path) -> None:
     ckpt.save(tmp_path, {"l": [Held({"a": 1}), {"b": 1}]})
     target = {"l": [Held({"a": 0}), {"b": 0, "new": None}]}
