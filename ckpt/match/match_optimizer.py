@@ -154,8 +154,18 @@ class _OptimizerMatch:
 
     def _renamed(self, name: str) -> str:
         """Returns a parameter's name in the target, by the rename of its state."""
-        prefix = join(self.path, "state") + "."
-        return self.builder.saved.rename(prefix + name).removeprefix(prefix)
+        state = join(join(self._saved_path, "state"), name)
+        return self.builder.saved.rename(state).removeprefix(join(self.path, "state") + ".")
+
+    @property
+    def _saved_path(self) -> str:
+        """The optimizer's own path in the checkpoint; its path in the target if that is unknown."""
+        groups = join(self.path, "param_groups")
+        leaf = next(iter(self.builder.saved.under(groups)), groups)
+        before = f".{self.builder.saved.before.get(leaf, leaf)}"
+        tail = f".{leaf}"[len(self.path) + 1 if self.path else 0 :]
+        is_below = leaf.startswith(groups) and before.endswith(tail)
+        return before.removesuffix(tail).removeprefix(".") if is_below else self.path
 
     # State.
 

@@ -112,6 +112,8 @@ class Saved:
         """The leaves that are lists whose items `name_items` has named."""
         found = [(name, self.rename(name), leaf) for name, leaf in leaves(catalog.tree)]
         self.leaves = by_name((new, leaf) for _, new, leaf in found)
+        self.before = {new: name for name, new, _ in found} if rename is not None else {}
+        """The checkpoint's own names of renamed leaves."""
         if rename is None:
             self._index(catalog.tree, "")
         else:

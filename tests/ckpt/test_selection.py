@@ -209,6 +209,31 @@ def test_other_groups_than_were_saved_are_fine_if_they_are_not_selected(tmp_path
     assert torch.equal(one.state[model.weight]["momentum_buffer"], had)
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=str)
+def test_an_optimizer_may_lie_elsewhere_in_the_target(
+    tmp_path: Path, rate: Any, has_state: bool
+) -> None:
+    def made(lr: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.5)
+        if has_state:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return {"m": model, "o": optimizer}
+
+    ckpt.save(tmp_path, made(rate))
+    places: list[tuple[dict[str, str], Callable[[Any], object]]] = [
+        ({"": "x"}, lambda state: {"x": state}),
+        ({"o": "p.q"}, lambda state: {"m": state["m"], "p": {"q": state["o"]}}),
+    ]
+    for rename, placed in places:
+        fresh = made(0.25)
+        ckpt.load(tmp_path, placed(fresh), rename=rename)
+        assert float(fresh["o"].param_groups[0]["lr"]) == 0.5
+        assert len(fresh["o"].state) == 2 * has_state
+
+
 def test_one_option_of_a_group_with_tensors_may_be_left_out(tmp_path: Path) -> None:
     def made(value: float) -> dict[str, Any]:
         model = nn.Linear(2, 2)
