@@ -17,8 +17,11 @@ from ckpt.stores.driver import (
 )
 from ckpt.stores.fsspec_driver import FsspecDriver
 
-FSSPEC_OPTIONS = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache")
-"""Options of every fsspec file system that its signature does not name."""
+UNNAMED_OPTIONS = (
+    *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"),
+    "memmove_max_workers",
+)
+"""Options of every fsspec file system, and of gcsfs, that no signature names."""
 
 
 def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
@@ -48,7 +51,7 @@ def driver_of(file_system: Any) -> MultipartDriver | StreamDriver:
 def _check_options(package: str, file_system: Any) -> None:
     kinds: tuple[Any, ...] = type(file_system).__mro__
     own = [inspect.signature(kind.__init__).parameters for kind in kinds]
-    check_names(package, file_system.storage_options, [*chain(*own), *FSSPEC_OPTIONS])
+    check_names(package, file_system.storage_options, [*chain(*own), *UNNAMED_OPTIONS])
 
 
 def settings_of(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from errno import ENOENT
@@ -223,7 +224,9 @@ def is_served(url: str, options: Mapping[str, Any]) -> bool:
 
 def is_known_served(url: str) -> bool:
     """Whether `is_served` has found that the server of a URL is ours."""
-    return bool(_ours) and _ours.get(_parts(url)[0], False)
+    with suppress(ArgumentError):
+        return _ours.get(_parts(url)[0], False)
+    return False
 
 
 def _parts(url: str) -> tuple[Place, str, str | None]:

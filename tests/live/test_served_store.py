@@ -238,6 +238,7 @@ def test_a_password_in_the_url_of_a_server_is_in_no_message() -> None:
 def test_a_url_of_no_server_is_an_argument_error_at_once(url: str) -> None:
     with pytest.raises(ckpt.ArgumentError):
         ckpt.latest(url)
+    assert split_url(url)[1] == "run"
 
 
 def test_a_folder_is_served_at_an_address_of_ipv6(run: Path) -> None:
