@@ -30,7 +30,7 @@ from ckpt.errors import ExistsError, StoreError
 from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
 from ckpt.stores.request_errors import UnsupportedRequestError, explained
-from ckpt.stores.retries import RetryPolicy, retry_policy
+from ckpt.stores.retries import ErrorClass, RetryPolicy, retry_policy
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (
@@ -430,6 +430,9 @@ class ObjectStore:
         root = self._root.rstrip("/")
         while name.startswith(BESIDE):  # an object store takes dots as letters
             root, name = root.rpartition("/")[0], name.removeprefix(BESIDE)
+            if root.endswith(":/"):  # another web server would take the place of a folder
+                place = f"{self.url}/{BESIDE}{name}"
+                raise explained("reading", place, FileNotFoundError(), ErrorClass.MISSING, 0.0)
         return f"{root}/{name}"
 
 

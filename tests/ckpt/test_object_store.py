@@ -457,6 +457,15 @@ def test_a_web_server_that_says_nothing_is_an_error_after_the_time_of_one_answer
             ckpt.latest(url)
 
 
+def test_no_folder_is_beside_the_root_of_a_web_server() -> None:
+    driver = drivers.driver_of(fsspec.filesystem("http"))
+    root = object_store.ObjectStore("http://host", "http://host", driver, {})
+    with pytest.raises(ckpt.GoneError, match=r"http://host/\.\./other\.host/data"):
+        root.read("../other.host/data", 0, 1)
+    with pytest.raises(FileNotFoundError, match=r"http://host/\.\./other\.host/data"):
+        root.size("../other.host/data")
+
+
 class _Sizeless(_Quiet):
     """A web server with ranges that never tells the size of a file."""
 
