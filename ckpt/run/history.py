@@ -34,7 +34,7 @@ __all__ = ["RunStep", "run_steps"]
 STEP, METRICS, PROVENANCE, BEGAN = "step", "metrics", "run", "began"
 """Keys of the metadata in a manifest."""
 _FOLDER = re.compile(r"step-(\d{1,18})")
-_END = 10**18
+END_OF_STEPS = 10**18
 """The first step that is too large for the name of a folder."""
 _SECONDS = re.compile(r"\d{1,12}\.\d{6}")
 MOST = 1 << 1000
@@ -61,8 +61,8 @@ def checked_step(step: object) -> int:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentTypeError(f"step is {step!r:.80}; give a whole number") from None
-    if not 0 <= number < _END:
-        raise ArgumentError(f"step is {number}; give a number from 0 to {_END - 1}")
+    if not 0 <= number < END_OF_STEPS:
+        raise ArgumentError(f"step is {number}; give a number from 0 to {END_OF_STEPS - 1}")
     return number
 
 
