@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from sharding.engine.flat_param_group import FlatParamGroup, flat_param_groups
 from sharding.engine.parameter import Parameter
 from sharding.engine.unit import units_of
+from sharding.errors import ArgumentError
 
 Groups = tuple[ProcessGroup, ...]
 
@@ -23,7 +24,10 @@ def clip_grad_norm(
     """Scales a module's gradients to at most `max_norm`; returns their norm before, as one vector.
 
     All ranks that share its parameters call this; communicates. Unsharded gradients count once.
+    Raises ArgumentError, before it communicates, for a `norm_type` that is not above 0.
     """
+    if not norm_type > 0:
+        raise ArgumentError(f"norm_type is a number above 0, or inf, not {norm_type}")
     divided: dict[Groups, list[torch.Tensor]] = {}
     seen: set[int] = set()
     for unit in units_of((module,)):
@@ -43,14 +47,14 @@ def clip_grad_norm(
         )
     dtype = torch.float32
     for gradient in every:
-        dtype = torch.promote_types(dtype, gradient.dtype)
+        dtype = torch.promote_types(dtype, gradient.dtype.to_real())
     total = torch.zeros((), dtype=dtype, device=device)
     for groups, gradients in divided.items():
         total = _joined(total, _norm(gradients, norm_type, dtype, device, groups), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in every:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    widest = {gradient.dtype for gradient in every}
+    widest = {gradient.dtype.to_real() for gradient in every}
     return total.to(widest.pop()) if len(widest) == 1 else total
 
 
@@ -72,11 +76,8 @@ def _norm(
     groups: Groups,
 ) -> torch.Tensor:
     """Returns the norm of gradients of which each rank of the groups has a part."""
-    norms = [
-        torch.linalg.vector_norm(gradient.detach().to(dtype), norm_type).to(device)
-        for gradient in gradients
-        if gradient.numel()
-    ]
+    wide = [g.detach().to(torch.promote_types(dtype, g.dtype)) for g in gradients if g.numel()]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).to(device) for gradient in wide]
     mine = torch.zeros((), dtype=dtype, device=device)
     if norms:
         mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)

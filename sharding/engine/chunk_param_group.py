@@ -181,7 +181,7 @@ class ChunkParamGroup(ParamGroup):
         flat = torch.cat([*(part.reshape(-1) for part in sums), marks])
         self.reduced_hook(flat)
         *parts, marks = torch.split(flat, [*(part.numel() for part in sums), len(flags)])
-        return parts, marks.tolist()
+        return parts, marks.real.tolist()
 
     def _pack(self) -> ChunkPacking:
         dtype = self.dtype

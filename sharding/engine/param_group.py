@@ -178,6 +178,8 @@ class ParamGroup(ABC):
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are sent and summed."""
+        if not self.dtype.is_floating_point:  # a complex gradient has no cast to a real dtype
+            return self.dtype
         return self.precision.reduce_dtype or self.dtype
 
     @property

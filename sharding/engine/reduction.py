@@ -78,7 +78,7 @@ class Reduction:
         *sums, flags = summed
         if self._divide != 1 and sums:
             torch._foreach_div_(sums, self._divide)
-        self._accumulate(sums, flags.tolist())
+        self._accumulate(sums, flags.real.tolist())  # the flags have the gradients' dtype
 
     def abandon(self) -> None:
         """Waits, and drops the sums: gloo does not recover from messages without a waiter."""

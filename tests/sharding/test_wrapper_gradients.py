@@ -173,6 +173,67 @@ def test_clipping_counts_sharded_replicated_and_ignored_gradients_once(
     clusters(2).run(clip_a_mixture, norm_type)
 
 
+class Complex(nn.Module):
+    """A complex parameter that one of three ranks has no element of, beside a real layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(2, 1, dtype=torch.complex64))
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.layer(x).to(self.turn.dtype) @ self.turn)
+
+
+def train_complex_numbers(form: str) -> None:
+    torch.manual_seed(0)
+    replica = Complex()
+    model: Any = copy.deepcopy(replica)
+    if form == "fully_shard":
+        policy = sharding.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        sharding.fully_shard(model, mp_policy=policy)
+    else:
+        precision = sharding.MixedPrecision(reduce_dtype=torch.float32)
+        model = FullyShardedDataParallel(
+            model, use_orig_params=form == "original", mixed_precision=precision
+        )
+    optimizers = [sgd(model), sgd(replica)]
+    for step in range(2):
+        for each in (model, replica):
+            each(numbers(step, 4, 2)).square().sum().backward()
+        average_gradients(replica)
+        wanted = nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
+        if form != "fully_shard":
+            torch.testing.assert_close(model.clip_grad_norm_(0.5), wanted)
+        else:
+            found = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            torch.testing.assert_close(found.full_tensor(), wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        value = value.full_tensor() if form == "fully_shard" else value
+        torch.testing.assert_close(value, replica.state_dict()[name])
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+def test_complex_parameters_are_trained_and_clipped(
+    clusters: Callable[..., Any], kind: str
+) -> None:
+    clusters(3).run(train_complex_numbers, kind)
+
+
+def refuse_norms() -> None:
+    model = wrapped(sharding, network())
+    for norm_type in (0, -1, -math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"a number above 0, or inf, not {norm_type:.1f}"):
+            model.clip_grad_norm_(1.0, norm_type)
+
+
+def test_norms_that_do_not_add_up_over_ranks_are_refused(clusters: Callable[..., Any]) -> None:
+    clusters(2).run(refuse_norms)
+
+
 def clip_nothing() -> list[tuple[float, int]]:
     found = []
     for runtime in (sharding, fsdp):
