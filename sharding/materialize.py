@@ -12,6 +12,9 @@ from torch import nn
 from sharding.engine.shard_group import HybridGroups
 from sharding.errors import ArgumentError, ArgumentTypeError
 
+_MADE = "_sharding_made"
+"""The attribute of a parameter on the meta device for the parameter that has taken its place."""
+
 
 def own_modules(
     root: nn.Module, ignored: Set[nn.Module], inner: Set[nn.Module]
@@ -30,10 +33,12 @@ def materialize(
     """Moves parameters and buffers from the meta device to `device`, with values.
 
     Calls `init` with each of the modules, in order. Without `init`, modules with tensors on the
-    meta device get memory, and their `reset_parameters()` is called. Raises ArgumentTypeError if
-    such a module lacks this method, and RuntimeError if a tensor is still on the meta device.
+    meta device get memory, and their `reset_parameters()` is called. Tied parameters stay tied.
+    Raises ArgumentTypeError if such a module lacks this method, and RuntimeError if a tensor is
+    still on the meta device.
     """
     for module in modules:
+        before = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         own = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
         if init is not None:
             init(module)
@@ -47,6 +52,18 @@ def materialize(
             module.to_empty(device=device, recurse=False)
             with torch.no_grad():
                 reset()
+        for name, given in before.items():
+            _tie(module, name, given)
+
+
+def _tie(module: nn.Module, name: str, given: nn.Parameter) -> None:
+    """Puts the parameter that was first made for a tied one into its other places too."""
+    made = module._parameters.get(name)
+    if made is None or made.is_meta:
+        return
+    first = vars(given).setdefault(_MADE, made)
+    if first is not made:
+        setattr(module, name, first)
 
 
 def broadcast_states(tensors: list[torch.Tensor], groups: HybridGroups) -> None:

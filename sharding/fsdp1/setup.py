@@ -64,12 +64,10 @@ def make_flat_unit(
     groups call this.
     """
     groups = settings.groups
-    ignored_params, ignored_modules = settings.ignored_params, settings.ignored_modules
     given = device_given(settings.device_id, groups.shard.rank)
     inner = {part for unit in units_of((module,)) for part in unit.modules}
-    own = list(own_modules(module, ignored_modules, inner))
-    found = list(free_parameters((module,), ignored_params, ignored_modules))
-    parameters = [each.parameter for each in found]
+    own = list(own_modules(module, settings.ignored_modules, inner))
+    found, parameters = _found(module, settings)
     buffers = [b for part in own for b in part.buffers(recurse=False)]
     compute = compute_device(parameters, given)
     if any(tensor.is_meta for tensor in parameters + buffers):
@@ -77,8 +75,7 @@ def make_flat_unit(
         if real and len(real) < len(parameters) and settings.param_init_fn is None:
             check_one_device(parameters, given)
         materialize(own, compute, settings.param_init_fn)
-        found = list(free_parameters((module,), ignored_params, ignored_modules))
-        parameters = [each.parameter for each in found]
+        found, parameters = _found(module, settings)
         buffers = [b for part in own for b in part.buffers(recurse=False)]
     check_one_device(parameters, given)
     if given is not None:
@@ -94,6 +91,15 @@ def make_flat_unit(
     attach(unit)
     setattr(owner, UNIT, unit)
     return unit
+
+
+def _found(
+    module: nn.Module, settings: FlatSettings
+) -> tuple[list[FreeParameter], list[nn.Parameter]]:
+    """Returns a unit's parameters, and those of them that no other unit has divided already."""
+    found = free_parameters((module,), settings.ignored_params, settings.ignored_modules)
+    every = list(found)
+    return every, [each.parameter for each in every if each.borrowed is None]
 
 
 def _param_groups(

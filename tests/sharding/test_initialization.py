@@ -105,6 +105,43 @@ def test_m_20_models_drawn_from_other_seeds_are_equal_once_synchronized(
     clusters(2).run(equal_models)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, of a size that two ranks do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+def tied(inner: bool, use_orig_params: bool) -> None:
+    options = {"use_orig_params": use_orig_params, "sync_module_states": True}
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        if inner:
+            model.first = FSDP(model.first, **options)
+        return FSDP(model, **options)
+
+    torch.manual_seed(dist.get_rank())
+    given = Tied()
+    wanted = of_rank_zero(given)
+    state = wrapped(given).state_dict()
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    with torch.device("meta"):
+        made = Tied()
+    state = wrapped(made).state_dict()
+    assert state["first.weight"].any()
+    assert torch.equal(state["first.weight"], state["second.weight"])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("inner", [False, True], ids=["one unit", "two units"])
+def test_tied_weights_are_synchronized_and_made_real_as_one(
+    clusters: Callable, inner: bool, use_orig_params: bool
+) -> None:
+    clusters(2).run(tied, inner, use_orig_params)
+
+
 class Constant(nn.Module):
     """A parameter and a buffer that `reset_parameters` gives its value."""
 
