@@ -109,7 +109,8 @@ def run(options: Options) -> int:
     Raises NotACheckpointError if the folder does not exist and nothing is under way to it.
     """
     views = _views(options)
-    if options.once or options.as_json or not sys.stdout.isatty():
+    is_watched = sys.stdout is not None and sys.stdout.isatty()  # None after `>&-`
+    if options.once or options.as_json or not is_watched:
         next(views)  # without rates
         looks, found = next(views)
         if options.as_json:

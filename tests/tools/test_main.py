@@ -356,9 +356,9 @@ def test_an_error_that_nobody_reads_has_its_exit_code(saved):
     process.stdout.close()
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "latest"])
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "latest", "top"])
 def test_a_closed_stdout_is_no_bug(saved, command):
-    ended = in_shell(">&-", command, saved.parent if command == "latest" else saved)
+    ended = in_shell(">&-", command, saved.parent if command in ("latest", "top") else saved)
     assert (ended.returncode, ended.stdout, ended.stderr) == (ExitCode.FINE, "", "")
 
 
