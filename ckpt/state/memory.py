@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from formats.catalog import TensorRecord
 from formats.dtypes import DType
+from formats.errors import UnsupportedError
 from sharding.describe.local_part import LocalPart
 from sharding.describe.sharded_tensor import is_sharded
 from sharding.errors import ArgumentTypeError
@@ -91,10 +92,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def cast_into(source: memoryview, stored: DType, target: memoryview, dtype: DType) -> None:
-    """Fills `target` with the elements of `source`, cast to another dtype.
+def cast_into(
+    name: str, source: memoryview, stored: DType, target: memoryview, dtype: DType
+) -> None:
+    """Fills `target` with the elements of `source`, a part of a tensor, cast to another dtype.
 
     Both are writable memory for equally many elements, aligned to them.
+
+    Raises UnsupportedError if a number would become infinite, or none.
     """
     elements = torch.frombuffer(source, dtype=torch_dtype(stored.torch_name))
-    torch.frombuffer(target, dtype=torch_dtype(dtype.torch_name)).copy_(elements)
+    cast = torch.frombuffer(target, dtype=torch_dtype(dtype.torch_name)).copy_(elements)
+    ends = torch.stack(elements.aminmax()).to(cast.dtype)  # fast, and NaN or infinite if any is
+    if not ends.float().isfinite().all():
+        lost = elements[elements.isfinite() & ~cast.float().isfinite()]
+        if len(lost):
+            raise UnsupportedError(
+                f"{name}: its element {lost[0].item():.6g} is beyond the range of {dtype}; choose "
+                "another dtype for this name, or keep its own, by a pattern in dtype="
+            )

@@ -144,7 +144,7 @@ class FileCopier:
         if dtype != record.dtype:
             from ckpt.state.memory import cast_into  # torch, which only casts need
 
-            cast_into(stored, record.dtype, memory, dtype)
+            cast_into(record.name, stored, record.dtype, memory, dtype)
 
 
 class _FileCopy:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import converting
-from ckpt.errors import CorruptError, ExistsError
+from ckpt.errors import CorruptError, ExistsError, UnsupportedError
 from sharding.errors import ArgumentError
 
 PLACES = {
@@ -327,3 +327,26 @@ def test_tied_names_get_one_dtype(tmp_path: Path) -> None:
     assert (found["head"].dtype, found["norm"].dtype) == (torch.bfloat16, torch.float32)
     ckpt.convert(tmp_path / "a", tmp_path / "c", dtype={"head": "bfloat16"}, exclude="embed")
     assert ckpt.read(tmp_path / "c")["head"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "value"),
+    [
+        ("float32", "float16", -65520.0),
+        ("float64", "float32", 1e39),
+        ("float32", "bfloat16", 3.4e38),
+    ],
+)
+def test_a_number_beyond_the_range_of_its_new_dtype_is_an_error(
+    tmp_path: Path, stored: str, dtype: Any, value: float
+) -> None:
+    tensor = torch.tensor([1.0, float("inf"), float("nan"), value], dtype=getattr(torch, stored))
+    ckpt.save(tmp_path / "a", {"mask": tensor, "fits": tensor[:3].clone()})
+    with pytest.raises(UnsupportedError, match=f"mask: .* is beyond the range of {dtype}"):
+        ckpt.convert(tmp_path / "a", tmp_path / "b", dtype=dtype)
+    assert not (tmp_path / "b").exists()
+    ckpt.convert(tmp_path / "a", tmp_path / "b", dtype={"mask": None, "*": dtype})
+    found = ckpt.read(tmp_path / "b")
+    assert str(found["fits"].dtype) == f"torch.{dtype}"
+    assert found["fits"].isinf().tolist() == [False, True, False]
+    assert torch.equal(found["mask"].nan_to_num(), tensor.nan_to_num())
