@@ -183,11 +183,11 @@ def convert(
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
             kind or compression, the checkpoint has no entry at `select`, or no such part, a pattern
-            or a rule matches no name, or a mapping does not fit.
+            or a rule matches no name, a mapping does not fit, or tied names get two dtypes.
         NotACheckpointError: no checkpoint is at `src`, or no `config.json` at `config`.
         ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
             cannot be replaced.
-        UnsupportedError: the target's format cannot hold a value or a name.
+        UnsupportedError: the target's format cannot hold a value or a name, or its dtype a number.
         CorruptError, FormatError: bytes of `src` are missing or changed; nothing appears at `dst`.
             With `verify`, also: the result differs from the source; it stays at `dst`.
         StoreError: the disk or object store failed, or the ranks read different checkpoints.
