@@ -138,7 +138,7 @@ class Table:
         if found is None:
             return
         found.owners -= 1
-        if found.owners == 0 and found.ends is None:
+        if found.owners == 0:
             found.kept_until = now + found.keep_seconds
 
     def put(self, name: str, version: int, file: str, nbytes: int) -> None:

@@ -270,6 +270,73 @@ def test_a_removal_ends_a_name_when_its_last_lease_is_released() -> None:
     assert table.tick(1.0) == [Forgotten(NAME, 1)]
 
 
+def test_a_lease_that_ends_at_its_time_leaves_its_version_overdue() -> None:
+    table = owned()
+    table.lease(NAME, 1, "reader", 0.0)
+    table.retire(NAME, 1, 2 * LEASE, 0.0)
+    table.tick(LEASE - 0.1)
+    assert table.retired(NAME, 1) is None
+    table.tick(LEASE)
+    assert table.retired(NAME, 1) is True
+
+
+def test_a_lease_that_is_released_leaves_its_version_free() -> None:
+    table = owned()
+    table.lease(NAME, 1, "reader", 0.0)
+    table.retire(NAME, 1, 2 * LEASE, 0.0)
+    table.release(NAME, "reader")
+    assert table.retired(NAME, 1) is False
+
+
+def test_a_second_retirement_does_not_make_the_wait_longer() -> None:
+    table = owned()
+    table.lease(NAME, 1, "reader", 0.0)
+    table.retire(NAME, 1, 3.0, 0.0)
+    table.retire(NAME, 1, 8.0, 0.0)
+    assert table.next_at() == 3.0
+    table.tick(3.0)
+    assert table.retired(NAME, 1) is True
+
+
+def test_a_lease_is_renewed_and_released_under_its_own_name_only() -> None:
+    table = owned()
+    table.own("other", 0.0)
+    table.lease(NAME, 1, "reader", 0.0)
+    with pytest.raises(RefusedError, match="no such lease"):
+        table.renew("other", "reader", 0.0)
+    table.release("other", "reader")
+    assert table.renew(NAME, "reader", 0.0) == 1
+
+
+def test_a_version_that_is_dropped_takes_its_leases_along() -> None:
+    table = owned()
+    table.lease(NAME, 1, "reader", 0.0)
+    table.drop(NAME, 1)
+    assert table.leases == {}
+    assert table.tick(LEASE) == []
+
+
+def test_a_number_below_the_newest_is_not_free_after_an_older_one_is_committed_again() -> None:
+    table = owned()
+    table.put(NAME, 3, "f", 8)
+    table.commit(NAME, 3, PLACE, {})
+    table.commit(NAME, 1, PLACE, {})
+    with pytest.raises(RefusedError, match="not newer than version 3"):
+        table.put(NAME, 2, "f", 8)
+
+
+def test_a_version_that_was_retired_before_its_commit_is_not_listed_and_its_number_is_used() -> (
+    None
+):
+    table = owned()
+    table.put(NAME, 2, "f", 8)
+    table.retire(NAME, 2, 0.0, 0.0)
+    assert list(table.versions(NAME)) == [1]
+    table.drop(NAME, 2)
+    with pytest.raises(RefusedError, match="not newer than version 2"):
+        table.put(NAME, 2, "f", 8)
+
+
 def test_a_copy_whose_version_was_dropped_meanwhile_is_no_file() -> None:
     table = owned()
     table.begin_pull(NAME, 2, "f", 8)
