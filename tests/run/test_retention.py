@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import Keep, RunStep
-from ckpt.run.retention import removable
+from ckpt.run.retention import best_first, removable
 
 NOW = 1_000.0
 
@@ -67,6 +68,35 @@ def test_a_checkpoint_is_removable_where_no_rule_keeps_it(steps: list[RunStep], 
         return
     assert {one.name for one in gone} == {one.name for one in steps if not stays(one, steps, keep)}
     assert gone == sorted(gone, key=lambda one: one.age_key, reverse=True)
+
+
+def names(steps: Sequence[RunStep]) -> list[int]:
+    return [one.step for one in steps]
+
+
+def test_a_checkpoint_at_the_age_limit_is_removable() -> None:
+    steps = [RunStep(step, f"step-{step}", NOW - age) for step, age in ((1, 10), (2, 9), (3, 8))]
+    assert names(removable(steps, Keep(younger_than=10.0), NOW)) == [1]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", math.inf), ("max", -math.inf)])
+def test_a_metric_that_is_nan_is_worse_than_every_number(mode: Any, best: float) -> None:
+    values = [best, math.nan, 0.0]
+    steps = [RunStep(n, f"step-{n}", float(n), {"loss": one}) for n, one in enumerate(values)]
+    keep = Keep(best=2, metric="loss", mode=mode)
+    assert names(best_first(steps, "loss", mode)) == [2, 0]
+    assert names(removable(steps, keep, NOW)) == [1]
+
+
+def test_the_newest_of_equally_good_checkpoints_is_the_best() -> None:
+    steps = [RunStep(n, f"step-{n}", float(n), {"loss": 1.0}) for n in (1, 3, 2)]
+    assert names(best_first(steps, "loss", "min")) == [3, 2, 1]
+    assert names(removable(steps, Keep(best=2, metric="loss"), NOW)) == [1]
+
+
+def test_a_damaged_checkpoint_is_not_removed_and_takes_no_place() -> None:
+    steps = [RunStep(n, f"step-{n}", float(n), is_damaged=n in (1, 4)) for n in (1, 2, 3, 4)]
+    assert names(removable(steps, Keep(last=1), NOW)) == [2]
 
 
 def test_a_policy_without_rules_keeps_everything() -> None:
