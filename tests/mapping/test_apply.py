@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -17,6 +17,7 @@ from ckpt.mapping.parse import parse_mapping
 from ckpt.mapping.rearrange import Dims, Rearrange
 from ckpt.mapping.rules import Rule, TensorMapping
 from formats.catalog import Catalog, TensorRef, Tree
+from formats.dtypes import BY_NAME
 from sharding.errors import ArgumentError
 from tests.mapping.catalogs import catalog_of, numbered, read
 from tests.selection import examples
@@ -226,6 +227,21 @@ def test_parameters_and_ratios_divide_query_groups() -> None:
             "rule 2: 'a' matches",
         ),
         ('[[rule]]\nfrom = "a"\nto = "b"', {"a": (1,), "b": (1,)}, "a and b both get the name b"),
+        (
+            '[[rule]]\nfrom = "a"\nto = ["b", "b"]\nrearrange = "* -> *"',
+            {"a": (4,)},
+            "rule 1: two tensors get the name b",
+        ),
+        (
+            '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "(h d) -> h d"\nsizes = {h = "5 / 2"}',
+            {"a": (8,)},
+            "'5 / 2' is no whole number: 5 / 2",
+        ),
+        (
+            '[[rule]]\nfrom = "a"\nto = "b"\nrearrange = "(h d) -> h d"\nsizes = {h = "4 * 0"}',
+            {"a": (8,)},
+            "'4 * 0' is no whole number: 4 / 0",
+        ),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_an_error_with_the_names(
@@ -235,6 +251,27 @@ def test_a_mapping_that_does_not_fit_is_an_error_with_the_names(
     with pytest.raises(ArgumentError) as raised:
         changed(text, shapes, **parameters)
     assert said in str(raised.value)
+
+
+def test_tensors_of_two_dtypes_do_not_become_one() -> None:
+    catalog, _ = catalog_of({"a": numbered(4), "b": numbered(4)})
+    other = replace(catalog.tensors["b"], dtype=BY_NAME["F64"])
+    catalog = replace(catalog, tensors={**catalog.tensors, "b": other})
+    text = '[[rule]]\nfrom = ["a", "b"]\nto = "c"\nrearrange = "* -> *"'
+    with pytest.raises(ArgumentError, match=r"a is int64 and b is float64; tensors of one rule"):
+        mapped(Mapped.unchanged(catalog), parse_mapping(text, "my.toml"), {})
+
+
+def test_a_number_with_leading_zeros_is_no_index() -> None:
+    text = '[[rule]]\nfrom = "a.{e}"\nto = "a"\nrearrange = "i -> e i"'
+    found = changed(text, {"a.0": (2,), "a.1": (2,), "a.01": (3,)})
+    assert shapes_of(found) == {"a": (2, 2), "a.01": (3,)}
+
+
+def test_an_inverse_adds_no_tied_names() -> None:
+    mapping = parse_mapping('tied = { b = "a" }\n[[rule]]\nfrom = "*"\nto = "x.*"', "my.toml")
+    assert mapping.tied == {"b": "a"}
+    assert mapping.inverse().tied == {}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from ckpt.mapping.views import (
     ViewPieces,
 )
 from formats.catalog import TensorRecord
+from sharding.layout import Box, Piece
 from tests.mapping.catalogs import I64, Elements, boxes, numbered, read, stored
 from tests.selection import examples
 
@@ -99,6 +100,13 @@ def test_a_merge_in_order_is_one_piece() -> None:
     view = Flattened(Unflattened(Stored(record.shape, record.pieces), 0, (2, 3)), 0, 2)
     [[piece, _]] = list(ViewPieces(view))
     assert piece == record.pieces.__iter__().__next__().piece
+
+
+def test_a_merge_with_dimensions_of_size_1_is_one_piece() -> None:
+    record = stored("t", numbered(6, 4), {})
+    column = Narrowed(Stored(record.shape, record.pieces), 1, 2, 3)
+    [[piece, _]] = list(ViewPieces(Flattened(column, 0, 2)))
+    assert piece == Piece(Box((0,), (6,)), 2, (4,))
 
 
 @pytest.mark.parametrize(
