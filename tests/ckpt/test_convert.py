@@ -365,6 +365,20 @@ def test_a_corrupt_source_changes_nothing_at_the_target(
     }
 
 
+def test_damage_beside_the_tensors_of_a_record_is_found_if_a_part_is_converted(
+    tmp_path: Path,
+) -> None:
+    """One record has both tensors, and its checksum is of all of its bytes."""
+    both = torch.arange(float(1 << 20))
+    torch.save({"a": both[:32], "b": both[32:]}, tmp_path / "both.pt")
+    data = bytearray((tmp_path / "both.pt").read_bytes())
+    data[data.index(both[:32].numpy().tobytes()) + 16] ^= 1
+    (tmp_path / "both.pt").write_bytes(data)
+    with pytest.raises(CorruptError, match="CRC-32"):
+        ckpt.convert(tmp_path / "both.pt", tmp_path / "hf", to="hf", include="a")
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_source_that_is_not_there_is_an_error_and_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError):
         convert(tmp_path / "absent", tmp_path / "deep" / "c.safetensors")
