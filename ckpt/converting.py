@@ -237,7 +237,7 @@ def convert(
             told.doing("writing")
         if not dry_run and resume:
             plans = target.plans(state, files, casts)
-            options = (target.format, changes, changes.parameters_of(source), casts)
+            options = (target.format, changes, changes.parameters_of(source))
             target.write_missing(state, plans, identity_of(source, options, plans))
         elif not dry_run:
             target.write(ranks, state, files, casts)

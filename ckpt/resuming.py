@@ -27,7 +27,7 @@ import xxhash
 from ckpt.errors import ExistsError
 from ckpt.placing import remove
 from ckpt.sources import Source
-from formats.file_plan import FilePlan, Late, length_of
+from formats.file_plan import FilePlan, Late
 from formats.outgoing import OutgoingTensor
 from formats.storage import FileWriter, Writer
 
@@ -100,12 +100,7 @@ class Journal:
 
     def left(self, plans: Sequence[FilePlan]) -> list[FilePlan]:
         """Returns the files that are not complete."""
-        return [
-            plan
-            for plan in plans
-            if plan.name not in self.done
-            or self.done[plan.name][0] != sum(map(length_of, plan.parts))
-        ]
+        return [plan for plan in plans if plan.name not in self.done]
 
     def add(self, name: str) -> None:
         """Notes a file that is complete and on the disk."""

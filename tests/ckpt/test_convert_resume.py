@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import ckpt
 from ckpt.errors import ExistsError
+from ckpt.resuming import Journal
 from sharding.errors import ArgumentError
 
 MOST = 4 * 64 * 4
@@ -93,6 +93,17 @@ def test_another_conversion_begins_anew(
     assert convert(saved, target, verify=True, **more) == read
 
 
+def test_another_part_with_the_same_names_and_shapes_begins_anew(tmp_path: Path) -> None:
+    parts = {
+        key: {f"w{i:02d}": torch.full((8, 8), key + i) for i in range(12)} for key in (0.0, 50.0)
+    }
+    ckpt.save(tmp_path / "run", {"model": parts[0.0], "average": parts[50.0]})
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(tmp_path / "run", target, stop_after=2 * MOST, select="model")
+    assert convert(tmp_path / "run", target, select="average", verify=True) == 3 * MOST
+
+
 def test_another_source_begins_anew(saved: Path, tmp_path: Path) -> None:
     target, source = tmp_path / "hf", tmp_path / "s.safetensors"
     ckpt.convert(saved, source)
@@ -131,9 +142,19 @@ def test_a_journal_names_no_file_elsewhere(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     with pytest.raises(Stop):
         convert(saved, target, stop_after=2 * MOST)
-    with journal_of(target).open("a") as journal:
-        journal.write(json.dumps(["../run/manifest.json", 1, "0"]) + "\n")
-    assert convert(saved, target) == MOST
+    name = "model-00002-of-00003.safetensors"
+    (work(target) / name).rename(tmp_path / name)
+    journal = journal_of(target)
+    journal.write_text(journal.read_text().replace(name, f"../{name}"))
+    assert convert(saved, target, verify=True) == 2 * MOST
+
+
+def test_files_of_another_conversion_are_not_in_the_result(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    with pytest.raises(Stop):
+        convert(saved, target, stop_after=2 * MOST)
+    convert(saved, target, max_shard_bytes=12 * MOST)
+    assert [file.name for file in target.iterdir()] == ["model.safetensors"]
 
 
 def test_dcp_goes_on_too(saved: Path, tmp_path: Path) -> None:
@@ -184,6 +205,17 @@ def test_a_folder_among_the_kept_files_is_removed(saved: Path, tmp_path: Path) -
     assert not (target / "folder").exists()
 
 
+def test_a_journal_is_opened_once_at_a_time(tmp_path: Path) -> None:
+    with (
+        Journal.opened(tmp_path / "work", "conversion"),
+        pytest.raises(ExistsError, match="another process resumes this conversion"),
+        Journal.opened(tmp_path / "work", "conversion"),
+    ):
+        pass
+    with Journal.opened(tmp_path / "work", "conversion") as journal:
+        assert journal.done == {}
+
+
 @pytest.mark.parametrize(
     ("to", "name"), [("ckpt", "c"), ("safetensors", "c.safetensors"), ("hf", "memory://c")]
 )
@@ -210,3 +242,8 @@ def test_a_journal_that_another_conversion_ends_before_the_lock_is_not_used(
             convert(saved, target)
     finally:
         sys.setprofile(None)
+
+
+def test_ranks_that_convert_together_cannot_go_on(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="by several ranks leaves nothing to go on from"):
+        ckpt.convert(saved, tmp_path / "hf", to="hf", resume=True, group=None)
