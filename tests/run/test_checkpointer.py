@@ -82,6 +82,40 @@ def test_a_save_that_fails_is_told_and_counted_and_the_next_step_saves(tmp_path:
     assert (tmp_path / "step-2").is_file()
 
 
+def test_a_step_whose_save_failed_can_be_saved_again(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("a file where a folder has to be")
+    with ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True) as run:
+        with pytest.warns(ckpt.SaveFailedWarning, match="step-1"):
+            assert not run.save(1, state_of(1))
+        (tmp_path / "step-1").unlink()
+        assert run.save(1, state_of(1), force=True)
+        assert run.all_steps() == [1]
+
+
+def test_the_seconds_between_saves_begin_anew_with_each_save(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_seconds=1000.0, blocking=True) as run:
+        assert not any(run.save(step, state_of(step)) for step in range(8))
+        run._began -= 1500.0  # so much later
+        saved = [step for step in range(8, 64) if run.save(step, state_of(step))]
+        assert len(saved) == 1
+
+
+def test_steps_after_one_that_was_gone_back_to_are_decided_anew(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True) as run:
+        assert all(run.save(step, state_of(step)) for step in (1, 2))
+        assert run.restore(state_of(0), step=1) == 1
+        assert run.save(2, state_of(2))
+
+
+def test_the_clock_is_looked_at_after_a_run_goes_far_back(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path, every_seconds=1000.0, blocking=True) as run:
+        assert run.save(1, state_of(1), force=True)
+        run.should_save(10**6)  # the next exchange is some 10**6 steps later
+        assert run.restore(state_of(0)) == 1
+        run._began -= 1500.0  # so much later
+        assert run.should_save(2)
+
+
 def test_a_failure_is_raised_where_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "step-1").write_text("a file where a folder has to be")
     with ckpt.Checkpointer(tmp_path, every_steps=1, blocking=True, on_failure="raise") as run:
@@ -169,6 +203,9 @@ def test_a_step_of_numpy_or_torch_is_a_step(tmp_path: Path) -> None:
         ({"loss": np.ones(3)}, "is a ndarray"),
         ({"loss": torch.ones((), device="meta")}, "is a Tensor"),
         ({"loss": 10**400}, "above all floats"),
+        ({"loss": 1 << 1000}, "above all floats"),
+        ({"loss": True}, "is a bool"),
+        ({"loss": np.bool_(True)}, "is a bool"),
         ({"loss": 0.5, 1: 0.5}, "the name 1"),
     ],
 )
