@@ -45,7 +45,7 @@ def share_of(plan: FilePlan, rank: int, world_size: int) -> tuple[int, FilePlan]
     """
     bounds = [0, *accumulate(map(length_of, plan.parts))]
     lo, hi = (_nearest(bounds, bounds[-1] * at // world_size) for at in (rank, rank + 1))
-    lo, hi = (lo if rank else 0), (hi if rank + 1 < world_size else len(plan.parts))
+    hi = hi if rank + 1 < world_size else len(plan.parts)
     return bounds[lo], replace(plan, parts=tuple(map(_as_zeros, plan.parts[lo:hi])))
 
 

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.sources import open_source
+from ckpt.stores.store import open_store
 from ckpt.transfer.copy_shares import share_of
 from formats.file_plan import FilePlan
+from tests.stores.server import Server
 
 TARGETS = {"safetensors": "c.safetensors", "torch": "c.pt", "hf": "hf", "dcp": "dcp", "ckpt": "c"}
 
@@ -48,15 +50,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_the_shares_of_a_file_are_all_of_it(sizes: list[int], world_size: int) -> None:
     parts = [bytes([at]) * size for at, size in enumerate(sizes)]
-    end, joined = 0, b""
+    end, joined, count = 0, b"", 0
     for rank in range(world_size):
         offset, share = share_of(FilePlan("f", parts), rank, world_size)
         data = b"".join(part for part in share.parts if isinstance(part, bytes))
         assert offset == end
-        end, joined = offset + len(data), joined + data
+        end, joined, count = offset + len(data), joined + data, count + len(share.parts)
         if len(data) > 50:
             assert len(data) <= sum(sizes) / world_size + 50
     assert joined == b"".join(parts)
+    assert count == len(parts)
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -84,6 +87,26 @@ def sizes_of(target: str) -> dict[str, Any]:
 def convert_with(source: str, target: str, to: str) -> tuple[int, int]:
     report = ckpt.convert(source, target, to=to, group=None, **sizes_of(to))
     return report.tensors, report.nbytes
+
+
+def convert_far(source: str, target: str, options: dict[str, Any]) -> None:
+    ckpt.convert(source, target, to="hf", group=None, dst_storage_options=options, **sizes_of("hf"))
+
+
+@pytest.mark.thorough
+def test_ranks_together_write_whole_files_into_a_bucket(
+    clusters: Callable[[int], Any],
+    servers: Callable[[str], Server],
+    source: Path,
+    tmp_path: Path,
+) -> None:
+    server, alone = servers("moto"), tmp_path / "alone"
+    ckpt.convert(source, alone, to="hf", **sizes_of("hf"))
+    place = server.url("together/hf")
+    clusters(3).run(convert_far, str(source), place, server.options)
+    with open_store(place, server.options) as store:
+        found = {name: store.read_whole(name, 1 << 30) for name in store.entries("")}
+    assert found == {file.name: file.read_bytes() for file in alone.iterdir()}
 
 
 def failures(cluster: Any, job: Callable[..., object], *arguments: object) -> dict[int, Any]:
