@@ -502,6 +502,177 @@ MUTATIONS = (
         "again = {_key(one) for one in _left_overs(store, place, places, age)}",
         "ckpt/collecting tools/gc",
     ),
+    # Live states, runs and conversions.
+    Mutation(
+        "live: a renewed lease lasts longer",
+        "lease.ends = now + self.lease_seconds",
+        "pass",
+        "live/table",
+    ),
+    Mutation(
+        "live: a lease ends at its time",
+        "if lease.ends <= now or is_late:",
+        "if lease.ends < now or is_late:",
+        "live/table",
+    ),
+    Mutation(
+        "live: a lease that was not released leaves its version overdue",
+        "                version.is_overdue = True\n",
+        "",
+        "live/table",
+    ),
+    Mutation(
+        "live: a second retirement waits no longer",
+        "deadline = min(deadline, one.deadline)",
+        "deadline = max(deadline, one.deadline)",
+        "live/table",
+    ),
+    Mutation(
+        "live: a lease has a name",
+        "if lease is None or lease.name != name:",
+        "if lease is None:",
+        "live/table",
+    ),
+    Mutation(
+        "live: a retired version has no files",
+        "if one is None or size is None or is_retired:",
+        "if one is None or size is None:",
+        "live/table",
+    ),
+    Mutation(
+        "live: the newest number does not fall",
+        "found.newest = max(version, -1 if found.newest is None else found.newest)",
+        "found.newest = version",
+        "live/table",
+    ),
+    Mutation(
+        "live: a lease is on one version",
+        "monotonic()) == version\n",
+        "monotonic()) >= 0\n",
+        "live/server",
+    ),
+    Mutation(
+        "run: the newest checkpoint stays",
+        "newest_first[: keep.last or 1]",
+        "newest_first[: keep.last or 0]",
+        "run/retention",
+    ),
+    Mutation(
+        "run: a metric that is NaN is never the best",
+        "known = [one for one in steps if not math.isnan(one.metrics.get(metric, math.nan))]",
+        "known = [one for one in steps if metric in one.metrics]",
+        "run/retention",
+    ),
+    Mutation(
+        "run: of equally good checkpoints the newest is the best",
+        "    newest_first = sorted(known, key=lambda one: one.age_key, reverse=True)",
+        "    newest_first = sorted(known, key=lambda one: one.age_key)",
+        "run/retention",
+    ),
+    Mutation(
+        "run: a damaged checkpoint takes no place",
+        "    steps = [one for one in steps if not one.is_damaged]\n    newest_first",
+        "    newest_first",
+        "run/retention",
+    ),
+    Mutation(
+        "run: a step whose save failed can be saved again",
+        "self._last_step = step - 1",
+        "self._last_step = step",
+        "run/checkpointer",
+    ),
+    Mutation(
+        "run: the seconds between saves begin anew",
+        "self._is_retrying, self._began = False, time.monotonic()",
+        "self._is_retrying = False",
+        "run/checkpointer",
+    ),
+    Mutation(
+        "run: steps are decided anew after a restore",
+        "self._last_step, self._decided = restored, None",
+        "self._last_step = restored",
+        "run/checkpointer",
+    ),
+    Mutation(
+        "run: a folder such as step-007 is no step",
+        "if found is None or folder_name(int(found[1])) != name:",
+        "if found is None:",
+        "run/checkpointer",
+    ),
+    Mutation(
+        "mapping: tensors of one rule have one dtype",
+        "other = next((one for one in others if one.dtype != first.dtype), None)",
+        "other = None",
+        "mapping/apply",
+    ),
+    Mutation(
+        "mapping: a size is a whole number",
+        "if number < 1 or (dividing and value % number):",
+        "if number < 1:",
+        "mapping/apply",
+    ),
+    Mutation(
+        "mapping: 01 is no index",
+        ">0|[1-9][0-9]{{0,8}})",
+        ">[0-9]{{1,9}})",
+        "mapping/apply",
+    ),
+    Mutation(
+        "mapping: floats of two dtypes have none in common",
+        "if is_for_all and len(dtypes) == 1 else None",
+        "if is_for_all else None",
+        "mapping/casts",
+    ),
+    Mutation(
+        "convert: one process goes on in a folder",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "ckpt/convert_resume",
+    ),
+    Mutation(
+        "convert: a file has the digest of the journal",
+        "if content is not None and [*content] == line[1:]:",
+        "if content is not None:",
+        "ckpt/convert_resume",
+    ),
+    Mutation(
+        "convert: files of another conversion are removed",
+        "                    other.unlink()\n",
+        "                    pass\n",
+        "ckpt/convert_resume",
+    ),
+    Mutation(
+        "convert: other options begin anew",
+        "options = (target.format, changes, changes.parameters_of(source))",
+        "options = (target.format,)",
+        "ckpt/convert_resume",
+    ),
+    Mutation(
+        "convert: a folder that has appeared stays",
+        "            if not overwrite:\n"
+        "                raise ExistsError(_has_come(target))\n"
+        "            check",
+        "            check",
+        "ckpt/convert_targets",
+    ),
+    Mutation(
+        "convert: a result has the dtypes of its source",
+        "if (wanted.shape, wanted.dtype) != (found.shape, found.dtype):",
+        "if wanted.shape != found.shape:",
+        "ckpt/read_back",
+    ),
+    Mutation(
+        "convert: a result has the values of its source",
+        "if name not in found and not is_empty:",
+        "if False:",
+        "ckpt/read_back",
+    ),
+    Mutation(
+        "convert: records that are read in part are compared",
+        "                if plan is plans[-1]:\n                    self.finish()\n",
+        "",
+        "ckpt/convert",
+    ),
 )
 
 
