@@ -71,7 +71,8 @@ def test_no_newer_version_in_time_is_an_error(offer: Offer) -> None:
         next(ckpt.follow(offer.url, after=1, timeout=0.2))
     with pytest.raises(ckpt.WaitTimeoutError):
         next(ckpt.follow(offer.url, after=1, timeout=0))
-    assert next(ckpt.follow(offer.url, after=0, timeout=0)).number == 1
+    for after in (0, -1):
+        assert next(ckpt.follow(offer.url, after=after, timeout=0)).number == 1
 
 
 def test_the_end_of_the_publisher_ends_the_wait(folder: Path, sockets: str) -> None:
@@ -94,6 +95,7 @@ def test_the_end_of_the_publisher_ends_the_wait(folder: Path, sockets: str) -> N
         ("live://host:4000/policy", {"timeout": float("nan")}, "timeout is nan"),
         ("live://host:4000/policy", {"timeout": "5"}, "timeout is '5'"),
         ("live://host:4000/policy", {"after": 1.5}, "after is 1.5"),
+        ("live://host:4000/policy", {"after": -2}, "after is -2"),
     ],
 )
 def test_wrong_arguments_are_errors_of_the_call(
