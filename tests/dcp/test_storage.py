@@ -222,6 +222,16 @@ def save_what_exists(folder: str) -> list[str]:
     return found
 
 
+@alone
+def test_a_save_writes_no_file_of_the_checkpoint_that_it_replaces(tmp_path: Path) -> None:
+    writer, files = dcp.FileSystemWriter(tmp_path / "c"), []
+    for value in (1.0, 2.0):
+        torch_dcp.save({"w": torch.full((4,), value)}, storage_writer=writer)
+        files.append({file.name for file in (tmp_path / "c").glob("*.safetensors")})
+    assert [len(names) for names in files] == [1, 1]
+    assert not files[0] & files[1]
+
+
 def test_a_writer_that_may_not_overwrite_refuses_on_all_ranks(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:
