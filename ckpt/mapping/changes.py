@@ -195,7 +195,7 @@ def _chosen(source: Source, select: str, selection: Selection) -> Mapped:
 
 
 def _below(catalog: Catalog, select: str, url: str) -> Tree:
-    found = Saved(catalog).node(select)
+    found = Saved(catalog).node(select) if select else catalog.tree
     if isinstance(found, Missing):
         raise _no_part(url, f"select={select!r} names no entry of the checkpoint", catalog.tree)
     return {"tensor": found} if isinstance(found, TensorRef) else found
