@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
 from ckpt.integrations.removal import remove
@@ -16,6 +17,16 @@ def test_a_damaged_checkpoint_is_removed_as_a_folder(tmp_path: Path) -> None:
     (tmp_path / "old" / "manifest.json").write_text("{")
     remove(tmp_path / "old")
     assert not (tmp_path / "old").exists()
+
+
+def test_a_damaged_checkpoint_from_which_another_borrows_stays(tmp_path: Path) -> None:
+    state = {"w": torch.arange(64_000)}
+    ckpt.save(tmp_path / "old", state)
+    ckpt.save(tmp_path / "new", state, base=tmp_path / "old")
+    (tmp_path / "old" / "manifest.json").write_text("{")
+    with pytest.raises(ckpt.InUseError, match="new beside it borrows from it"):
+        remove(tmp_path / "old")
+    assert ckpt.verify(tmp_path / "new").sound
 
 
 def test_a_damaged_checkpoint_in_a_bucket_is_an_error() -> None:
