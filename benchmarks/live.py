@@ -282,10 +282,20 @@ def hand_over_rows(label: str, samples: measure.Samples) -> list[list[str]]:
     return rows
 
 
-def steps_beside_readers(nbytes: int, rounds: int, flag: str) -> list[tuple[float, float]]:
-    """On the trainer: the seconds of a step alone, and while the other rank reads all the time."""
+def steps_beside_readers(
+    nbytes: int, rounds: int, flag: str, has_own_core: bool
+) -> list[tuple[float, float]]:
+    """On the trainer: the seconds of a step alone, and while the other rank reads all the time.
+
+    If the trainer has its own core, the reader and the server share the others.
+    """
     job = _Job(nbytes, 1, 1)
+    cores = sorted(os.sched_getaffinity(0))
+    if has_own_core:
+        os.sched_setaffinity(0, cores[1:])  # which the server that `open` starts inherits
     job.open()
+    if has_own_core and job.is_trainer:
+        os.sched_setaffinity(0, cores[:1])
     size, found = 512, []
     left, right = torch.rand(size, size), torch.rand(size, size)
 
@@ -418,8 +428,12 @@ def hand_overs(nbytes: int, rounds: int) -> list[list[str]]:
 def beside_training(nbytes: int, rounds: int, store: str) -> list[list[str]]:
     """The rows of a step beside readers, and of a resume."""
     with tempfile.TemporaryDirectory(prefix="ckpt-bench-", dir=store) as folder:
-        pairs = measure.on_ranks(2, steps_beside_readers, nbytes, rounds, f"{folder}/flag")[0]
-        rows = [["a step, another job reads all the time", *_ratio(pairs, "alone")]]
+        rows = []
+        for has_own_core in (False, True):
+            given = nbytes, rounds, f"{folder}/flag", has_own_core
+            pairs = measure.on_ranks(2, steps_beside_readers, *given)[0]
+            where = ", the step has its own core" if has_own_core else ""
+            rows.append([f"a step, another job reads all the time{where}", *_ratio(pairs, "alone")])
         _say("steps are done")
         with suppress(BrokenProcessPool):
             measure.on_ranks(2, train_and_die, nbytes, f"{folder}/run")

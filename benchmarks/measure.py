@@ -116,18 +116,19 @@ def interleaved(contestants: Mapping[str, Contestant], rounds: int) -> Samples:
             if dist.get_rank() == 0:
                 os.sync()
             dist.barrier()
-            samples[name].append(sampled(contestant.run))
+            samples[name].append(sampled(contestant.run, dist.barrier))
             dist.barrier()
             if number == 0:
                 contestant.check()
     return samples
 
 
-def sampled(action: Callable[[], object]) -> Sample:
-    """Run the action once, on this rank."""
+def sampled(action: Callable[[], object], meet: Callable[[], object] = lambda: None) -> Sample:
+    """Run the action once, on this rank; `meet` lets the ranks begin together (rule 2)."""
     gc.collect()
     _give_memory_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    meet()  # the preparation takes the ranks different times
     resident, io, cpu = _status("VmRSS"), _io(), time.process_time()
     start = time.perf_counter()
     action()
