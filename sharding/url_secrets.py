@@ -15,6 +15,9 @@ _USER = re.compile(
 )
 _QUERY = re.compile(r"((?:https?|live)://[^\s?'\"]{0,1024}\?)[^\s'\"]+?(?=[:,.;)]?(?:[\s'\"]|$))")
 
+_TOKEN = re.compile(r"([?&]token=)[^\s&'\"]+?(?=[:,.;)]?(?:[\s&'\"]|$))")
+"""The token of a URL whose path has a space, which ends a URL for `_QUERY`."""
+
 
 def without_secrets(text: str) -> str:
     """Returns the text without the passwords and signatures of its URLs; in linear time.
@@ -25,12 +28,15 @@ def without_secrets(text: str) -> str:
     'https://host/a.safetensors?***: the file was truncated'
     >>> without_secrets("live://10.0.0.7:4000/policy/12?token=abc: no such version")
     'live://10.0.0.7:4000/policy/12?***: no such version'
+    >>> without_secrets("http://host/step 9?token=abc: no such checkpoint")
+    'http://host/step 9?token=***: no such checkpoint'
     >>> without_secrets("s3://bucket/a?b=c and abfs://container@account.dfs.core.windows.net/run")
     's3://bucket/a?b=c and abfs://container@account.dfs.core.windows.net/run'
     """
     if "://" not in text:
         return text
-    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
+    hidden = _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
+    return _TOKEN.sub(rf"\1{HIDDEN}", hidden)
 
 
 def cause_without_secrets(error: BaseException) -> BaseException | None:

@@ -40,6 +40,7 @@ def urls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         f"http://me:{SECRET}@{HOST}:{port}/run",
         f"http://{SECRET}@{HOST}:{port}/run",
         f"http://{HOST}:{port}/a.safetensors?X-Amz-Signature={SECRET}&X-Amz-Date=1",
+        f"http://{HOST}:{port}/a step?token={SECRET}",
         f"ftp://me:{SECRET}@{HOST}:{port}/run",
         f"nothing://me:{SECRET}@{HOST}/run",
     ]
