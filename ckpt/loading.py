@@ -20,8 +20,7 @@ from ckpt.budget import memory_budget
 from ckpt.errors import ArgumentTypeError, StoreError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
-from ckpt.live.address import is_live
-from ckpt.live.follow import one_version
+from ckpt.live.address import is_live, is_newest, parse
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.casting import Casting, casting_of
 from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
@@ -270,9 +269,7 @@ class _LoadOptions:
 def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loaded:
     """Fills the target from one checkpoint. All ranks call this; communicates."""
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
-        url = one_version(ranks, url, options.storage)
-        opening = partial(_matched, ranks, url, state, options, stack)
-        matched, agreed = ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
+        matched, agreed = _agreed_source(ranks, os.fspath(url), state, options, stack)
         plans, budget = _agreed_plans(ranks, matched, agreed, options)
         run = _Run(ranks, matched, plans, options, budget)
         with failed_elsewhere(run.names):
@@ -283,6 +280,24 @@ def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loade
             if unverified or not told.same[0]:  # all ranks know whether one has unverified tensors
                 ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)
         return Loaded(loaded, frozenset(run.names))
+
+
+def _agreed_source(
+    ranks: Ranks, url: str, state: object, options: _LoadOptions, stack: ExitStack
+) -> tuple[_Matched, Agreement]:
+    """Opens the checkpoint on all ranks until `stack` ends, and compares what they found.
+
+    All ranks call this. Communicates. If a version of a live state is published meanwhile, the
+    ranks open different ones, each the newest; all of them then open that of rank 0.
+    """
+    opening = partial(_matched, ranks, url, state, options, stack)
+    matched, agreed = ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
+    if agreed.same[-1] or not is_newest(url):
+        return matched, agreed
+    version = parse(matched.source.url).version
+    version = int(ranks.broadcast(str(version).encode()))
+    opening = partial(_matched, ranks, str(parse(url).at(version)), state, options, stack)
+    return ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
 
 
 class _Plans(NamedTuple):
@@ -339,6 +354,9 @@ def _matched(
     """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
     budget = memory_budget()
     source = stack.enter_context(open_source(url, options.storage))
+    if is_newest(source.url):
+        version = parse(source.store.url).version
+        source = replace(source, url=str(parse(source.url).at(version)))
     source = replace(source, catalog=wanted(source.catalog, state))
     if options.changes.mappings:
         source = replace(source, catalog=options.changes.applied(source).catalog)

@@ -66,6 +66,11 @@ def is_one_version(url: str) -> bool:
     return is_live(url) and parse(url).version is not None
 
 
+def is_newest(url: str) -> bool:
+    """Whether the URL means the newest version of a live state."""
+    return is_live(url) and parse(url).version is None
+
+
 def parse(url: str) -> LiveUrl:
     """Returns the parts of an address. Raises ArgumentError if it is not one.
 

@@ -4,7 +4,7 @@ Rules:
 
 1. Only processes of the server's user may connect: the system says who they are.
 2. A connection has one request at a time. Its end is an event: an owner has gone, or a reader has
-   given back its descriptors.
+   given back its descriptors and its leases.
 3. A connection that neither owns a name nor holds a version counts as silent between requests.
 """
 
@@ -22,6 +22,7 @@ from ckpt.live.datagrams import close_all, receive_message, send_message
 from ckpt.live.host import Host
 from ckpt.live.memory_file import memory_file
 from ckpt.live.protocol import (
+    MOST_DESCRIPTORS,
     MOST_SECONDS,
     STALL_SECONDS,
     Commit,
@@ -34,7 +35,7 @@ from ckpt.live.protocol import (
     Remove,
     Request,
     Retire,
-    Segment,
+    Take,
     Versions,
     files_json,
     json_bytes,
@@ -53,6 +54,8 @@ class _Client:
     owns: list[str] = field(default_factory=list)
     got: set[tuple[str, int]] = field(default_factory=set)
     """The versions of which the reader has descriptors."""
+    leases: list[tuple[str, str]] = field(default_factory=list)
+    """The names and keys of the leases that end with the connection."""
 
 
 class ControlServer:
@@ -76,6 +79,8 @@ class ControlServer:
         finally:
             self._clients.discard(client)
             wire.close()  # before others hear of it
+            for name, key in client.leases:
+                self._host.released(name, [key])
             for name in client.owns:
                 self._host.disowned(name)
 
@@ -114,6 +119,8 @@ class ControlServer:
             raise RefusedError("protocol", "only put comes with descriptors")
         if isinstance(request, Get):
             return self._get(client, request)
+        if isinstance(request, Take):
+            return self._take(client, request)
         if isinstance(request, Retire):
             return {"ok": {"overdue": await self._retire(request)}}, ()
         return {"ok": self._changed(client, request)}, ()
@@ -143,16 +150,45 @@ class ControlServer:
         descriptors.clear()
 
     def _get(self, client: _Client, request: Get) -> Answer:
-        if not is_token(request.token, self._host.token):
-            raise RefusedError("token", "the token is wrong: the publisher's url has it")
-        key = (request.name, request.version, request.file)
-        self._host.table.find(*key)
-        parts = self._host.files[key].parts
+        self._check_token(request.token)
+        self._host.table.find(request.name, request.version, request.file)
+        segments, used = self._segments(request.name, request.version, request.file)
         client.got.add((request.name, request.version))
-        used = tuple(dict.fromkeys(one.descriptor for one in parts))
-        told = [Segment(used.index(one.descriptor), one.offset, one.nbytes) for one in parts]
-        segments = [[one.descriptor, one.offset, one.nbytes] for one in told]
         return {"ok": {"segments": segments}}, used
+
+    def _take(self, client: _Client, request: Take) -> Answer:
+        """Answers with a lease, and with descriptors of as many files as one message can have."""
+        self._check_token(request.token)
+        name, host = request.name, self._host
+        if request.address != host.address:
+            raise RefusedError("unknown", f"{name} has the address {host.address} here")
+        key, lease = host.leased(name, request.which)
+        client.leases.append((name, key))
+        client.got.add((name, lease.version))
+        here: dict[str, object] = {}
+        descriptors: list[int] = []
+        for file in lease.files:
+            if (name, lease.version, file) in host.files:
+                segments, used = self._segments(name, lease.version, file, len(descriptors))
+                if len(descriptors) + len(used) <= MOST_DESCRIPTORS:
+                    here[file] = segments
+                    descriptors += used
+        found = {"lease": key, "version": lease.version, "seconds": lease.seconds}
+        files = {"server": host.server, "files": files_json(lease.files), "here": here}
+        return {"ok": {**found, **files}}, tuple(descriptors)
+
+    def _segments(
+        self, name: str, version: int, file: str, first: int = 0
+    ) -> tuple[list[list[int]], tuple[int, ...]]:
+        """Returns the segments of a file, by positions from `first` on, and the descriptors."""
+        parts = self._host.files[name, version, file].parts
+        used = tuple(dict.fromkeys(one.descriptor for one in parts))
+        at = {descriptor: first + place for place, descriptor in enumerate(used)}
+        return [[at[one.descriptor], one.offset, one.nbytes] for one in parts], used
+
+    def _check_token(self, token: str) -> None:
+        if not is_token(token, self._host.token):
+            raise RefusedError("token", "the token is wrong: the publisher's url has it")
 
     async def _retire(self, request: Retire) -> bool:
         table, (name, version) = self._host.table, (request.name, request.version)

@@ -6,14 +6,13 @@ Rank 0 asks the server, which answers once there is a newer version. All ranks m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NotACheckpointError, WaitTimeoutError
-from ckpt.live.address import LiveUrl, is_live, parse
+from ckpt.errors import WaitTimeoutError
+from ckpt.live.address import LiveUrl, parse
 from ckpt.stores.live_store import LiveStore
 from ckpt.stores.store import Options
 from sharding.agreement.ranks import Ranks, result_or_error
@@ -82,30 +81,6 @@ def follow(
     if timeout is not None and not (is_number and 0 <= timeout < float("inf")):
         raise ArgumentError(f"timeout is {timeout!r}, not a number of seconds from 0")
     return _versions(address, -1 if after is None else after, group, timeout, storage_options)
-
-
-def one_version(ranks: Ranks, url: str | os.PathLike[str], options: Options) -> str:
-    """Returns the URL, with the version that rank 0 finds newest if it is of a live state.
-
-    All ranks call this. Communicates only for a live state without a version.
-    """
-    text = os.fspath(url)
-    address = parse(text) if is_live(text) else None
-    if address is None or address.version is not None:
-        return text
-    results, error = result_or_error(lambda: _newest(text, options) if ranks.rank == 0 else 0)
-    told = ranks.agree("choosing the version", error, number=results[0] if results else 0)
-    return str(address.at(told.number))
-
-
-def _newest(url: str, options: Options) -> int:
-    with LiveStore(url, options or {}) as store:
-        newest = store.news().newest
-        if newest is None:
-            raise NotACheckpointError(
-                f"{store.url}: it has no version yet: wait for one with ckpt.follow"
-            )
-        return newest
 
 
 def _versions(

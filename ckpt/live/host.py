@@ -13,7 +13,7 @@ from time import monotonic
 from ckpt.live.http_server import HttpConnection
 from ckpt.live.memory_file import MemoryFile
 from ckpt.live.protocol import Address
-from ckpt.live.table import Forgotten, Table
+from ckpt.live.table import Forgotten, Table, VersionLease
 
 START_SECONDS = 30.0
 """The time in which a new server must get an owner."""
@@ -76,6 +76,19 @@ class Host:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(at, self.changed)
+
+    def leased(self, name: str, version: int | None) -> tuple[str, VersionLease]:
+        """Takes a lease on a version, or on the newest one; returns its key too."""
+        key = secrets.token_hex(8)
+        lease = self.table.lease(name, version, key, monotonic())
+        self.due_in(lease.seconds)
+        return key, lease
+
+    def released(self, name: str, keys: Iterable[str]) -> None:
+        """Ends leases whose reader has all bytes that it wants."""
+        for key in keys:
+            self.table.release(name, key)
+        self.changed()
 
     def disowned(self, name: str) -> None:
         """Takes notice that the connection of an owner has ended."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from ckpt.live.protocol import (
     Request,
     Retire,
     Segment,
+    Take,
     VersionInfo,
     Versions,
     address_of,
@@ -82,18 +84,33 @@ class HostOptions:
 class HostServer:
     """A connection to the server of one name on this host."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, seconds: float = ANSWER_SECONDS) -> None:
+        """`seconds` is the longest wait for an answer."""
         self.name = name
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._path = runtime.socket_path(name)
-        self._connection = runtime.connect(self._path, ANSWER_SECONDS)
+        self._connection = runtime.connect(self._path, seconds)
         _OPEN.add(self)
-        found, _ = self._ask(Hello())
-        self.address: Address = address_of("address", found["address"])
-        """Where readers of other hosts connect."""
-        self.server: str = found["server"]
+
+    @cached_property
+    def _hello(self) -> dict[str, Any]:
+        return self._ask(Hello())[0]
+
+    @property
+    def address(self) -> Address:
+        """The place where readers of other hosts connect."""
+        return address_of("address", self._hello["address"])
+
+    @property
+    def server(self) -> str:
         """The identity of this server: no other has it, before or after."""
-        self.pid: int = found["pid"]
+        return str(self._hello["server"])
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return int(self._hello["pid"])
 
     @classmethod
     def start(
@@ -134,9 +151,9 @@ class HostServer:
         return cls(name)
 
     @classmethod
-    def attach(cls, name: str) -> Self:
+    def attach(cls, name: str, seconds: float = ANSWER_SECONDS) -> Self:
         """Connects to the server of a name. Raises UnreachableError if none runs on this host."""
-        return cls(name)
+        return cls(name, seconds)
 
     def own(self, keep_seconds: float = 0.0) -> None:
         """Owns the name until this connection ends, or the process with it.
@@ -184,6 +201,25 @@ class HostServer:
         found, descriptors = self._ask(Get(self.name, version, file, token))
         told = segments_of("segments", found["segments"])
         return tuple(replace(one, descriptor=descriptors[one.descriptor]) for one in told)
+
+    def take(
+        self, which: int | None, address: Address, token: str
+    ) -> tuple[dict[str, Any], dict[str, tuple[Segment, ...]]]:
+        """Takes a lease on a version, or on the newest one, that ends with this connection.
+
+        Returns the answer, as that of a lease by HTTP, and the segments of files on this host (see
+        `get`); others may be here too. Refused unless the server has this address.
+        """
+        found, descriptors = self._ask(Take(self.name, which, address, token))
+        try:
+            here = {file: segments_of(file, told) for file, told in found.pop("here").items()}
+            return found, {
+                file: tuple(replace(one, descriptor=descriptors[one.descriptor]) for one in told)
+                for file, told in here.items()
+            }
+        except BaseException:
+            close_all(descriptors)
+            raise
 
     def versions(self) -> dict[int, VersionInfo]:
         """Returns the versions on this server, also those without a commit."""
@@ -234,13 +270,13 @@ class HostServer:
     ) -> tuple[bytes, list[int]]:
         """Returns the answer to a message. An error closes the connection (the next is in step)."""
         try:
-            self._connection.settimeout(seconds + ANSWER_SECONDS)
+            self._connection.settimeout(seconds + self._seconds)
             send_message(self._connection, message, descriptors)
             data, received = receive_message(self._connection)
         except TimeoutError as error:
             self.close()
             raise StoreTimeoutError(
-                f"{self._path}: the server gave no answer within {seconds + ANSWER_SECONDS} s"
+                f"{self._path}: the server gave no answer within {seconds + self._seconds:g} s"
             ) from error
         except OSError as error:
             self.close()

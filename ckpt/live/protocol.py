@@ -216,6 +216,18 @@ class Get:
 
 
 @dataclass(frozen=True, slots=True)
+class Take:
+    """Takes a lease, which ends with this connection; asks for descriptors of all files here."""
+
+    name: str
+    which: int | None
+    """The version; None for the newest one."""
+    address: Address
+    """The server's address, as the reader knows it."""
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Versions:
     """Asks for all versions of a name."""
 
@@ -230,7 +242,7 @@ class Remove:
     wait_seconds: float
 
 
-Request: TypeAlias = Hello | Own | Put | Commit | Retire | Drop | Get | Versions | Remove
+Request: TypeAlias = Hello | Own | Put | Commit | Retire | Drop | Get | Take | Versions | Remove
 _REQUESTS: Mapping[str, type] = {
     "hello": Hello,
     "own": Own,
@@ -239,6 +251,7 @@ _REQUESTS: Mapping[str, type] = {
     "retire": Retire,
     "drop": Drop,
     "get": Get,
+    "take": Take,
     "versions": Versions,
     "remove": Remove,
 }
@@ -315,6 +328,11 @@ def version_in(what: str, value: object) -> int:
     return value
 
 
+def version_or_newest(what: str, value: object) -> int | None:
+    """Returns the version in a message, or None for the newest one. Raises RefusedError."""
+    return None if value is None else version_in(what, value)
+
+
 def file_of(what: str, value: object) -> str:
     """Returns the name of a file in a message. Raises RefusedError."""
     if not isinstance(value, str) or not FILE.fullmatch(value):
@@ -387,6 +405,8 @@ def _wrong(what: str, value: object, wanted: str) -> RefusedError:
 _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "name": _name,
     "version": version_in,
+    "which": version_or_newest,
+    "address": address_of,
     "file": file_of,
     "segments": segments_of,
     "files": files_of,
@@ -400,7 +420,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
 
 def _plain(value: object) -> object:
     """Returns the value of a request's field in the form of messages."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and all(isinstance(one, Segment) for one in value):
         return [[one.descriptor, one.offset, one.nbytes] for one in value]
     if isinstance(value, dict) and any(isinstance(one, FileAt) for one in value.values()):
         return files_json(value)

@@ -14,7 +14,6 @@ Every request needs the token.
 from __future__ import annotations
 
 import math
-import secrets
 from time import monotonic
 
 from ckpt.live.address import FILE, NAME, version_of
@@ -26,7 +25,7 @@ from ckpt.live.protocol import (
     address_of,
     files_json,
     object_of,
-    version_in,
+    version_or_newest,
 )
 from ckpt.live.pull import COPY, pull
 from ckpt.live.ranges import file_answer
@@ -89,8 +88,7 @@ class LiveApp:
             raise RefusedError("unknown", f"{request.path:.200}: the form is /NAME/leases/ID")
         _only(request, "POST", "DELETE")
         if request.method == "DELETE":
-            self._table.release(name, rest[0])
-            self._host.changed()
+            self._host.released(name, rest)
             return json_answer({})
         version = self._table.renew(name, rest[0], monotonic())
         return json_answer({"version": version, "seconds": self._table.lease_seconds})
@@ -99,10 +97,7 @@ class LiveApp:
         body = object_of(request.body, "the body")
         if set(body) != {"version"}:
             raise RefusedError("protocol", 'the body of a lease is {"version": number or null}')
-        version = None if body["version"] is None else version_in("version", body["version"])
-        key = secrets.token_hex(8)
-        lease = self._table.lease(name, version, key, monotonic())
-        self._host.due_in(lease.seconds)
+        key, lease = self._host.leased(name, version_or_newest("version", body["version"]))
         found = {"lease": key, "version": lease.version, "seconds": lease.seconds}
         return json_answer({**found, **self._place(), "files": files_json(lease.files)})
 

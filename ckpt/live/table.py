@@ -201,7 +201,8 @@ class Table:
         if version is None:
             version = self.newest(name)[0]
             if version is None:
-                raise RefusedError("unknown", f"{name} has no version yet")
+                text = f"{name} has no version yet: wait for one with ckpt.follow"
+                raise RefusedError("unknown", text)
         one = found.versions.get(version)
         if one is None or one.phase is not Phase.COMPLETE:
             raise self._missing(found, name, version, one)

@@ -39,9 +39,8 @@ class NewsAnswer:
     """The ID of the server that answers."""
 
 
-def lease_in(answer: Answer, where: str) -> LeaseAnswer:
-    """Returns the lease in an answer. Raises ProtocolError."""
-    found = json_of(answer, where)
+def lease_in(found: Mapping[str, object], where: str) -> LeaseAnswer:
+    """Returns the lease in the object of an answer. Raises ProtocolError."""
 
     def checked() -> LeaseAnswer:
         return LeaseAnswer(

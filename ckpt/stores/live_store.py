@@ -3,7 +3,8 @@
 Rules:
 
 1. The first read takes a lease from the home server, on the version of the URL or on the newest.
-   All reads of the store are of this version. `close` gives the lease back.
+   All reads of the store are of this version. `close` gives the lease back. A home on this host
+   gives the lease over its Unix socket, with the descriptors of its files.
 2. A lease ends if the store reads nothing for a while. The next read then takes another one on the
    same version. Once the version is retired, reads raise VersionGoneError with the newest version.
 3. Files of a server on this host are read from its memory (`ckpt.stores.shared_files`), others by
@@ -23,16 +24,31 @@ from errno import ENOENT
 from time import monotonic
 from typing import Any
 
-from ckpt.errors import NotACheckpointError, StoreError, UnreachableError, VersionGoneError
+from ckpt.errors import (
+    NotACheckpointError,
+    StoreError,
+    StoreTimeoutError,
+    UnreachableError,
+    VersionGoneError,
+)
 from ckpt.live.address import parse, version_of
 from ckpt.live.process import HostServer
-from ckpt.live.protocol import Address, FileAt
-from ckpt.stores.http_client import Answer, HttpClient, HttpOptions, Place, past_end, path_of
+from ckpt.live.protocol import Address, FileAt, Segment
+from ckpt.stores.http_client import (
+    Answer,
+    HttpClient,
+    HttpOptions,
+    Place,
+    json_of,
+    past_end,
+    path_of,
+)
 from ckpt.stores.live_answers import LeaseAnswer, NewsAnswer, lease_in, news_in, refused
 from ckpt.stores.read_only import ReadOnlyStore
 from ckpt.stores.shared_files import SharedFile
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import BESIDE, LOCAL_READ_BYTES, REMOTE_READ_BYTES
+from sharding.errors import CkptError
 
 RENEWALS = 3
 """A lease is renewed once this part of it is over."""
@@ -49,6 +65,8 @@ class _Lease:
     seconds: float
     files: Mapping[str, FileAt]
     renewed: float
+    is_by_socket: bool
+    """Whether the lease ends with the connection to the server on this host."""
     shared: dict[str, SharedFile | None] = field(default_factory=dict)
     """The files that were looked for on this host; None for those of other hosts."""
 
@@ -72,6 +90,7 @@ class LiveStore(ReadOnlyStore):
         self.options: Mapping[str, Any] = self._told.stored()
         self._live = replace(address, token=None)
         self.url = self._live.shown
+        """The address without the token; with the version once the store has its lease."""
         self._home: Address = (address.host, address.port)
         self._clients: dict[Address, HttpClient] = {}
         self._local: HostServer | None = None
@@ -221,6 +240,7 @@ class LiveStore(ReadOnlyStore):
             local.close()
         if lease is not None:  # last: bytes in flight are the server's memory
             lease.shared.clear()
+        if lease is not None and not lease.is_by_socket:
             client = HttpClient(Place(*self._home), replace(self._told, seconds=RELEASE_SECONDS))
             with suppress(StoreError):  # it ends by itself
                 client.ask("DELETE", self._lease_path(lease))
@@ -237,6 +257,7 @@ class LiveStore(ReadOnlyStore):
         with self._lock:
             if self._lease is None:
                 self._lease = self._take(self._live.version)
+                self.url = self._live.at(self._lease.version).shown
             return self._lease
 
     def _renewed(self) -> _Lease:
@@ -251,25 +272,52 @@ class LiveStore(ReadOnlyStore):
         """Renews a lease, or takes another one on the same version (rule 2)."""
         answer = self._client(self._home).ask("POST", self._lease_path(lease))
         if answer.status == http.client.NOT_FOUND:
-            lease.key = self._take(lease.version).key
+            again = self._take(lease.version)
+            lease.key, lease.is_by_socket = again.key, again.is_by_socket
         else:
             self._sound(answer, lease.version)
         lease.renewed = monotonic()
 
     def _take(self, version: int | None) -> _Lease:
-        path, began = path_of(self._live.name, "leases"), monotonic()
+        """Takes a lease on a version, or on the newest one (rule 1)."""
+        began = monotonic()
+        with suppress(OSError):  # none on this host, or no folder for sockets
+            self._local = self._local or HostServer.attach(self._live.name, self._told.seconds)
+        taken = self._taken_here(version)
+        found, here = taken or (self._taken_by_http(version), {})
+        lease = _Lease(
+            found.version, found.key, found.seconds, found.files, began, taken is not None
+        )
+        local = self._local
+        is_here = taken is not None or (local is not None and local.server == found.server)
+        self._looked[self._home] = is_here
+        for name, segments in here.items():
+            lease.shared[name] = SharedFile(segments, local)
+        return lease
+
+    def _taken_here(
+        self, version: int | None
+    ) -> tuple[LeaseAnswer, dict[str, tuple[Segment, ...]]] | None:
+        """Takes a lease from the home server over its socket; None if it is not on this host."""
+        if self._local is None:
+            return None
+        try:
+            found, here = self._local.take(version, self._home, self._told.token or "")
+        except StoreTimeoutError:
+            raise
+        except CkptError:
+            return None  # the answer by HTTP says the same, with the address
+        return lease_in(found, self.url), here
+
+    def _taken_by_http(self, version: int | None) -> LeaseAnswer:
+        path = path_of(self._live.name, "leases")
         answer = self._client(self._home).ask("POST", path, {"version": version})
         try:
-            found: LeaseAnswer = lease_in(self._sound(answer, version), self.url)
+            return lease_in(json_of(self._sound(answer, version), self.url), self.url)
         except NotACheckpointError:
             if version is not None and self._lease is not None:
                 raise VersionGoneError(self.url, version, None) from None  # its publisher has ended
             raise
-        with suppress(OSError):  # none on this host, or no folder for sockets
-            self._local = self._local or HostServer.attach(self._live.name)
-        local = self._local
-        self._looked[self._home] = local is not None and local.server == found.server
-        return _Lease(found.version, found.key, found.seconds, found.files, began)
 
     def _lease_path(self, lease: _Lease) -> str:
         return path_of(self._live.name, "leases", lease.key)

@@ -26,7 +26,7 @@ from ckpt.errors import (
 from ckpt.live import runtime as runtime_module
 from ckpt.live.datagrams import receive_message, send_message
 from ckpt.live.process import HostServer
-from ckpt.live.protocol import MESSAGE_BYTES, FileAt, Segment
+from ckpt.live.protocol import MESSAGE_BYTES, MOST_DESCRIPTORS, FileAt, Segment
 from tests.live.hosts import (
     TOKEN,
     Hosts,
@@ -65,6 +65,67 @@ def test_memory_is_free_for_its_publisher_once_the_reader_has_closed(hosts: Host
             os.close(part.descriptor)
     until(lambda: descriptors_of(server.pid) == before)
     assert server.drop(1, overdue=False) is False
+
+
+def test_a_lease_over_the_socket_comes_with_the_files_and_ends_with_the_connection(
+    hosts: Hosts,
+) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"first", g=b"second")
+    with HostServer.attach("policy") as reader:
+        found, here = reader.take(None, server.address, TOKEN)
+        assert (found["version"], found["server"]) == (1, server.server)
+        assert bytes_of(here) == {"f": b"first", "g": b"second"}
+        assert server.retire(1, wait_seconds=0.05) is True  # its reader has not said a word
+    publish_closed(server, 2, f=b"third")
+    with HostServer.attach("policy") as reader:
+        bytes_of(reader.take(2, server.address, TOKEN)[1])
+    assert server.retire(2, wait_seconds=60) is False
+
+
+def test_a_killed_reader_holds_up_no_publisher(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"1")
+    code = (
+        "import os; from ckpt.live.process import HostServer; "
+        f"HostServer.attach('policy').take(1, {server.address!r}, {TOKEN!r}); "
+        "os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
+    assert server.retire(1, wait_seconds=60) is False
+
+
+def test_a_lease_needs_the_address_and_the_token_of_the_server(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"1")
+    host, port = server.address
+    with HostServer.attach("policy") as reader:
+        with pytest.raises(NotACheckpointError, match="has the address"):
+            reader.take(1, (host, port - 1), TOKEN)
+        with pytest.raises(AccessDeniedError, match="the token is wrong"):
+            reader.take(1, server.address, "another")
+        assert server.retire(1, wait_seconds=60) is False
+
+
+def test_a_lease_has_as_many_descriptors_as_a_message_can_have(hosts: Hosts) -> None:
+    server = hosts.start()
+    files = {f"f{at}": b"%d" % at for at in range(MOST_DESCRIPTORS + 5)}
+    publish_closed(server, 1, **files)
+    with HostServer.attach("policy") as reader:
+        found, here = reader.take(1, server.address, TOKEN)
+        assert found["files"].keys() == files.keys()
+        assert len(here) == MOST_DESCRIPTORS
+        rest = {name: reader.get(1, name, TOKEN) for name in files.keys() - here.keys()}
+        assert bytes_of({**here, **rest}) == files
+
+
+def bytes_of(files: dict[str, tuple[Segment, ...]]) -> dict[str, bytes]:
+    """The bytes of files of one descriptor each, which are closed."""
+    found = {}
+    for name, parts in files.items():
+        found[name] = b"".join(os.pread(p.descriptor, p.nbytes, p.offset) for p in parts)
+        os.close(parts[0].descriptor)
+    return found
 
 
 def test_requests_that_do_not_fit_are_named_errors(hosts: Hosts) -> None:

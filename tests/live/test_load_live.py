@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import ckpt
 from ckpt.stores.replacement_guard import TRIES
 from tests.kept_groups import kept
+from tests.live.hosts import until
 from tests.live.offered import RUNTIME, Offer, offered
 
 ROWS, COLUMNS = 13, 5
@@ -95,6 +96,57 @@ def test_all_ranks_load_the_same_version_while_others_come(
     later.join()
     assert found[0] == found[1] == found[2]
     assert found[0] == sorted(found[0])
+
+
+class _Waiting(os.PathLike[str]):
+    """An address that is known once a path is there."""
+
+    def __init__(self, url: str, path: str) -> None:
+        self.url, self.path = url, path
+
+    def __fspath__(self) -> str:
+        until(lambda: os.path.exists(self.path))
+        return self.url
+
+
+def loads_late(url: str, sockets: str, opened: str, published: str) -> int:
+    """On each rank: the version of a load that rank 1 begins after rank 0 has its lease."""
+    os.environ[RUNTIME] = sockets
+    state = {"model": {"w": shards(torch.float32)}, "step": -1}
+    is_first = dist.get_rank() == 0
+
+    def renamed(name: str) -> str:  # asked once the checkpoint is open
+        if is_first:
+            Path(opened).touch()
+        return name
+
+    ckpt.load(url if is_first else _Waiting(url, published), state, rename=renamed)
+    expected = distribute_tensor(whole(state["step"]), mesh(), [Shard(1)], src_data_rank=None)
+    assert torch.equal(state["model"]["w"].to_local(), expected.to_local())
+    return state["step"]
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_a_rank_that_opens_a_newer_version_loads_the_one_of_rank_0(
+    clusters: Callable[[int], Any],
+    offer: Offer,
+    folders: list[Path],
+    sockets: dict[str, str],
+    place: str,
+    tmp_path: Path,
+) -> None:
+    opened, published = tmp_path / "opened", tmp_path / "published"
+
+    def publish() -> None:
+        until(opened.exists)
+        offer.publish(2, folders[2])
+        published.touch()
+
+    later = Thread(target=publish)
+    later.start()
+    found = clusters(2).run(loads_late, offer.url, sockets[place], str(opened), str(published))
+    later.join()
+    assert found == [1, 1]
 
 
 def cast(url: str, sockets: str) -> bool:

@@ -40,6 +40,7 @@ REQUESTS: st.SearchStrategy[Request] = st.one_of(
     st.builds(protocol.Retire, NAMES, VERSIONS, SECONDS),
     st.builds(protocol.Drop, NAMES, VERSIONS, st.booleans()),
     st.builds(protocol.Get, NAMES, VERSIONS, FILES, TEXTS),
+    st.builds(protocol.Take, NAMES, st.none() | VERSIONS, ADDRESSES, TEXTS),
     st.builds(protocol.Versions, NAMES),
     st.builds(protocol.Remove, NAMES, SECONDS),
 )
