@@ -273,11 +273,14 @@ def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loade
         plans, budget = _agreed_plans(ranks, matched, agreed, options)
         run = _Run(ranks, matched, plans, options, budget)
         with failed_elsewhere(run.names):
-            unverified, told = ranks.run_and_compare("loading", run.read, lambda count: (count,), 1)
+            (unverified, installs), told = ranks.run_and_compare("loading", run.read, tuple, 2)
             if plans.exchanged:
                 ranks.run_on_all("exchanging elements that were read", run.exchange)
-            loaded = ranks.run_on_all("installing the loaded state", run.install)
-            if unverified or not told.same[0]:  # all ranks know whether one has unverified tensors
+            if installs or not told.same[1]:  # all ranks know whether one has something to install
+                loaded = ranks.run_on_all("installing the loaded state", run.install)
+            else:
+                loaded = run.install()
+            if unverified or not told.same[0]:  # and whether one has unverified tensors
                 ranks.run_on_all("naming unverified tensors", run.warn_of_unverified)
         return Loaded(loaded, frozenset(run.names))
 
@@ -445,8 +448,11 @@ class _Run:
         self.names = plans.tensors.names
         """The tensors that this load fills on this rank."""
 
-    def read(self) -> int:
-        """Reads from files. Returns the number of tensors that were not fully verified."""
+    def read(self) -> tuple[int, int]:
+        """Reads from files.
+
+        Returns the number of tensors that were not fully verified, and whether to install anything.
+        """
         preflight, tensors = self._plans.preflight, self._plans.tensors
         self._sums.expect([*preflight.requests, *tensors.requests])
         self._run.read(preflight, self._source, self._stage_bytes)
@@ -456,7 +462,7 @@ class _Run:
             will_change(self._match.targets[item.target].given)
         self._run.read(tensors, self._source, self._stage_bytes)
         self._ranks.count(tensors.nbytes)
-        return len(self._sums.unverified)
+        return len(self._sums.unverified), int(self._match.installs)
 
     def exchange(self) -> None:
         """Exchanges elements between replicas. All ranks call this; communicates."""

@@ -97,6 +97,7 @@ def match(
         builder.own_names,
         selection.idle([*names, *builder.own_names]),
         install,
+        matcher.installs,
     )
 
 
@@ -111,6 +112,8 @@ class _Matcher:
         self._lacking: dict[str, object] = {}
         self._keep: list[object] = []
         """The tensors of all keys of `_filled` and `_lacking`: a freed identity could be reused."""
+        self.installs = False
+        """Whether an installer of a walked node changes anything."""
 
     def walk(self, node: object, path: str) -> Installer:
         """Matches one node of the target, at a path."""
@@ -121,12 +124,15 @@ class _Matcher:
             return self._array(node, path)
         if isinstance(node, nn.Module):
             return self._module(node, path)
+        if isinstance(node, list | tuple) and _holds_target(node):
+            return self._sequence(node, path)
+        if type(node) is dict and node:
+            return self._mapping(node, path)
+        self.installs = True
         if isinstance(node, Optimizer):
             return match_optimizer(self._builder, node, self._parameters.of(node), path)
         if isinstance(node, Mapping) and node:
             return self._mapping(node, path)
-        if isinstance(node, list | tuple) and _holds_target(node):
-            return self._sequence(node, path)
         if isinstance(node, PerRank):
             return match_per_rank(self._builder, node, path)
         if isinstance(node, Stateful) and not isinstance(node, type | Mapping):
@@ -192,6 +198,7 @@ class _Matcher:
         if torch_can_share(array):
             self._tensor(torch.from_numpy(array), path or ROOT)
             return lambda: array
+        self.installs = True
         copy = array.copy()
         self._tensor(torch.from_numpy(copy), path or ROOT)
 
@@ -218,6 +225,7 @@ class _Matcher:
             aliases_only &= is_tensor or isinstance(value, LocalPart)
         if aliases_only and not _customised(module):
             return lambda: module  # the reads fill the parameters and buffers themselves
+        self.installs = True
         original = {clean_name(key): key for key in state_dict_names(unwrapped(module))}
 
         def install() -> object:

@@ -65,6 +65,8 @@ class Match:
     """Parts of the selection that choose no name of the checkpoint or of this target."""
     install: Installer
     """Sets values and calls `load_state_dict`s after the reads; returns the target."""
+    installs: bool
+    """Whether `install` changes anything: False if the target has tensors alone."""
 
 
 @dataclass
