@@ -53,10 +53,10 @@ LOAD: Where = {
         "formats.native.reader:open_shard",
         "formats.native.opened_shard:first_chunks",
     ),
-    "matching names": ("ckpt.loading:match", "ckpt.loading:Saved"),
+    "matching names": ("ckpt.load_agreement:match", "ckpt.load_agreement:Saved"),
     "waiting for and telling other ranks": RANKS,
     "planning requests": (
-        "ckpt.loading:plan_load",
+        "ckpt.load_agreement:plan_load",
         "ckpt.transfer.read:byte_ranges_of",
     ),
     "reading": ("ckpt.stores.local_store:LocalStore.read_into",),

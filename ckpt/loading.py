@@ -8,59 +8,46 @@ get their state last, by their own `load_state_dict`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from warnings import warn
 
 from ckpt.arguments import CastingRule, ReplicaReads, UnchangedReads, check_order, check_word
-from ckpt.budget import memory_budget
-from ckpt.errors import ArgumentTypeError, StoreError, UnverifiedWarning
+from ckpt.errors import ArgumentTypeError, UnverifiedWarning
 from ckpt.fallback import Loaded, Url, load_or_older
 from ckpt.garbage import collected_later
-from ckpt.live.address import is_live, is_newest, parse
+from ckpt.live.address import is_live
+from ckpt.load_agreement import TO_USER, LoadOptions, Matched, Plans, agreed_plans, agreed_source
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.casting import Casting, casting_of
-from ckpt.match.fitting import check_fits, check_preflight_scalars, differences, fingerprints
-from ckpt.match.match import match
-from ckpt.match.match_builder import Match
+from ckpt.match.fitting import check_preflight_scalars
 from ckpt.match.selection import Selection
-from ckpt.match.wanted import wanted
-from ckpt.plan.load_plan import LoadPlan, LoadPolicy, plan_load
-from ckpt.plan.read_plan import BoxCopies
-from ckpt.sources import Source, open_source
+from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
 from ckpt.state.memory import will_change
 from ckpt.state.patterns import Rename
-from ckpt.state.saved import Saved
 from ckpt.stores.store import Options
 from ckpt.transfer.read import ReadPolicy
 from ckpt.transfer.record_sums import RecordSums, Verify, checked_verify
 from ckpt.transfer.run import FileSource, LoadRun, failed_elsewhere, half_loaded
-from ckpt.transfer.shared_targets import SharedTargets
 from ckpt.transfer.unchanged import Unchanged
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES, REMOTE_READ_BYTES
+from formats.storage import LOCAL_READ_BYTES
 from sharding.agreement.channel import TIMEOUT_SECONDS
-from sharding.agreement.ranks import HASH_BITS, Ranks, result_or_error
+from sharding.agreement.ranks import Ranks, result_or_error
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from sharding.agreement.ranks import Agreement, Group
+    from sharding.agreement.ranks import Group
 
 __all__ = ["load"]
 
 S = TypeVar("S")
 
 Patterns = str | Sequence[str]
-TO_USER = 9
-"""The stack level, in `check_fits`, of the program that called `ckpt.load`."""
 CALL = "ckpt.load"
 """The name of this call for the other ranks."""
-MATCHING = "matching the checkpoint with the target"
-PLANNING = "planning to load"
 
 
 def load(
@@ -163,12 +150,12 @@ def load(
     ranks = Ranks(group, timeout)
     own_group = None if isinstance(group, str) else group  # of one process: no tensor travels
 
-    def checked() -> _LoadOptions:
+    def checked() -> LoadOptions:
         check_order(CALL, url, state)
         _check_fallback(fallback)
         check_word("replicas", replicas, get_args(ReplicaReads))
         check_word("unchanged", unchanged, get_args(UnchangedReads))
-        return _LoadOptions(
+        return LoadOptions(
             strict=strict,
             changes=Changes(mapping=mapping, parameters=parameters),
             rename=rename,
@@ -212,7 +199,7 @@ def load_first(
     """
     ranks = Ranks(group, timeout)
     held = None if isinstance(group, str) else group
-    options = _LoadOptions(group=held, storage=storage_options, by_host=True)
+    options = LoadOptions(group=held, storage=storage_options, by_host=True)
     once = partial(_load, ranks, state=state, options=options)
     return load_or_older(ranks, urls[0], urls[1:], once, storage_options)[1]
 
@@ -232,7 +219,7 @@ def load_partly(
     `allows_missing` the target may have more names as well. Raises as `load` does.
     """
     forgiven = frozenset(("unexpected", "missing") if allows_missing else ("unexpected",))
-    options = _LoadOptions(
+    options = LoadOptions(
         casting=Casting.UNSAFE,
         verify=verify,
         group=None if isinstance(group, str) else group,
@@ -244,34 +231,13 @@ def load_partly(
     load_or_older(ranks, url, False, once, storage_options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LoadOptions:
-    """The arguments of a load, checked."""
-
-    strict: bool = True
-    changes: Changes = field(default_factory=Changes)
-    """The mappings."""
-    rename: Rename | None = None
-    selection: Selection = field(default_factory=partial(Selection.of, None, None))
-    casting: Casting | None = None
-    verify: Verify = True
-    group: ProcessGroup | None = None
-    progress: Progress | None = None
-    replicas: str = "auto"
-    unchanged: str = "auto"
-    storage: Options = None
-    by_host: bool = False
-    """Whether hosts may open folders of their own, with the files of one save."""
-    forgiven: frozenset[str] = frozenset()
-    """The kinds of differences, of `Difference.problem`, that do not count."""
-
-
-def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loaded:
+def _load(ranks: Ranks, url: Url, state: object, options: LoadOptions) -> Loaded:
     """Fills the target from one checkpoint. All ranks call this; communicates."""
     with ranks.call(CALL), collected_later(), ExitStack() as stack:
-        matched, agreed = _agreed_source(ranks, os.fspath(url), state, options, stack)
-        plans, budget = _agreed_plans(ranks, matched, agreed, options)
-        run = _Run(ranks, matched, plans, options, budget)
+        matched, agreed = agreed_source(ranks, os.fspath(url), state, options, stack)
+        plans, budget = agreed_plans(ranks, matched, agreed, options)
+        share = matched.share if agreed.same[-2] else NOTHING_SHARED
+        run = _Run(ranks, matched, plans, options, budget, share)
         with failed_elsewhere(run.names):
             (unverified, installs), told = ranks.run_and_compare("loading", run.read, tuple, 2)
             if plans.exchanged:
@@ -285,155 +251,17 @@ def _load(ranks: Ranks, url: Url, state: object, options: _LoadOptions) -> Loade
         return Loaded(loaded, frozenset(run.names))
 
 
-def _agreed_source(
-    ranks: Ranks, url: str, state: object, options: _LoadOptions, stack: ExitStack
-) -> tuple[_Matched, Agreement]:
-    """Opens the checkpoint on all ranks until `stack` ends, and compares what they found.
-
-    All ranks call this. Communicates. If a version of a live state is published meanwhile, the
-    ranks open different ones, each the newest; all of them then open that of rank 0.
-    """
-    opening = partial(_matched, ranks, url, state, options, stack)
-    matched, agreed = ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
-    if agreed.same[-1] or not is_newest(url):
-        return matched, agreed
-    version = parse(matched.source.url).version
-    version = int(ranks.broadcast(str(version).encode()))
-    opening = partial(_matched, ranks, str(parse(url).at(version)), state, options, stack)
-    return ranks.run_and_compare(MATCHING, opening, _Matched.fingerprints, 4)
-
-
-class _Plans(NamedTuple):
-    """The plans of one load on this rank."""
-
-    preflight: LoadPlan
-    """Reads and checks scalars before the load changes the target."""
-    tensors: LoadPlan
-    exchanged: bool
-    """Whether replicas exchange the elements that they read; equal on all ranks."""
-
-    def fingerprints(self) -> tuple[int]:
-        """Returns the fingerprint of the exchanges, for `Ranks.run_and_compare`."""
-        return (self.tensors.fingerprint >> (64 - HASH_BITS),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Matched:
-    """An opened checkpoint and its match with the target, on one rank."""
-
-    source: Source
-    match: Match
-    budget: int
-    """Bytes of memory that this rank's load may take beside the target."""
-    exchanges: bool
-    """Whether replicas exchange the elements that they read."""
-    plans: _Plans | None
-    """Made at once if this rank finds no difference and nothing is exchanged."""
-    by_host: bool
-
-    def fingerprints(self) -> tuple[int, int, int, int]:
-        """Returns those of the names, the selection, the presence of plans, and the checkpoint."""
-        source = self.source.attempt if self.by_host else self.source.fingerprint
-        return (*fingerprints(self.match), int(self.plans is not None), source)
-
-    def plan(self, ranks: Ranks, exchanges: bool) -> _Plans:
-        """Returns this rank's plans. Raises HoleError, and CorruptError for files that it opens."""
-        catalog, copies, store = self.source.catalog, BoxCopies(), self.source.store
-        alone = LoadPolicy(self.budget // 2)
-        is_far = store.read_bytes > LOCAL_READ_BYTES
-        most = min(REMOTE_READ_BYTES, self.budget // 3)  # three such buffers exist
-        policy = LoadPolicy(self.budget // 2, True, most if is_far else 0) if exchanges else alone
-        planned = partial(plan_load, catalog=catalog, world=ranks.mesh, rank=ranks.global_rank)
-        return _Plans(
-            planned(self.match.preflight_scalars, policy=alone, copies=copies),
-            planned(self.match.items, policy=policy, copies=copies),
-            exchanges,
-        )
-
-
-def _matched(
-    ranks: Ranks, url: Url, state: object, options: _LoadOptions, stack: ExitStack
-) -> _Matched:
-    """Opens the checkpoint until `stack` ends and matches it with the target. Changes nothing."""
-    budget = memory_budget()
-    source = stack.enter_context(open_source(url, options.storage))
-    if is_newest(source.url):
-        version = parse(source.store.url).version
-        source = replace(source, url=str(parse(source.url).at(version)))
-    source = replace(source, catalog=wanted(source.catalog, state))
-    if options.changes.mappings:
-        source = replace(source, catalog=options.changes.applied(source).catalog)
-    saved = Saved(source.catalog, options.rename)
-    found = match(saved, state, options.selection, ranks.mesh, options.casting)
-    if options.forgiven:
-        counted = [each for each in found.differences if each.problem not in options.forgiven]
-        unexpected = [] if "unexpected" in options.forgiven else found.unexpected
-        found = replace(found, differences=counted, unexpected=unexpected)
-    shared = SharedTargets(
-        source.store, source.catalog, found.targets, ranks.global_rank, budget // 2, options.verify
-    )
-    found.differences.extend(shared.differences(found.shared))
-    exchanges = _are_exchanged(options.replicas, source) and not ranks.is_single_process
-    matched = _Matched(source, found, budget, exchanges, None, options.by_host)
-    if exchanges or found.differences or found.unexpected or found.idle:
-        return matched
-    # An error recurs when all ranks plan, and then reaches all ranks.
-    plans, _ = result_or_error(partial(matched.plan, ranks, False))
-    return replace(matched, plans=plans[0]) if plans else matched
-
-
-def _are_exchanged(replicas: str, source: Source) -> bool:
-    """Whether replicas exchange the elements that they read.
-
-    "auto" does not exchange on local disks: all ranks of a machine share the page cache, and a copy
-    from it is several times as fast as a message. A server sends, and often charges for, each byte
-    again.
-    """
-    if replicas == "auto":
-        return source.store.read_bytes > LOCAL_READ_BYTES
-    return replicas == "exchange"
-
-
-def _agreed_plans(
-    ranks: Ranks, matched: _Matched, agreed: Agreement, options: _LoadOptions
-) -> tuple[_Plans, int]:
-    """Returns this rank's plans once all ranks have theirs, and the bytes for exchanges.
-
-    All ranks call this. Communicates unless all ranks have planned already.
-    """
-    same_unexpected, same_idle, all_planned, same_source = agreed.same
-    url = matched.source.url
-    if not same_source:
-        raise StoreError(
-            f"{url}: the ranks opened different checkpoints: one was replaced meanwhile, or the "
-            "ranks have different URLs; the target is unchanged: load again"
-        )
-    if matched.plans is not None and all_planned:  # so no rank has found a difference
-        return matched.plans, matched.budget
-    found = differences(ranks, matched.match, same_unexpected, same_idle)
-    check = partial(check_fits, url, found, options.strict, ranks.rank == 0, stacklevel=TO_USER)
-    checking = partial(_checked_plans, matched, ranks, check)
-    plans, told = ranks.run_and_compare(
-        PLANNING, partial(checking, matched.exchanges), _Plans.fingerprints, 1, matched.budget
-    )
-    if not told.same[0]:
-        plans = ranks.run_on_all(PLANNING, partial(checking, False))
-    return plans, told.number
-
-
-def _checked_plans(
-    matched: _Matched, ranks: Ranks, check: Callable[[], None], exchanges: bool
-) -> _Plans:
-    """Returns the plans, unless `check` raises an error."""
-    check()
-    return matched.plan(ranks, exchanges)
-
-
 class _Run:
     """The part of a load that changes the target."""
 
     def __init__(
-        self, ranks: Ranks, matched: _Matched, plans: _Plans, options: _LoadOptions, budget: int
+        self,
+        ranks: Ranks,
+        matched: Matched,
+        plans: Plans,
+        options: LoadOptions,
+        budget: int,
+        share: CheckShare,
     ) -> None:
         """`budget` is in bytes, for exchanges, and equal on all ranks."""
         self._ranks, self._match, self._plans = ranks, matched.match, plans
@@ -442,7 +270,8 @@ class _Run:
         store = matched.source.store
         policy = ReadPolicy.within(self._stage_bytes, store, ranks.world_size)
         is_far_live = is_live(store.url) and store.read_bytes > LOCAL_READ_BYTES
-        policy = replace(policy, unchanged=Unchanged.of(options.unchanged, is_far_live))
+        unchanged = Unchanged.of(options.unchanged, is_far_live)
+        policy = replace(policy, unchanged=unchanged, share=share)
         self._source = FileSource(store, self._sums, policy, options.progress)
         self._run = LoadRun(matched.match.targets, options.group)
         self.names = plans.tensors.names

@@ -90,6 +90,14 @@ def in_place(
     return None if lends is None else lends(name, offset, length)
 
 
+def memory_name(reader: Reader) -> str:
+    """Returns the name of the memory in which all files of a reader lie; empty if they do not.
+
+    Readers with memory of one name see the same bytes.
+    """
+    return str(getattr(reader, "memory_name", ""))
+
+
 Lends = Callable[[str, int, int], "AbstractContextManager[memoryview] | None"]
 """The method of a reader whose files lie in memory."""
 

@@ -510,6 +510,36 @@ MUTATIONS = (
         "live/table",
     ),
     Mutation(
+        "live: a last chunk is compared by each rank that reads it",
+        "if chunk == last or chunk % self.count == self.index:",
+        "if chunk % self.count == self.index:",
+        "ckpt/check_shares",
+    ),
+    Mutation(
+        "live: rows longer than a chunk are compared by each rank",
+        "not 0 < self.periods.get(name, 0) <= size",
+        "name not in self.periods",
+        "ckpt/check_shares",
+    ),
+    Mutation(
+        "live: columns of the checkpoint are compared by each rank",
+        "return all(one.dim < dims for one in cuts)",
+        "return True",
+        "ckpt/check_shares",
+    ),
+    Mutation(
+        "live: ranks that opened other versions open the one of rank 0",
+        "if agreed.same[-1] or not is_newest(url):",
+        "if True:",
+        "live/load_live",
+    ),
+    Mutation(
+        "live: a lease over the socket ends with its connection",
+        "                self._host.released(name, [key])\n",
+        "                pass\n",
+        "live/control",
+    ),
+    Mutation(
         "live: a lease ends at its time",
         "if lease.ends <= now or is_late:",
         "if lease.ends < now or is_late:",

@@ -109,6 +109,13 @@ class LiveStore(ReadOnlyStore):
         return LOCAL_READ_BYTES if is_here else REMOTE_READ_BYTES
 
     @property
+    def memory_name(self) -> str:
+        """The name of the memory of the server on this host, if it has all files; else empty."""
+        lease = self._leased()
+        is_here = all(self._shared(lease, name) is not None for name in lease.files)
+        return f"{self._local.server}/{lease.version}" if is_here and self._local else ""
+
+    @property
     def version(self) -> int:
         """The version that the store reads."""
         return self._leased().version

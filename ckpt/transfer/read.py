@@ -6,7 +6,8 @@ and copies bytes from scratch memory that could not be read directly into their 
 
 Rules:
 
-1. A chunk is verified before its bytes are used. A record with one checksum for all its bytes
+1. A chunk is verified before its bytes are used, or by another rank that reads the same memory
+   (`ckpt.plan.check_shares`). A record with one checksum for all its bytes
    is verified when its last byte is read (`ckpt.transfer.record_sums`).
 2. Files are read in ascending order. A local file is read in parts that stay in the cache until
    they are verified. A server takes time to answer, so its files are read in large parts.
@@ -26,6 +27,7 @@ from mmap import mmap
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt.budget import memory_budget
+from ckpt.plan.check_shares import NOTHING_SHARED, CheckShare
 from ckpt.plan.read_plan import ByteRange, Limits, ReadRequest, byte_ranges_of, groups_of
 from ckpt.transfer.record_sums import Part, RecordSums, Verify, changed
 from ckpt.transfer.unchanged import Unchanged, changed_ranges
@@ -88,6 +90,8 @@ class ReadPolicy:
     workers: int
     limits: Limits
     unchanged: Unchanged = Unchanged.READ
+    share: CheckShare = NOTHING_SHARED
+    """The checksums that this rank compares."""
 
     @classmethod
     def within(cls, budget: int, reader: Reader, ranks_here: int = 1) -> ReadPolicy:
@@ -121,7 +125,7 @@ class RangeReader:
         self._reader = reader
         self._sums = sums
         self._workers, self._limits = policy.workers, policy.limits
-        self._unchanged = policy.unchanged
+        self._unchanged, self._share = policy.unchanged, policy.share
         self._scratch = threading.local()
 
     def run(
@@ -267,10 +271,11 @@ class RangeReader:
         chunks = one.request.extent.chunks
         if first < 0 or chunks is None or not self._sums.verify:
             return
-        wrong = chunks.wrong(first, stored)
-        if wrong is not None:
-            extent, name = one.request.extent, one.request.name
-            raise damaged(self._reader.url, extent, name, chunks[wrong])
+        extent, name = one.request.extent, one.request.name
+        for lo, hi in self._share.runs(name, chunks, first, len(stored)):
+            wrong = chunks.wrong(first + lo // chunks.chunk_bytes, stored[lo:hi])
+            if wrong is not None:
+                raise damaged(self._reader.url, extent, name, chunks[wrong])
 
     def _compare(self, one: ByteRange, part: Part) -> None:
         """Raises if this part was the last of a record that is not as it was written."""

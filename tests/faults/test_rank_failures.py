@@ -40,8 +40,13 @@ STEPS = {
         "ckpt.save_protocol:packed",
         COMMIT,
     ),
-    "load": ("ckpt.loading:match", "ckpt.loading:plan_load", "ckpt.loading:LoadRun.read", INSTALL),
-    "load, exchanging": ("ckpt.loading:plan_load", "ckpt.loading:LoadRun.read"),
+    "load": (
+        "ckpt.load_agreement:match",
+        "ckpt.load_agreement:plan_load",
+        "ckpt.loading:LoadRun.read",
+        INSTALL,
+    ),
+    "load, exchanging": ("ckpt.load_agreement:plan_load", "ckpt.loading:LoadRun.read"),
     "convert": ("ckpt.state_dict:flatten", "sharding.reshard.kinds:_mark"),
     "load a state dict": (
         "ckpt.state_dict:flatten",
@@ -250,7 +255,7 @@ SAMPLE = [
 ]
 DEATHS = [
     ("save", "ckpt.saving:_write", "ends", 0),
-    ("load", "ckpt.loading:match", "ends", 1),
+    ("load", "ckpt.load_agreement:match", "ends", 1),
 ]
 
 

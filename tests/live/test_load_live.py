@@ -149,6 +149,39 @@ def test_a_rank_that_opens_a_newer_version_loads_the_one_of_rank_0(
     assert found == [1, 1]
 
 
+def errors_of_columns(url: str, sockets: str) -> str:
+    """On each rank: the class of the error of a load of a matrix by columns."""
+    os.environ[RUNTIME] = sockets
+    empty = distribute_tensor(torch.zeros(64, 4100), mesh(), [Shard(1)], src_data_rank=None)
+    try:
+        ckpt.load(url, {"w": empty})
+    except ckpt.CkptError as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(("place", "finders"), [("here", 1), ("elsewhere", None)])
+def test_damage_that_one_rank_finds_is_an_error_on_all(
+    clusters: Callable[[int], Any],
+    sockets: dict[str, str],
+    place: str,
+    finders: int | None,
+    tmp_path: Path,
+) -> None:
+    ckpt.save(tmp_path / "c", {"w": torch.rand(64, 4100)})
+    with offered(tmp_path / "c", name=f"damaged-{place}") as one:
+        assert clusters(3).run(errors_of_columns, one.url, sockets[place]) == ["", "", ""]
+        (shard,) = (at for file, at in one.memory[1].items() if file.endswith(".safetensors"))
+        for chunk in range(4):  # each rank finds one, and the first of them another one
+            at = os.fstat(shard).st_size // 2 + chunk * (64 << 10)
+            byte = os.pread(shard, 1, at)
+            os.pwrite(shard, bytes([byte[0] ^ 1]), at)
+            found = clusters(3).run(errors_of_columns, one.url, sockets[place])
+            os.pwrite(shard, byte, at)
+            assert set(found) <= {"DamagedLoadError", "RankError"}, found
+            assert finders is None or found.count("DamagedLoadError") == finders
+
+
 def cast(url: str, sockets: str) -> bool:
     """On each rank: whether a load into bfloat16 by another name is that of the disk."""
     os.environ[RUNTIME] = sockets
