@@ -15,7 +15,7 @@ from formats.errors import *  # noqa: F403 - every error has one list, in its ow
 from formats.errors import CorruptError
 from sharding import errors as root_errors
 from sharding.errors import *  # noqa: F403
-from sharding.errors import CkptError, mixed_content
+from sharding.errors import CkptError, Picklable, mixed_content
 from sharding.url_secrets import without_secrets
 
 __all__ = [
@@ -287,7 +287,7 @@ class Skipped:
     message: str
 
 
-class FallbackWarning(UserWarning):
+class FallbackWarning(Picklable, UserWarning):
     """A checkpoint is not sound, and an older one was used in its place."""
 
     def __init__(self, taken: str, skipped: Sequence[Skipped]) -> None:
@@ -302,15 +302,15 @@ class FallbackWarning(UserWarning):
         )
 
 
-class SaveFailedWarning(UserWarning):
+class SaveFailedWarning(Picklable, UserWarning):
     """A checkpoint of a run was not saved, or not removed. Training goes on."""
 
 
-class ReplicasWarning(UserWarning):
+class ReplicasWarning(Picklable, UserWarning):
     """Replicas of a tensor differ between ranks; those of one rank are stored."""
 
 
-class UnverifiedWarning(UserWarning):
+class UnverifiedWarning(Picklable, UserWarning):
     """Bytes were read without a comparison of checksums, although the format has checksums."""
 
     def __init__(self, url: str, tensors: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ Rules:
 2. A class has one stable `kind`, the word a program may compare: the name of the class without
    `Error`, in snake case. A class that a caller handles as its base has the base's.
 3. No text of an error shows a password that stands in a URL.
+4. Errors and warnings survive pickle and copy, whatever arguments their `__init__` takes: pools of
+   processes and torch's collectives send them (`Picklable`).
 
 Pure Python: no torch. `docs/decisions/028-one-error-root.md` says why the root is here.
 """
@@ -14,6 +16,7 @@ Pure Python: no torch. `docs/decisions/028-one-error-root.md` says why the root 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from sharding.url_secrets import without_secrets
 
@@ -40,7 +43,25 @@ SHOWN_NAMES = 20
 """The most names in a message; the exception has all of them."""
 
 
-class CkptError(Exception):
+class Picklable:
+    """An exception that pickle and copy rebuild from `args` and attributes, without `__init__`.
+
+    Python's own way calls `__init__` with `args`, and the failure of that call breaks a pool.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        kind, args, *attributes = tuple(super().__reduce__())
+        return _rebuilt, (kind, args), *attributes
+
+
+def _rebuilt(kind: type[Any], args: tuple[object, ...]) -> object:
+    """Returns an exception as Python's own base of `kind` makes it from `args`."""
+    error: Any = kind.__new__(kind, *args)
+    super(Picklable, error).__init__(*args)
+    return error
+
+
+class CkptError(Picklable, Exception):
     """The root of all errors that `ckpt`, `formats` and `sharding` raise on purpose."""
 
     kind = "ckpt"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
+import errno
 import importlib
 import pickle
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import ckpt
+import ckpt.errors
 import formats
 import sharding
 from sharding.errors import CkptError
@@ -56,6 +59,35 @@ BUILT_IN = {
     ("sharding/agreement/rendezvous.py", "ConnectionError"): "becomes a RankError on all ranks",
 }
 """What is raised with a class of Python's own, by file and class, and why."""
+PUBLIC = {
+    name: one
+    for name, one in vars(ckpt.errors).items()
+    if name in ckpt.errors.__all__ and isinstance(one, type) and issubclass(one, Exception)
+}
+"""Every public error and warning."""
+ARGUMENTS: Mapping[str, tuple[object, ...]] = {
+    "DamagedLoadError": ("runs/step-1: chunk 7 was changed", ["w", "b"]),
+    "FallbackWarning": ("runs/step-1", [ckpt.Skipped("runs/step-2", "corrupt", "w was changed")]),
+    "ForeignFileError": ("a.h5", "an HDF5 file", "convert it with h5py"),
+    "GoneError": ("runs/step-1/a.safetensors",),
+    "MismatchError": ("runs/step-1", [ckpt.Difference("w", "missing", "the target wants it")]),
+    "PartialLoadError": ("OSError: no space", []),
+    "RankError": ("loading", 1, "OSError", "ftp://me:secret@host/run: gone"),
+    "ReplacedLoadError": ("runs/step-1 was replaced", ["w"]),
+    "SizeError": ("a.safetensors", 7, 8),
+    "TooLargeError": ("manifest.json", 1 << 40, 1 << 30),
+    "UnverifiedWarning": ("ftp://me:secret@host/run", ["w"]),
+    "VersionGoneError": ("live://host:1/state", 3, None),
+}
+"""The arguments of the classes that take others than a text."""
+
+
+class OwnError(ckpt.StateError):
+    """An error of a user's own."""
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} has no data")
 
 
 def modules() -> Iterator[str]:
@@ -162,11 +194,30 @@ def test_a_rank_error_tells_which_tensors_a_load_had_touched() -> None:
     )
 
 
-def test_errors_of_one_argument_survive_a_copy_in_another_process() -> None:
-    for kind in (ckpt.StateError, ckpt.StoreError, ckpt.HoleError, ckpt.UnknownNameError):
-        again = pickle.loads(pickle.dumps(kind("w: nothing there")))
-        assert type(again) is kind
-        assert str(again) == "w: nothing there"
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_error_and_warning_survives_pickle_and_copy(name: str) -> None:
+    error: Exception = PUBLIC[name](*ARGUMENTS.get(name, ("ftp://me:secret@host/w: gone",)))
+    plain = dict(vars(error))
+    for later in ({}, {"touched": ("w",), "__notes__": ["while 'optim' was loaded"]}):
+        vars(error).update(later)
+        for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert type(again) is type(error)
+            assert (str(again), again.args) == (str(error), error.args)
+            assert vars(again) == {**plain, **later}
+
+
+def test_an_error_of_the_system_keeps_its_number_and_file_in_another_process() -> None:
+    again = pickle.loads(pickle.dumps(ckpt.StoreError(errno.ENOSPC, "the disk is full", "a.part")))
+    assert (again.errno, again.strerror, again.filename) == (
+        errno.ENOSPC,
+        "the disk is full",
+        "a.part",
+    )
+
+
+def test_an_error_of_a_user_s_own_class_survives_pickle() -> None:
+    again = pickle.loads(pickle.dumps(OwnError(rank=3)))
+    assert (type(again), str(again), again.rank) == (OwnError, "rank 3 has no data", 3)
 
 
 def test_the_page_of_errors_has_a_section_for_each_kind_and_names_its_classes() -> None:
