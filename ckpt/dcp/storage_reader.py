@@ -19,7 +19,6 @@ from torch.futures import Future
 
 from ckpt.budget import memory_budget
 from ckpt.dcp.described import items_of, metadata_of
-from ckpt.dcp.torch_errors import sendable_errors
 from ckpt.errors import ArgumentError, StateError
 from ckpt.lazy import Checkpoint
 from ckpt.state.memory import empty_for, is_plain, torch_dtype, will_change
@@ -88,7 +87,6 @@ class CkptStorageReader(StorageReader):
             self._checkpoint.close()
         self._checkpoint = None
 
-    @sendable_errors
     def read_metadata(self) -> Metadata:
         """Returns names, shapes and dtypes. Each tensor is one chunk, even in several files."""
         self.close()
@@ -117,7 +115,6 @@ class CkptStorageReader(StorageReader):
         """Returns the plans as they are."""
         return plans
 
-    @sendable_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the items of the plan into the planner's targets; returns a future that is done."""
         if self._checkpoint is None:

@@ -30,7 +30,6 @@ from torch.futures import Future
 
 from ckpt.dcp.chunk_layouts import layout_of
 from ckpt.dcp.outgoing_items import OutgoingPart, outgoing_item
-from ckpt.dcp.torch_errors import sendable_errors
 from ckpt.errors import ArgumentError, StateError
 from ckpt.save_protocol import check_place, writer_of
 from ckpt.stores.store import Options, open_store
@@ -120,7 +119,6 @@ class CkptStorageWriter(StorageWriter):
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
-    @sendable_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raises ArgumentError for `use_collectives=False`, ExistsError as `ckpt.save`."""
         check_collectives(bool(kwargs.get("use_collectives", True)))
@@ -139,7 +137,6 @@ class CkptStorageWriter(StorageWriter):
             replace(plan, storage_data=_Place(rank, len(plans))) for rank, plan in enumerate(plans)
         ]
 
-    @sendable_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files, complete and durable; returns a future that is done."""
         items = [(item.index, *outgoing_item(item, planner)) for item in plan.items]
@@ -184,7 +181,6 @@ class CkptStorageWriter(StorageWriter):
                 with suppress(OSError):
                     store.delete(name)
 
-    @sendable_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the manifest: then the checkpoint exists. The coordinator alone calls this."""
         items = [(one.index.fqn, one.storage_data) for rank in results for one in rank]
