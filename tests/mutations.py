@@ -607,20 +607,20 @@ MUTATIONS = (
     ),
     Mutation(
         "run: a step whose save failed can be saved again",
-        "self._last_step = step - 1",
-        "self._last_step = step",
+        "self.last_step = step - 1",
+        "self.last_step = step",
         "run/checkpointer",
     ),
     Mutation(
         "run: the seconds between saves begin anew",
-        "self._is_retrying, self._began = False, time.monotonic()",
-        "self._is_retrying = False",
+        "saves.is_retrying, self._began = False, time.monotonic()",
+        "saves.is_retrying = False",
         "run/checkpointer",
     ),
     Mutation(
         "run: steps are decided anew after a restore",
-        "self._last_step, self._decided = restored, None",
-        "self._last_step = restored",
+        "self._saves.last_step, self._decided = restored, None",
+        "self._saves.last_step = restored",
         "run/checkpointer",
     ),
     Mutation(

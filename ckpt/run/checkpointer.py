@@ -4,10 +4,8 @@ Rules:
 
 1. All ranks call the same methods at the same steps. They agree on all facts that only one rank
    knows: its signals, its clock, the end of its last save (`ckpt.run.schedule`).
-2. Rank 0 removes checkpoints, in a thread of its own, after a newer one was committed. It removes
-   no checkpoint from which another borrows.
-3. A save that fails is counted, and gives a warning; the next step saves again. Errors for wrong
-   arguments and for states that cannot be stored are raised: another try would not help.
+2. This class decides at which steps to save, and where; `ckpt.run.saves` does it.
+3. A restore takes the newest sound step of all tiers, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from warnings import warn
 
-from ckpt.background.save_handle import SaveHandle
 from ckpt.background.staging import COPIED, When
 from ckpt.errors import ArgumentError, ClosedError, ExistsError, SaveFailedWarning
 from ckpt.loading import load_first
@@ -36,14 +33,12 @@ from ckpt.run.history import (
     metrics_text,
     now_text,
 )
-from ckpt.run.local_tier import HOSTS, LocalOptions, LocalTier, local_options
+from ckpt.run.local_tier import LocalOptions, LocalTier, local_options
 from ckpt.run.memory_tier import Memory, MemoryTier
 from ckpt.run.preemption import PreemptionSignals
-from ckpt.run.removal import Tidying
 from ckpt.run.retention import Keep, best_first
-from ckpt.run.schedule import Schedule, check_seconds, next_exchange
-from ckpt.save_protocol import SaveOptions
-from ckpt.saving import save_with
+from ckpt.run.saves import RunSaves, SaveArguments
+from ckpt.run.schedule import Schedule, next_exchange
 from ckpt.stores.store import Options, absolute
 from ckpt.transfer.replica_hashes import Replicas
 from ckpt.transfer.write_job import Compress
@@ -132,26 +127,21 @@ class Checkpointer:
         self._keep = keep or Keep()
         self._schedule = Schedule(every_steps, every_seconds, continuously)
         self._failures = Failures(on_failure)
-        self._blocking, self._deadline, self._timeout = blocking, deadline, timeout
-        self._group, self._options = group, storage_options
-        self._staging: When = staging
-        self._compress: Compress = compress
-        self._replicas: Replicas = replicas
-        self._metadata = dict(metadata or {})
-        own = {STEP, METRICS, PROVENANCE, BEGAN, HOSTS} & self._metadata.keys()
-        if own:
-            raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
-        if deadline is not None:
-            check_seconds("deadline", deadline)
+        self._arguments = SaveArguments(
+            blocking=blocking,
+            staging=staging,
+            compress=compress,
+            replicas=replicas,
+            metadata=dict(metadata or {}),
+            deadline=deadline,
+            group=group,
+            storage_options=storage_options,
+            timeout=timeout,
+        )
         self._ranks = RunRanks(self.url, Ranks(group, timeout, "runs"), storage_options)
         self._signals = PreemptionSignals(signals)
-        self._handle: SaveHandle | None = None
-        self._saved: tuple[int, LocalTier | None] = (0, None)
-        """The step and the tier of the last save; None for the folder of the run."""
-        self._tidying = Tidying()
-        self._is_restored = self._is_retrying = self._is_preempted = self._is_closed = False
-        self._last_step: int | None = None
-        """The step of the last save that began, or of the restored checkpoint."""
+        self._saves = RunSaves(self._arguments, self._ranks, self._keep, self._failures)
+        self._is_restored = self._is_preempted = self._is_closed = False
         self._decided: tuple[int, bool] | None = None
         """The last step passed to `should_save`, and the answer."""
         self._exchange_at = 0
@@ -181,9 +171,8 @@ class Checkpointer:
             if self._ranks.global_rank == min(self._local.host):
                 self._local.remove_left_overs()
         if memory is not None:
-            self._memory = self._ranks.memory_tier(
-                memory, self._group, self._timeout, self._failures
-            )
+            how = self._arguments
+            self._memory = self._ranks.memory_tier(memory, how.group, how.timeout, self._failures)
             for one, _ in self._ranks.memory_steps(self._memory):
                 self._newest_before = max(self._newest_before or 0, one.step)
 
@@ -237,81 +226,41 @@ class Checkpointer:
             memory = None
         if not is_due and tier is None and memory is None:
             return False
-        if self._last_step is not None and step <= self._last_step:
-            if step == self._last_step and not force and not self._is_retrying:
+        saves, last = self._saves, self._saves.last_step
+        if last is not None and step <= last:
+            if step == last and not force and not saves.is_retrying:
                 return False
             raise ArgumentError(
-                f"step {step} comes after step {self._last_step}: steps must rise; to go back, "
+                f"step {step} comes after step {last}: steps must rise; to go back, "
                 f"call restore(state, step=...)"
             )
         text = metrics_text(metrics or {})
         began = now_text()
         if tier is not None:
-            handle = self._handle
-            is_saving = handle is not None and self._saved[1] is None and not handle.done()
+            is_saving = saves.is_in_run_folder and saves.is_under_way
             agreed = self._ranks.agree_on_local(step, is_saving)
             tier, began = (None, began) if agreed is None else (tier, agreed)
         if not is_due and tier is None and memory is None:
             return False
         if is_due or tier is not None:
-            self._settle()
+            saves.settle()
         self._check_place(step)
-        self._last_step = step
+        saves.last_step = step
         metadata = {STEP: str(step), METRICS: text, PROVENANCE: self._provenance, BEGAN: began}
-        metadata = {**self._metadata, **metadata}
-        in_memory = memory is not None and memory.save(step, state, metadata, self._blocking)
+        how = self._arguments
+        metadata = {**how.metadata, **metadata}
+        in_memory = memory is not None and memory.save(step, state, metadata, how.blocking)
         if not is_due and tier is None:
             return in_memory
         if tier is None:
             self._decided = (step, False)
-            self._is_retrying, self._began = False, time.monotonic()
-        return self._begin(step, state, metadata, tier)
+            saves.is_retrying, self._began = False, time.monotonic()
+        return saves.begin(step, state, metadata, tier, self._is_preempted)
 
     def _local_due(self, step: int) -> LocalTier | None:
         """Returns the tier of this host if a local checkpoint is due at this step."""
         is_due = self._local is not None and self._local.is_due(step)
         return self._local if is_due and not self._is_preempted else None
-
-    def _begin(
-        self, step: int, state: object, metadata: dict[str, str], tier: LocalTier | None
-    ) -> bool:
-        """Begins a save to the folder of the run, or of this host; returns False if it fails."""
-        seconds = self._timeout
-        if self._is_preempted and self._deadline is not None:
-            seconds = min(seconds, self._deadline)
-        place = self._place(step) if tier is None else tier.place(step)
-        if tier is not None:
-            metadata |= tier.metadata
-        options = SaveOptions(
-            True,
-            self._compress if tier is None else False,
-            metadata,
-            None,
-            self._replicas,
-            () if tier is None else tier.host,
-        )
-        self._saved = (step, tier)
-        try:
-            self._handle = save_with(
-                place,
-                state,
-                lambda: options,
-                self._group,
-                None,
-                False,
-                self._staging,
-                "wait",
-                self._options if tier is None else None,
-                seconds,
-            )
-        except Exception as error:
-            self._failed(error)
-            return False
-        if self._blocking or self._is_preempted:
-            failures = self.failures
-            self._settle()
-            return self.failures == failures
-        return True
 
     def should_save(self, step: int) -> bool:
         """Returns whether a checkpoint is due at this step. All ranks call this."""
@@ -328,7 +277,7 @@ class Checkpointer:
             return self._decided[1]
         was_preempted = self._is_preempted
         is_due = self._exchange(step) if step >= self._exchange_at else False
-        is_due = is_due or self._is_retrying or self._schedule.by_step(step)
+        is_due = is_due or self._saves.is_retrying or self._schedule.by_step(step)
         is_due = is_due or (self._is_preempted and not was_preempted)
         self._decided = (step, is_due)
         return is_due
@@ -346,7 +295,7 @@ class Checkpointer:
             MismatchError: the checkpoint does not fit `state`, which is unchanged.
             RankError: another rank failed.
         """
-        self._settle()
+        self._saves.settle()
         found = self._ranks.restorable(step, self._local, self._memory)
         self._is_restored = True
         if not found:
@@ -355,23 +304,23 @@ class Checkpointer:
         taken = load_first(
             [place for place, _ in found],
             state,
-            group=self._group,
-            storage_options=self._options,
-            timeout=self._timeout,
+            group=self._arguments.group,
+            storage_options=self._arguments.storage_options,
+            timeout=self._arguments.timeout,
         )
         restored = dict(found)[taken]
-        self._last_step, self._decided = restored, None
+        self._saves.last_step, self._decided = restored, None
         self._exchange_at = 0
         self._ranks.log(f"restored step {restored} from {without_secrets(taken)}")
         return restored
 
     def latest_step(self) -> int | None:
         """Returns the step that was committed last, or None. All ranks call this."""
-        return next(iter(self._all()), None)
+        return next(iter(self.all_steps()), None)
 
     def all_steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, the newest first. All ranks call this."""
-        return self._all()
+        return [one.step for one in self._ranks.steps() if not one.is_damaged]
 
     def best_step(self) -> int | None:
         """Returns the step with the best metric by the policy; None if no step has the metric.
@@ -395,11 +344,11 @@ class Checkpointer:
 
         Raises the error of a save that has failed if `on_failure` is "raise".
         """
-        self._settle()
+        self._saves.settle()
         if self._memory is not None:
             self._memory.settle()
-        self._tidying.wait()
-        self._tidying.tell(stacklevel=2)
+        self._saves.tidying.wait()
+        self._saves.tidying.tell(stacklevel=2)
 
     def close(self) -> None:
         """Waits for saves, frees the memory tier, restores the signals; may be called twice."""
@@ -411,34 +360,30 @@ class Checkpointer:
         is_saved = False
         try:
             self.wait_until_finished()
-            is_saved = not self._is_retrying
+            is_saved = not self._saves.is_retrying
         finally:
             self._is_closed = True
             self._signals.close()
             if self._memory is not None:
                 self._memory.close(is_over and is_saved)
 
-    def _place(self, step: int) -> str:
-        return self._ranks.place(step)
-
     def _exchange(self, step: int) -> bool:
         """Returns whether rank 0's clock or a failed save makes a checkpoint due; notes signals."""
-        handle = self._handle
-        last, when = self._exchanged
+        is_saving, (last, when) = self._saves.is_under_way, self._exchanged
         now = time.monotonic()
         self._exchanged = (step, now)
         answer = self._ranks.agree_on_step(
             step,
             self._signals.received,
-            handle is not None and not handle.done(),
+            is_saving,
             lambda is_saving: self._schedule.by_clock(now - self._began, is_saving),
             next_exchange(step, last, now - when),
         )
         self._exchange_at = answer.next_exchange
         self._is_preempted = self._is_preempted or answer.has_signal
-        if handle is not None and not answer.is_saving:
-            self._settle()
-        self._tidying.tell(stacklevel=4)
+        if not answer.is_saving:
+            self._saves.settle()
+        self._saves.tidying.tell(stacklevel=4)
         return answer.is_due
 
     def _check_place(self, step: int) -> None:
@@ -448,35 +393,4 @@ class Checkpointer:
                 f"{self.url} has checkpoints of an earlier run, up to step {self._newest_before}; "
                 "call restore(state) before the first save to continue it, or give another folder"
             )
-        self._tidying.wait()  # the removal may concern an older checkpoint of this very step
-
-    def _settle(self) -> None:
-        """Waits for the background save, and handles its result. All ranks call this."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        try:
-            handle.wait()
-        except Exception as error:
-            self._failed(error)
-            return
-        _, tier = self._saved
-        keep, url, options = self._keep, self.url, self._options
-        is_first = self._ranks.is_first
-        if tier is not None:
-            keep, url, options = tier.keep, tier.options.folder, None
-            is_first = self._ranks.global_rank == min(tier.host)
-        if is_first and not keep.keeps_all:
-            self._tidying.begin(url, keep, options)
-
-    def _failed(self, error: Exception) -> None:
-        """Counts a failure of the last save and warns of it, or raises its error."""
-        step, tier = self._saved
-        place = self._place(step) if tier is None else tier.place(step)
-        again = "the next step" if tier is None else "the next local step"
-        self._failures.add(error, place, again, self._ranks.is_first)
-        self._last_step = step - 1
-        self._is_retrying = self._is_retrying or tier is None
-
-    def _all(self) -> list[int]:
-        return [one.step for one in self._ranks.steps() if not one.is_damaged]
+        self._saves.tidying.wait()  # the removal may concern an older checkpoint of this very step

@@ -1,0 +1,164 @@
+"""The saves of a run, to its folder and to the folders of its hosts: one at a time.
+
+Rules:
+
+1. A save in the background ends in `settle`, which all ranks call: before the next save, once the
+   ranks know that none of them saves any more, and at the end.
+2. The first rank of a folder removes checkpoints, in a thread of its own, after a newer one was
+   committed. It removes no checkpoint from which another borrows.
+3. A save that fails is counted, and gives a warning; the next step saves again. Errors for wrong
+   arguments and for states that cannot be stored are raised: another try would not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt.background.save_handle import SaveHandle
+from ckpt.background.staging import When
+from ckpt.run.exchange import RunRanks
+from ckpt.run.failures import Failures
+from ckpt.run.history import BEGAN, METRICS, PROVENANCE, STEP
+from ckpt.run.local_tier import HOSTS, LocalTier
+from ckpt.run.removal import Tidying
+from ckpt.run.retention import Keep
+from ckpt.run.schedule import check_seconds
+from ckpt.save_protocol import SaveOptions
+from ckpt.saving import save_with
+from ckpt.stores.store import Options
+from ckpt.transfer.replica_hashes import Replicas
+from ckpt.transfer.write_job import Compress
+from sharding.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from sharding.agreement.ranks import Group
+
+
+@dataclass(frozen=True, slots=True)
+class SaveArguments:
+    """The arguments of a `Checkpointer` for all of its saves. Raises ArgumentError."""
+
+    blocking: bool
+    staging: When
+    compress: Compress
+    replicas: Replicas
+    metadata: Mapping[str, str]
+    deadline: float | None
+    group: Group
+    storage_options: Options
+    timeout: float
+
+    def __post_init__(self) -> None:
+        own = {STEP, METRICS, PROVENANCE, BEGAN, HOSTS} & self.metadata.keys()
+        if own:
+            raise ArgumentError(f"metadata has {min(own)!r}, a key of the run's own; take another")
+        if self.deadline is not None:
+            check_seconds("deadline", self.deadline)
+
+
+class RunSaves:
+    """The saves of one rank. `keep` is the policy of the run's folder."""
+
+    def __init__(
+        self, arguments: SaveArguments, ranks: RunRanks, keep: Keep, failures: Failures
+    ) -> None:
+        self._arguments, self._ranks, self._keep, self._failures = arguments, ranks, keep, failures
+        self._handle: SaveHandle | None = None
+        self._saved: tuple[int, LocalTier | None] = (0, None)
+        """The step and the tier of the last save; None for the folder of the run."""
+        self.tidying = Tidying()
+        self.last_step: int | None = None
+        """The step of the last save that began, or of the restored checkpoint."""
+        self.is_retrying = False
+        """Whether a save to the folder of the run has failed, and none has begun since."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the last save has not ended on this rank."""
+        return self._handle is not None and not self._handle.done()
+
+    @property
+    def is_in_run_folder(self) -> bool:
+        """Whether the last save was to the folder of the run."""
+        return self._saved[1] is None
+
+    def begin(
+        self,
+        step: int,
+        state: object,
+        metadata: Mapping[str, str],
+        tier: LocalTier | None,
+        is_preempted: bool,
+    ) -> bool:
+        """Begins a save to the folder of the run, or of this host; returns False if it fails.
+
+        After a signal the save has a deadline, and the call waits for it.
+        """
+        how = self._arguments
+        seconds = how.timeout
+        if is_preempted and how.deadline is not None:
+            seconds = min(seconds, how.deadline)
+        options = SaveOptions(
+            True,
+            how.compress if tier is None else False,
+            metadata if tier is None else {**metadata, **tier.metadata},
+            None,
+            how.replicas,
+            () if tier is None else tier.host,
+        )
+        self._saved = (step, tier)
+        try:
+            self._handle = save_with(
+                self._place(),
+                state,
+                lambda: options,
+                how.group,
+                None,
+                False,
+                how.staging,
+                "wait",
+                how.storage_options if tier is None else None,
+                seconds,
+            )
+        except Exception as error:
+            self._failed(error)
+            return False
+        if how.blocking or is_preempted:
+            failures = self._failures.count
+            self.settle()
+            return self._failures.count == failures
+        return True
+
+    def settle(self) -> None:
+        """Waits for the background save, and handles its result. All ranks call this."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        try:
+            handle.wait()
+        except Exception as error:
+            self._failed(error)
+            return
+        _, tier = self._saved
+        keep, url, options = self._keep, self._ranks.url, self._arguments.storage_options
+        is_first = self._ranks.is_first
+        if tier is not None:
+            keep, url, options = tier.keep, tier.options.folder, None
+            is_first = self._ranks.global_rank == min(tier.host)
+        if is_first and not keep.keeps_all:
+            self.tidying.begin(url, keep, options)
+
+    def _place(self) -> str:
+        """Returns the folder of the last save."""
+        step, tier = self._saved
+        return self._ranks.place(step) if tier is None else tier.place(step)
+
+    def _failed(self, error: Exception) -> None:
+        """Counts a failure of the last save and warns of it, or raises its error."""
+        step, tier = self._saved
+        again = "the next step" if tier is None else "the next local step"
+        self._failures.add(error, self._place(), again, self._ranks.is_first)
+        self.last_step = step - 1
+        self.is_retrying = self.is_retrying or tier is None
