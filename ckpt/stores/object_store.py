@@ -15,15 +15,12 @@ Rules:
 from __future__ import annotations
 
 import logging
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from ckpt.budget import memory_budget
 from ckpt.errors import ExistsError, StoreError
@@ -31,6 +28,7 @@ from ckpt.stores.capabilities import StoreCapabilities, Unfinished
 from ckpt.stores.driver import MultipartDriver, ObjectInfo, PastEndError, StreamDriver
 from ckpt.stores.request_errors import UnsupportedRequestError, explained
 from ckpt.stores.retries import ErrorClass, RetryPolicy, retry_policy
+from ckpt.stores.streams import streamed
 from ckpt.stores.uploads import PartSizes, Upload, UploadRequests
 from formats.errors import CorruptError, GoneError, SizeError, TooLargeError
 from formats.storage import (
@@ -38,7 +36,6 @@ from formats.storage import (
     COPIED_READ_BYTES,
     LOCAL_READ_BYTES,
     REMOTE_READ_BYTES,
-    Buffer,
     FileWriter,
 )
 from sharding.url_secrets import cause_without_secrets, without_secrets
@@ -49,7 +46,6 @@ _log = logging.getLogger("ckpt.stores")
 
 CANCEL_SECONDS = 10.0
 """The deadline of an abort after a failure or an interrupt, which waits for it."""
-COPY_BYTES = 8 << 20
 
 _honours: dict[str, bool] = {}
 """Whether a server honours conditions, by its address, as commits of this process have shown."""
@@ -185,9 +181,8 @@ class ObjectStore:
     ) -> Iterator[FileWriter]:
         """Returns a writer of a new file, in parts or, if the driver has no parts, as a stream.
 
-        A rewritable stream is first written to a temporary local file. Without `replace`, a file of
-        one request has the condition that it does not exist. For a larger file the store looks at
-        the start and just before the end, and raises ExistsError.
+        Without `replace`, a file of one request has the condition that it does not exist. For a
+        larger file the store looks at the start and just before the end, and raises ExistsError.
         """
         driver = self._driver
         if not replace:
@@ -195,16 +190,9 @@ class ObjectStore:
         if not isinstance(driver, StreamDriver):
             with self._uploading(driver, name, rewritable, replace) as upload:
                 yield upload
-        elif rewritable:
-            with tempfile.TemporaryFile() as local:
-                yield _Local(local)
-                local.seek(0)
-                with self._streaming(driver, name) as remote:
-                    while block := local.read(COPY_BYTES):
-                        remote.write([block])
         else:
-            with self._streaming(driver, name) as remote:
-                yield remote
+            with self._streaming(driver, name, rewritable) as stream:
+                yield stream
                 if not replace and driver.capabilities.hides_unfinished:
                     self._check_absent(name)
 
@@ -312,21 +300,15 @@ class ObjectStore:
                 upload.cancel()
             raise
 
-    @contextmanager
-    def _streaming(self, driver: StreamDriver, name: str) -> Iterator[FileWriter]:
-        """As `driver.stream`, with errors as of rule 1. No try is repeated: sent bytes are gone."""
-        stream, once = driver.stream(self._path(name)), replace(self._policy, deadline_seconds=0.0)
+    def _streaming(
+        self, driver: StreamDriver, name: str, rewritable: bool
+    ) -> AbstractContextManager[FileWriter]:
+        once = replace(self._policy, deadline_seconds=0.0)
 
         def send(action: Callable[[], T]) -> T:
             return self._try("writing", name, action, once)
 
-        remote = send(stream.__enter__)
-        try:
-            yield _Sent(remote, send)
-        except BaseException:
-            stream.__exit__(*sys.exc_info())
-            raise
-        send(lambda: stream.__exit__(None, None, None))
+        return streamed(driver, self._path(name), rewritable, send)
 
     def _finish(
         self, driver: MultipartDriver, name: str, upload_id: str, tags: Sequence[Any], total: int
@@ -434,36 +416,3 @@ class ObjectStore:
                 place = f"{self.url}/{BESIDE}{name}"
                 raise explained("reading", place, FileNotFoundError(), ErrorClass.MISSING, 0.0)
         return f"{root}/{name}"
-
-
-class _Sent:
-    """Streams a file; `send` runs each call of the driver."""
-
-    def __init__(self, stream: FileWriter, send: Callable[[Callable[[], None]], None]) -> None:
-        self._stream = stream
-        self._send = send
-        self.rewrite_start = stream.rewrite_start
-
-    def write(self, buffers: Iterable[Buffer]) -> None:
-        """Appends the buffers."""
-        for buffer in buffers:
-            self._send(partial(self._stream.write, [buffer]))
-
-
-class _Local:
-    """Writes a file to a local disk before its upload."""
-
-    def __init__(self, local: IO[bytes]) -> None:
-        self._local = local
-
-    def write(self, buffers: Iterable[Buffer]) -> None:
-        """Appends the buffers."""
-        for buffer in buffers:
-            self._local.write(buffer)
-
-    def rewrite_start(self, data: Buffer) -> None:
-        """Replaces the first bytes of the file."""
-        end = self._local.tell()
-        self._local.seek(0)
-        self._local.write(data)
-        self._local.seek(end)
