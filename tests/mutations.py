@@ -630,6 +630,12 @@ MUTATIONS = (
         "run/checkpointer",
     ),
     Mutation(
+        "run: a local step of other hosts does not count",
+        "            if said == mine:\n",
+        "            if said:\n",
+        "run/local_tier",
+    ),
+    Mutation(
         "mapping: tensors of one rule have one dtype",
         "other = next((one for one in others if one.dtype != first.dtype), None)",
         "other = None",

@@ -139,19 +139,24 @@ def test_a_run_restores_the_nearest_step_that_every_host_has(
     assert on.run(restored, str(tmp_path)) == [(12, [])] * 4
 
 
-def test_other_ranks_are_restored_from_the_shared_folder(
+def test_other_ranks_are_restored_from_the_shared_folder_and_try_no_local_step(
     clusters: Callable[[int], Any], tmp_path: Path
 ) -> None:
     clusters(4).run(trained, str(tmp_path), 12)
-    assert clusters(2).run(other_world, str(tmp_path)) == [10, 10]
+    assert "step-12" in steps_in(tmp_path / "host0")
+    assert clusters(2).run(other_world, str(tmp_path)) == [(10, [])] * 2
 
 
-def other_world(folder: str) -> int | None:
+def other_world(folder: str) -> tuple[int | None, list[str]]:
+    """The step that a run on other hosts is restored to, and what is told of others."""
     state = {"plain": torch.zeros(1000, 100), "step": 0.0}
     extra = {"small": torch.zeros(3), "sharded": torch.zeros(1000, 100), "hybrid": None}
     owned = {f"own{rank}": torch.zeros(2) for rank in range(4)}
-    with run_in(folder) as run:
-        return run.restore({**state, **extra, **owned})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with run_in(folder) as run:
+            found = run.restore({**state, **extra, **owned})
+    return found, [str(one.message) for one in told if one.category is ckpt.FallbackWarning]
 
 
 def failing(folder: str) -> tuple[int, list[str], int | None]:
