@@ -673,7 +673,7 @@ MUTATIONS = (
     ),
     Mutation(
         "convert: files of another conversion are removed",
-        "                    other.unlink()\n",
+        "                    remove(other)\n",
         "                    pass\n",
         "ckpt/convert_resume",
     ),
