@@ -183,7 +183,8 @@ def convert(
     Raises:
         ArgumentError: a format, kind, number of ranks or dtype is unknown, the format has no such
             kind or compression, the checkpoint has no entry at `select`, or no such part, a pattern
-            or a rule matches no name, a mapping does not fit, or tied names get two dtypes.
+            or a rule matches no name, a mapping does not fit, tied names get two dtypes, or
+            `config` has no effect.
         NotACheckpointError: no checkpoint is at `src`, or no `config.json` at `config`.
         ExistsError: a file, folder or checkpoint is at `dst` and `overwrite` is False, or it
             cannot be replaced.
@@ -217,6 +218,8 @@ def convert(
         number,
     )
     target.check(resume, group)
+    if target.format is not Format.HUGGINGFACE:
+        changes.check_config_is_used()
     if max_shard_bytes is not None:
         target.check_has_shards()
     ranks = None if group == SELF else Ranks(group)

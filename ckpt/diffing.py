@@ -155,7 +155,7 @@ def diff(
         NotACheckpointError: no checkpoint is at `a` or `b`.
         CorruptError, FormatError: a checksum is wrong, or a tensor is not whole.
         ArgumentError: no name lies below `select`, a pattern matches no name of either checkpoint,
-            the selection is empty, or a tolerance is negative.
+            the selection is empty, `config` has no effect, or a tolerance is negative.
         StateError: two entries of a checkpoint have one name.
 
     >>> import ckpt, tempfile, torch
@@ -167,10 +167,11 @@ def diff(
     (False, (2,), 0.5)
     """
     chosen = Selection.of(include, exclude)
+    changes = Changes(mapping=mapping, rename=rename, parameters=parameters, config=config)
+    changes.check_config_is_used()
     there = storage_options if b_storage_options is None else b_storage_options
     with open_source(a, storage_options) as left, open_source(b, there) as right:
         left, right = _alike(left, right), _alike(right, left)
-        changes = Changes(mapping=mapping, rename=rename, parameters=parameters, config=config)
         sides = (_changed(left, select, changes), _Side.of(right, select))
         if select is not None and not any(side.selected for side in sides):
             raise ArgumentError(

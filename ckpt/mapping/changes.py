@@ -93,6 +93,15 @@ class Changes:
         """Whether an argument has names of tensors of the checkpoint."""
         return any((self.include, self.exclude, self.mapping, self.rename))
 
+    def check_config_is_used(self) -> None:
+        """Raises ArgumentError for a `config` from which no mapping takes a size (rule 3)."""
+        if self.config is not None and not any(mapping.parameters for mapping in self.mappings):
+            raise ArgumentError(
+                f"config={without_secrets(os.fspath(self.config))!r} has no effect: no mapping "
+                "takes a size from a config.json, and only a folder that is written as hf gets "
+                "a model's files; leave it out, or give a mapping"
+            )
+
     def applied(self, source: Source) -> Mapped:
         """Returns the catalog of a checkpoint after the changes.
 

@@ -11,6 +11,7 @@ import ckpt
 from ckpt.errors import NotACheckpointError
 from formats.errors import HostileError
 from formats.limits import limits
+from sharding.errors import ArgumentError
 
 CONFIG = {
     "model_type": "llama",
@@ -90,7 +91,7 @@ def test_new_names_make_another_model_whose_files_the_caller_names(
         )
         assert report.model_files == NAMES
         assert config_in(tmp_path / "named") == CONFIG
-    assert ckpt.convert(source, tmp_path / "c.pt", config=source).model_files is None
+    assert ckpt.convert(source, tmp_path / "c.pt").model_files is None
     with pytest.raises(NotACheckpointError, match=r"no config\.json is there; config="):
         ckpt.convert(source, tmp_path / "none", to="hf", config=tmp_path)
 
@@ -117,6 +118,15 @@ def test_the_sizes_of_a_mapping_come_from_the_named_configuration(
     assert ckpt.diff(
         tmp_path / "m.pt", tmp_path / "hf", mapping=tmp_path / "map.toml", config=source
     ).equal
+
+
+def test_a_configuration_without_effect_is_an_error(source: Path, tmp_path: Path) -> None:
+    for config in (source, tmp_path / "nowhere"):
+        with pytest.raises(ArgumentError, match=r"config='.*' has no effect: no mapping takes"):
+            ckpt.convert(source, tmp_path / "c.pt", rename={"w": "u"}, config=config)
+        with pytest.raises(ArgumentError, match=r"config='.*' has no effect"):
+            ckpt.diff(source, source, config=config)
+    assert not (tmp_path / "c.pt").exists()
 
 
 def test_an_optimizer_gets_no_configuration_of_a_model(tmp_path: Path) -> None:
