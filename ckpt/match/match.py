@@ -199,13 +199,15 @@ class _Matcher:
             self._tensor(torch.from_numpy(array), path or ROOT)
             return lambda: array
         self.installs = True
-        copy = array.copy()
-        self._tensor(torch.from_numpy(copy), path or ROOT)
+        copy = torch.from_numpy(array.copy())
+        self._tensor(copy, path or ROOT)
+        if identity(copy) not in self._filled:
+            return lambda: array
 
         def install() -> object:
             if not array.flags.writeable:
-                return copy
-            array[...] = copy
+                return copy.numpy()
+            array[...] = copy.numpy()
             return array
 
         return install

@@ -52,6 +52,18 @@ def test_one_row_that_is_expanded_to_one_row_is_filled(tmp_path: Path) -> None:
     assert (ckpt.load(tmp_path, target)["w"] == 1).all()
 
 
+def test_an_array_of_negative_strides_that_is_left_out_leaves_what_its_memory_gets(
+    tmp_path: Path,
+) -> None:
+    ckpt.save(tmp_path, {"a": np.arange(1.0, 5), "b": np.zeros(4)})
+    memory = np.zeros(4)
+    frozen = np.zeros(4)
+    frozen.flags.writeable = False
+    state = {"a": memory, "b": memory[::-1], "frozen": frozen}
+    assert ckpt.load(tmp_path, state, exclude=["b", "frozen"])["frozen"] is frozen
+    assert memory.tolist() == [1, 2, 3, 4]
+
+
 def shared(kind: str) -> dict[str, torch.Tensor]:
     y, grid = torch.zeros(10), torch.zeros(6, 6)
     return {
