@@ -79,7 +79,7 @@ def match(
     matcher = _Matcher(builder, casting, parameters)
     install = matcher.walk(state, "")
     matcher.forgive_ties()
-    shared = shared_memory(builder.items, builder.ties, builder.targets)
+    shared = shared_memory(builder.items, builder.ties, builder.targets, matcher.copied)
     builder.differences += shared.refused
     for key, there in saved.idle_keys().items():
         builder.differ("rename", "pattern", no_name(key, there))
@@ -108,6 +108,10 @@ class _Matcher:
         self._builder = builder
         self._casting = casting
         self._parameters = parameters
+        self.copied: dict[int, np.ndarray] = {}
+        """Arrays that torch cannot share, by the number of the target that is copied into each."""
+        self._copies: dict[object, torch.Tensor] = {}
+        """The copies by the views of the arrays: one array under two names is tied."""
         self._filled: dict[object, LoadItem] = {}
         self._lacking: dict[str, object] = {}
         self._keep: list[object] = []
@@ -199,14 +203,18 @@ class _Matcher:
             self._tensor(torch.from_numpy(array), path or ROOT)
             return lambda: array
         self.installs = True
-        copy = torch.from_numpy(array.copy())
+        is_frozen = not array.flags.writeable
+        view = (array.ctypes.data, array.shape, array.strides, array.dtype)
+        copy = self._copies.setdefault(path if is_frozen else view, torch.from_numpy(array.copy()))
         self._tensor(copy, path or ROOT)
-        if identity(copy) not in self._filled:
+        item = self._filled.get(identity(copy))
+        if item is None:
             return lambda: array
+        if is_frozen:
+            return copy.numpy
+        self.copied[item.target] = array
 
         def install() -> object:
-            if not array.flags.writeable:
-                return copy.numpy()
             array[...] = copy.numpy()
             return array
 

@@ -10,11 +10,13 @@ Rules:
 3. The values are compared before the load changes the target: from files by
    `ckpt.transfer.shared_targets`, from memory by `ckpt.state_dict`.
 4. Strided tensors over more memory than `MOST_UNITS` pass without a search for shared elements.
+5. An array that torch cannot share, as one with a negative stride, gets its values by a copy at the
+   end of the load. It is refused if it shares memory with another target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -53,7 +55,7 @@ class Shared(NamedTuple):
     """The result of the search."""
 
     refused: list[Difference]
-    """Targets with several elements at one address."""
+    """Targets with several elements at one address, and arrays of rule 5 that share memory."""
     groups: list[tuple[LoadItem, ...]]
     """Items that share memory and are filled from several records, or in several shapes."""
 
@@ -62,39 +64,62 @@ def shared_memory(
     items: Iterable[LoadItem],
     ties: Iterable[tuple[LoadItem, LoadItem]],
     targets: Sequence[Target],
+    copied: Mapping[int, np.ndarray],
 ) -> Shared:
-    """Returns the items that share memory; `ties` are items for one tensor under two names."""
+    """Returns the items that share memory; `ties` are items for one tensor under two names.
+
+    `copied` has the array (rule 5) into which the target of a number is copied.
+    """
     found = Shared([], [])
     first_of: dict[tuple[str, int, int], tuple[Extent, LoadItem, torch.Tensor]] = {}
     extents: list[Extent] = []
     named: dict[str, LoadItem] = {}
     pairs = [pair for pair in ties if pair[0].source != pair[1].source]
+    overlaps: list[tuple[LoadItem, LoadItem]] = []
     for item in items:
-        local = targets[item.target].local
+        local, array = targets[item.target].local, copied.get(item.target)
         if type(local) is not torch.Tensor or local.numel() == 0 or local.is_meta:
             continue
-        extent = _extent(item.name, local)
+        extent = _extent(item.name, local) if array is None else _extent_of_array(item.name, array)
         if overlaps_itself(extent):
-            found.refused.append(_of_one_place(item.name, local))
+            strides = local.stride() if array is None else array.strides
+            found.refused.append(_of_one_place(item.name, local.shape, strides))
         elif extent.lo:
             known, one, other = first_of.setdefault(extent[:3], (extent, item, local))
-            if one is not item and not _takes_the_same(one, other, item, local):
-                pairs.append((one, item))  # both have the first byte
+            is_copied = array is not None or one.target in copied
+            if one is not item and (is_copied or not _takes_the_same(one, other, item, local)):
+                overlaps.append((one, item))  # both have the first byte
             if one is item or known.strides != extent.strides or known.shape != extent.shape:
                 extents.append(extent)
                 named[item.name] = item
-    pairs += [(named[one], named[other]) for one, other in overlapping(extents)]
+    overlaps += [(named[one], named[other]) for one, other in overlapping(extents)]
+    for pair in overlaps:
+        mine = next((item for item in reversed(pair) if item.target in copied), None)
+        if mine is None:
+            pairs.append(pair)
+        else:
+            found.refused.append(_of_a_copy(mine.name, pair[pair[0] is mine].name))
     found.groups.extend(_groups(pairs))
     return found
 
 
-def _of_one_place(name: str, local: torch.Tensor) -> Difference:
+def _of_one_place(name: str, shape: Sequence[int], strides: Sequence[int]) -> Difference:
     return Difference(
         name,
         "structure",
-        f"several elements of the target have one address (shape {tuple(local.shape)}, strides "
-        f"{local.stride()}, as after expand()), so they cannot hold different values; make it a "
+        f"several elements of the target have one address (shape {tuple(shape)}, strides "
+        f"{tuple(strides)}, as after expand()), so they cannot hold different values; make it a "
         "tensor with memory of its own by clone()",
+    )
+
+
+def _of_a_copy(name: str, other: str) -> Difference:
+    return Difference(
+        name,
+        "structure",
+        f"shares memory with {other} in the target, and is an array that torch cannot share, as "
+        "one with a negative stride; give it memory of its own by copy(), or leave one of the two "
+        "out with exclude=",
     )
 
 
@@ -248,14 +273,28 @@ def _in_cluster(extents: list[Extent]) -> Iterator[tuple[str, str]]:
 
 
 def _extent(name: str, tensor: torch.Tensor) -> Extent:
-    """Returns the extent of a tensor. Elements that lie end to end, in any order, become one."""
-    lo, run = tensor.data_ptr(), tensor.itemsize
-    device = str(tensor.device)
+    """Returns the extent of a tensor."""
+    lo, itemsize, device = tensor.data_ptr(), tensor.itemsize, str(tensor.device)
     if tensor.is_contiguous():
-        run *= tensor.numel()
+        run = itemsize * tensor.numel()
         return Extent(device, lo, lo + run, name, run, (), ())
-    steps = [step * tensor.itemsize for step in tensor.stride()]
-    dims = sorted((step, n) for step, n in zip(steps, tensor.shape, strict=True) if n > 1)
+    steps = [step * itemsize for step in tensor.stride()]
+    return _strided(name, device, lo, itemsize, zip(steps, tensor.shape, strict=True))
+
+
+def _extent_of_array(name: str, array: np.ndarray) -> Extent:
+    """Returns the extent of an array with elements. Backwards strides have the same addresses."""
+    lo = array.ctypes.data
+    dims = list(zip(array.strides, array.shape, strict=True))
+    lo += sum((n - 1) * step for step, n in dims if step < 0)
+    return _strided(name, "cpu", lo, array.itemsize, ((abs(step), n) for step, n in dims))
+
+
+def _strided(
+    name: str, device: str, lo: int, run: int, steps_and_sizes: Iterable[tuple[int, int]]
+) -> Extent:
+    """Returns an extent. Elements that lie end to end, in any order, become one."""
+    dims = sorted((step, n) for step, n in steps_and_sizes if n > 1)
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]
     last = sum((n - 1) * step for step, n in dims)

@@ -64,6 +64,56 @@ def test_an_array_of_negative_strides_that_is_left_out_leaves_what_its_memory_ge
     assert memory.tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("kind", ["reversed", "columns", "tensor", "part", "odd", "windows"])
+def test_an_array_of_negative_strides_that_shares_memory_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    y, grid, raw = np.zeros(6), np.zeros((4, 6)), np.zeros(25, np.uint8)
+    target: dict[str, Any] = {
+        "reversed": {"a": y, "b": y[::-1]},
+        "columns": {"a": grid[:, 2], "b": grid[::-1, ::-1]},
+        "tensor": {"b": y[::-1], "a": torch.from_numpy(y[::2])},
+        "part": {"b": y[::-1], "a": y[3::-1]},
+        "odd": {"a": raw, "b": np.ndarray((8,), np.int16, raw.data, 1, (3,))},
+        "windows": {"b": np.lib.stride_tricks.as_strided(y[3:], (3, 2), (-8, -8))},
+    }[kind]
+    ckpt.save(
+        tmp_path,
+        {
+            name: np.asarray(value) + number
+            for number, (name, value) in enumerate(target.items(), 1)
+        },
+    )
+    with pytest.raises(ckpt.MismatchError, match="which was not touched") as error:
+        ckpt.load(tmp_path, target)
+    (said,) = map(str, error.value.differences)
+    assert said.startswith(
+        "b: several elements" if kind == "windows" else "b: shares memory with a in the target"
+    )
+    assert not any(np.asarray(value).any() for value in target.values())
+    name = next(iter(target))
+    if kind != "windows":
+        ckpt.load(tmp_path, target, include=name)
+        assert (np.asarray(target[name]) == 1).all()
+
+
+def test_arrays_of_negative_strides_are_filled_where_no_other_target_has_their_bytes(
+    tmp_path: Path,
+) -> None:
+    memory, records = np.zeros((4, 6)), np.zeros(3, [("x", "u1"), ("y", "<f4")])
+    mirrored = memory[2:, ::-1]
+    target = {"a": memory[:2], "b": mirrored, "again": mirrored, "x": records["x"]}
+    target["y"] = records["y"][::-1]
+    ckpt.save(tmp_path / "equal", {name: value + 1 for name, value in target.items()})
+    assert all((value == 1).all() for value in ckpt.load(tmp_path / "equal", target).values())
+    ckpt.save(tmp_path / "unequal", {**target, "again": mirrored + 1})
+    with pytest.raises(ckpt.MismatchError, match="again: shares 96 bytes of memory with b"):
+        ckpt.load(tmp_path / "unequal", target)
+    mirrored.flags.writeable = False  # an array of its own takes the place of each
+    assert (ckpt.load(tmp_path / "unequal", target)["again"] == 2).all()
+    assert (target["b"] == 1).all()
+
+
 def shared(kind: str) -> dict[str, torch.Tensor]:
     y, grid = torch.zeros(10), torch.zeros(6, 6)
     return {
