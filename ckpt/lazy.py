@@ -25,11 +25,12 @@ from ckpt.errors import (
     UnknownNameError,
     UnverifiedWarning,
 )
+from ckpt.mapping.casts import Casts
 from ckpt.mapping.changes import Changes, MappingName
 from ckpt.match.selection import Selection, map_selected
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.sources import Source, open_source
-from ckpt.state.memory import empty_for, memory_of, torch_dtype
+from ckpt.state.memory import check_range, empty_for, memory_of, torch_dtype
 from ckpt.state.typed_values import opened
 from ckpt.stores.replacement_guard import unless_replaced
 from ckpt.stores.store import Options
@@ -37,6 +38,7 @@ from ckpt.structure import names_of
 from ckpt.transfer.read import read_requests
 from ckpt.transfer.record_sums import Verify, checked_verify
 from formats.catalog import Catalog, TensorRecord, TensorRef, Tree, map_tree
+from formats.errors import UnsupportedError
 from sharding.layout import Box, Layout, Piece
 from sharding.url_secrets import without_secrets
 
@@ -105,19 +107,21 @@ def read(
         include, exclude: patterns (`*`, `?`) of names. A dict lacks its unselected entries, and a
             list has None for them.
         mapping, parameters: as for `open`. The patterns are of the new names.
-        dtype: casts floating-point tensors to this dtype.
+        dtype: casts floating-point tensors to this floating-point dtype.
         verify: as for `open`.
         storage_options: options of the fsspec driver.
 
     Raises:
-        ArgumentError: a pattern matches no name, or the selection is empty; an ArgumentTypeError
-            for a pattern or a `dtype` of another type.
+        ArgumentError: a pattern matches no name, the selection is empty, or floats are not cast to
+            `dtype`; an ArgumentTypeError for a pattern or a `dtype` of another type.
+        UnsupportedError: a number is beyond the range of `dtype`, or torch casts no such tensor.
         CorruptError, FormatError: bytes are missing or changed.
         ReplacedError: the checkpoint was replaced each time that it was read.
         Exception: the errors of `open`.
     """
     if not isinstance(dtype, torch.dtype | None):
         raise ArgumentTypeError(f"dtype is {dtype!r:.80}; it is one of torch, as torch.bfloat16")
+    Casts.of(None if dtype is None else str(dtype))  # raises for another one than of floats
     selection = Selection.of(include, exclude)
     changes = Changes(mapping=mapping, parameters=parameters)
 
@@ -317,7 +321,7 @@ class Checkpoint(Mapping[str, TensorHandle], AbstractContextManager["Checkpoint"
         if dtype is not None:
             for name, tensor in tensors.items():
                 if tensor.is_floating_point():
-                    tensors[name] = tensor.to(dtype)
+                    tensors[name] = _cast(name, tensor, dtype)
         return map_tree(
             nest, lambda node: tensors[node.name] if isinstance(node, TensorRef) else node
         )
@@ -393,6 +397,17 @@ def _bounds(part: slice, length: int, name: str) -> tuple[int, int, int]:
         raise TensorIndexError(f"{name}: the step of a slice is positive, not {step}")
     first, end = (None if at is None else _integer(at, name) for at in (part.start, part.stop))
     return slice(first, end, step).indices(length)
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        cast = tensor.to(dtype)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"{name}: torch casts no {tensor.dtype}; leave it out (exclude=), or leave out dtype="
+        ) from error
+    check_range(name, tensor, dtype, "choose another dtype, or leave out dtype=")
+    return cast
 
 
 def _integer(part: object, name: str) -> int:

@@ -4,7 +4,8 @@ Rules:
 
 1. By default another dtype is a difference.
 2. With `dtype="target"` a tensor keeps its kind. Floats and complex numbers may get another
-   precision. Integers may become a type that holds all of their values.
+   precision; a number beyond the range becomes infinite, as in torch. Integers may become a type
+   that holds all of their values.
 3. Floats of 8 bits have so little range that weights need a scale beside them. A load casts to
    them only if the caller asks for it.
 4. `casting="unsafe"` allows every cast that torch has. Torch casts no packed 4-bit floats.

@@ -20,6 +20,8 @@ _AS_THEY_ARE = frozenset(
     | {torch.int8, torch.uint8, torch.bool}
 )
 """Dtypes that numpy has too."""
+CHECKED_ELEMENTS = 1 << 20
+"""The elements whose range is checked at once."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -97,17 +99,37 @@ def cast_into(
 ) -> None:
     """Fills `target` with the elements of `source`, a part of a tensor, cast to another dtype.
 
-    Both are writable memory for equally many elements, aligned to them.
-
-    Raises UnsupportedError if a number would become infinite, or none.
+    Both are writable memory for equally many elements, aligned to them. Raises as `check_range`.
     """
     elements = torch.frombuffer(source, dtype=torch_dtype(stored.torch_name))
     cast = torch.frombuffer(target, dtype=torch_dtype(dtype.torch_name)).copy_(elements)
-    ends = torch.stack(elements.aminmax()).to(cast.dtype)  # fast, and NaN or infinite if any is
-    if not ends.float().isfinite().all():
-        lost = elements[elements.isfinite() & ~cast.float().isfinite()]
+    remedy = "choose another dtype for this name, or keep its own, by a pattern in dtype="
+    check_range(name, elements, cast.dtype, remedy)
+
+
+def check_range(name: str, elements: torch.Tensor, dtype: torch.dtype, remedy: str) -> None:
+    """Raises UnsupportedError if an element of a tensor of floats is beyond the range of `dtype`.
+
+    A cast would make such a number infinite, NaN or the largest one of `dtype`, or lose infinity.
+    """
+    flat = elements.reshape(-1)
+    for at in range(0, len(flat), CHECKED_ELEMENTS):
+        chunk = flat[at : at + CHECKED_ELEMENTS]
+        some = chunk.float() if chunk.itemsize == 1 else chunk
+        ends = torch.stack(some.aminmax())  # fast, and NaN or infinite if any is
+        if ends.isfinite().all() and _in_range(ends, dtype).all():
+            continue
+        lost = some[~_in_range(some, dtype) & ~some.isnan()]
         if len(lost):
             raise UnsupportedError(
-                f"{name}: its element {lost[0].item():.6g} is beyond the range of {dtype}; choose "
-                "another dtype for this name, or keep its own, by a pattern in dtype="
+                f"{name}: its element {lost[0].item():.6g} is beyond the range of "
+                f"{str(dtype).removeprefix('torch.')}; {remedy}"
             )
+
+
+def _in_range(elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whether each element is finite or infinite after a cast as before; False for NaN."""
+    cast = elements.to(dtype).double()
+    kept = ~cast.isnan() & (cast.isinf() == elements.isinf())
+    # Torch makes larger numbers 448. Those up to 464 are nearest to it.
+    return kept & (elements.abs() <= 464) if dtype is torch.float8_e4m3fn else kept

@@ -350,3 +350,37 @@ def test_a_number_beyond_the_range_of_its_new_dtype_is_an_error(
     assert str(found["fits"].dtype) == f"torch.{dtype}"
     assert found["fits"].isinf().tolist() == [False, True, False]
     assert torch.equal(found["mask"].nan_to_num(), tensor.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("name", "fits", "beyond"),
+    [
+        ("float8_e4m3fn", 464.0, [465.0, -1e30, float("inf")]),
+        ("float8_e5m2", 61430.0, [61440.0, -1e30]),
+        ("float8_e4m3fnuz", 247.0, [248.0, -1e30, float("-inf")]),
+        ("float8_e5m2fnuz", 61430.0, [61440.0, -1e30, float("inf")]),
+    ],
+)
+def test_8_bit_floats_get_no_number_beyond_their_range(
+    tmp_path: Path, name: Any, fits: float, beyond: list[float]
+) -> None:
+    dtype = getattr(torch, name)
+    for number, value in enumerate(beyond):
+        stored = tmp_path / str(number)
+        ckpt.save(
+            stored, {"s": torch.tensor([fits, float("nan"), -fits]), "w": torch.tensor([1, value])}
+        )
+        with pytest.raises(
+            UnsupportedError, match=f"w: its element .* the range of {name}; .* by a"
+        ):
+            ckpt.convert(stored, tmp_path / "b", dtype=name)
+        with pytest.raises(
+            UnsupportedError, match=f"w: its element .* the range of {name}; .* leave"
+        ):
+            ckpt.read(stored, dtype=dtype)
+    most = torch.finfo(dtype).max
+    ckpt.convert(stored, tmp_path / "b", dtype={"w": None, "*": name})
+    found: Any = ckpt.read(tmp_path / "b")["s"]
+    again: Any = ckpt.read(stored, include="s", dtype=dtype)
+    assert found.float().nan_to_num(0).tolist() == [most, 0, -most]
+    assert torch.equal(again["s"].view(torch.uint8), found.view(torch.uint8))

@@ -18,7 +18,7 @@ from ckpt.converting import convert
 from ckpt.errors import CkptError, NotACheckpointError
 from ckpt.lazy import Checkpoint
 from formats.catalog import TensorRef
-from formats.errors import CorruptError
+from formats.errors import CorruptError, UnsupportedError
 from formats.native.shard import CHUNK_BYTES
 from tests.garbage import collect_garbage
 
@@ -296,6 +296,25 @@ def test_a_dtype_casts_floating_point_tensors_only(tmp_path: Path) -> None:
     assert found["layers"][1].dtype == torch.bool
     assert found["model"]["w"].dtype == torch.int16
     assert torch.equal(found["layers"][0], torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ckpt.ArgumentError, match=r"cannot be cast to 'torch\.int8'; give dtype="):
+        ckpt.read(tmp_path, dtype=torch.int8)
+
+
+def test_a_number_beyond_the_range_of_the_dtype_is_an_error(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"w": torch.tensor([float("inf"), 1e5, 1]), "empty": torch.empty(0, 3)})
+    with pytest.raises(
+        UnsupportedError, match="w: its element 100000 is beyond the range of float16"
+    ):
+        ckpt.read(tmp_path, dtype=torch.float16)
+    found: Any = ckpt.read(tmp_path, dtype=torch.bfloat16)
+    assert found["w"].tolist() == [float("inf"), 99840, 1]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch lacks the dtype")
+def test_a_tensor_that_torch_casts_to_no_dtype_is_an_error(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"w": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+    with pytest.raises(UnsupportedError, match=r"w: torch casts no torch\.float4_e2m1fn_x2; leave"):
+        ckpt.read(tmp_path, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("to", list(FORMATS))
