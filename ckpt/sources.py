@@ -93,8 +93,9 @@ def placed(folder: str, file: str | None = None) -> Iterator[None]:
     except FormatError as error:
         said, place = str(error), without_secrets(folder)
         if not said.startswith(place):
-            is_path = file is not None and said.startswith(file)
-            message = join_url(place, said) if is_path else f"{place}: {said}"
+            message = f"{place}: {said}"
+            if file is not None and said.startswith(file):
+                message = join_url(place, file) + said.removeprefix(file)
             error.args = (message, *error.args[1:])
         raise
 

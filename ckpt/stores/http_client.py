@@ -323,7 +323,7 @@ def past_end(answer: Answer) -> int | None:
 def json_of(answer: Answer, where: str) -> dict[str, object]:
     """Returns the JSON object of an answer. Raises ProtocolError if it is none."""
     try:
-        return decode_object(answer.body, f"{where}: the answer")
+        return decode_object(answer.body, f"{where}: the answer", lone=True)  # names of files
     except FormatError as error:
         raise ProtocolError(str(error)) from error
 

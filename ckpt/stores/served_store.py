@@ -5,6 +5,8 @@ Rules:
 1. A server is one of ours if its first answer says so in its header `Server`. A process asks each
    server once; URLs of all other servers belong to the fsspec driver.
 2. Listings are JSON. Files are read by ranges, each range in one request.
+3. URLs have names quoted, and names of files are Python's: bytes that are not UTF-8 are half
+   surrogate pairs.
 """
 
 from __future__ import annotations
@@ -54,8 +56,14 @@ class ServedStore(ReadOnlyStore):
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         place, self._root, token = _parts(url)
+        self.url, _, _ = url.partition(TOKEN)
+        if "?" in self.url or "#" in self.url:
+            raise ArgumentError(
+                f"{without_secrets(url)}: a folder of ckpt serve has no ? and # in its URL but the "
+                "token's; write %3F and %23 for those in names"
+            )
         told = HttpOptions.of(options, token)
-        self.url = url.partition(TOKEN)[0].rstrip("/")
+        self.url = self.url.rstrip("/")
         self.options: Mapping[str, Any] = told.stored()
         self._client = HttpClient(place, told)
 
@@ -239,7 +247,8 @@ def _parts(url: str) -> tuple[Place, str, str | None]:
     if not parts.hostname:
         raise ArgumentError(f"{url}: the URL has no host")
     token = unquote(parts.query.removeprefix("token=")) if TOKEN in url else None
-    return Place(parts.hostname, port, parts.scheme == "https"), unquote(parts.path), token
+    path = unquote(parts.path, errors="surrogateescape")
+    return Place(parts.hostname, port, parts.scheme == "https"), path, token
 
 
 def _has_proxy(url: str) -> bool:

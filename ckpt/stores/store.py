@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from ckpt.errors import StoreError
 from ckpt.live.address import TOKEN, is_live
@@ -285,9 +286,11 @@ def split_url(url: str | os.PathLike[str]) -> tuple[str, str]:
     ('live://host:4000/policy?token=abc', '12')
     """
     text = os.fspath(url)
-    text, token = _token_apart(text, is_live(text) or _is_known_served(text))
+    is_served = _is_known_served(text)
+    text, token = _token_apart(text, is_live(text) or is_served)
     text = text.rstrip("/")
     folder, _, name = text.rpartition("/")
+    name = unquote(name, errors="surrogateescape") if is_served else name
     if not folder:
         folder = "/" if text.startswith("/") else "."
     return (f"{folder}/" if folder.endswith(":/") and "://" in text else f"{folder}{token}"), name
@@ -300,6 +303,8 @@ def join_url(folder: str | os.PathLike[str], name: str) -> str:
     ('s3://bucket/runs/step-1', 'memory://step-1')
     """
     text = os.fspath(folder)
+    if _is_known_served(text):
+        name = name.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
     text, token = _token_apart(text, is_live(text) or text.startswith(WEB))
     above = text.rstrip("/")
     return f"{text}{name}" if above.endswith(":") else f"{above}/{name}{token}"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -44,14 +45,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@contextmanager
+def started(folder: Path) -> Iterator[str]:
+    """The URL of a folder, with the token, while a process serves it."""
+    program = [sys.executable, "-c", SERVE, str(folder), TOKEN]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
+
+
 @pytest.fixture(scope="module")
 def url(run: Path) -> Iterator[str]:
     """The URL of the folder, with the token."""
-    program = [sys.executable, "-c", SERVE, str(run), TOKEN]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        yield server.stdout.readline().strip()
-        server.terminate()
+    with started(run) as found:
+        yield found
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -116,6 +126,30 @@ def test_addresses_are_split_and_joined_around_the_token(url: str) -> None:
     assert split_url(join_url(url, "step 9")) == (url.replace("/?", "?"), "step 9")
 
 
+def test_every_name_of_a_disk_is_listed_and_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["a%41", "aA", "b?x", "b", "c#x", "c", "d 4", "d%204", "\udcff", "\u00e9"]
+    for number, name in enumerate(names):
+        ckpt.save(tmp_path / name, {"n": number})
+        ckpt.convert(tmp_path / name, tmp_path / f"{name}.pt")
+    with started(tmp_path) as url, open_store(url) as store:
+        assert store.folders() == sorted(names)
+        assert main(["ls", url]) == 0
+        assert "\n\\udcff " in capsys.readouterr().out
+        start, _, token = url.partition("?")
+        for number, name in enumerate(names):
+            whole = f"{start}{quote(name, errors='surrogateescape')}"
+            for end in ("", ".pt"):
+                place = join_url(url, name + end)
+                assert split_url(place)[1] == name + end
+                assert ckpt.read(place) == {"n": number}
+                assert ckpt.read(f"{whole}{end}?{token}") == {"n": number}
+        for mark in "?#":
+            with pytest.raises(ckpt.ArgumentError, match="write %3F and %23"):
+                ckpt.read(f"{start}b{mark}x?{token}")
+
+
 @pytest.mark.parametrize("token", ["?token=wrong", ""])
 def test_a_wrong_token_is_denied(url: str, token: str) -> None:
     with pytest.raises(ckpt.AccessDeniedError):
@@ -123,11 +157,8 @@ def test_a_wrong_token_is_denied(url: str, token: str) -> None:
 
 
 def test_a_server_that_has_ended_is_unreachable(run: Path) -> None:
-    program = [sys.executable, "-c", SERVE, str(run), TOKEN]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        server.terminate()
+    with started(run) as url:
+        pass
     with pytest.raises(ckpt.UnreachableError):
         ckpt.load(url, {"step": 0})
 
