@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
-from ckpt.errors import ArgumentError, NotACheckpointError
+from ckpt.errors import ArgumentError, InUseError, NotACheckpointError
 from ckpt.nearby import advice_at
 from ckpt.stores.read_only import check_writable
-from ckpt.stores.store import Options, Store, is_file, local_path, open_store
-from ckpt.transfer.bases import check_unused
+from ckpt.stores.store import (
+    Options,
+    Store,
+    is_file,
+    join_url,
+    local_path,
+    one_spelling,
+    open_store,
+    split_url,
+)
+from ckpt.transfer.bases import borrowing, check_unused, dependents
 from ckpt.transfer.commit import withdraw
 from formats.folders import is_shard, sign_of_another_format
 from formats.native.manifest import MANIFEST, read_manifest
@@ -50,15 +60,23 @@ def delete(
 
 
 def was_deleted(
-    url: str | os.PathLike[str], missing_ok: bool, options: Options, dry_run: bool = False
+    url: str | os.PathLike[str], missing_ok: bool, options: Options, gone: set[str] | None = None
 ) -> bool:
-    """Deletes a checkpoint as `delete` does, or only checks all that a delete checks.
+    """Deletes a checkpoint as `delete` does. Returns False if there was none.
 
-    Returns False if there was none.
+    With `gone` this is a dry run, which only checks all that a delete checks: as if the checkpoints
+    at the places in this set were deleted. Adds the place.
     """
     _check_no_link(url)
     with open_store(url, options) as store:
         check_writable(store)
+        place = one_spelling(url)
+        if gone is not None and place in gone:
+            if missing_ok:
+                return False
+            raise NotACheckpointError(
+                f"{store.url}: an earlier argument deletes the checkpoint here; give it once"
+            )
         try:
             data = read_manifest(store)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -72,14 +90,27 @@ def was_deleted(
                 f"{store.url}: no checkpoint of ckpt's own format is here{advice}"
             ) from error
         files = [file.name for file in load(data, f"{store.url}/{MANIFEST}").files]
-        if dry_run:
-            check_unused(store.url, store.options)
+        if gone is not None:
+            _check_unused_but_by(gone, store)
+            gone.add(place)
             return True
         withdraw(store, data)
         for name in files:
             store.delete(name)
         store.remove_if_empty()
     return True
+
+
+def _check_unused_but_by(gone: Collection[str], store: Store) -> None:
+    """Raises InUseError if a checkpoint borrows from this one and is not in `gone`."""
+    try:
+        check_unused(store.url, store.options)
+    except InUseError as error:
+        users = dependents(store.url, store.options)
+        parent, _ = split_url(one_spelling(store.url))
+        left = [name for name in users if join_url(parent, name) not in gone]
+        if left:
+            raise InUseError(str(error).replace(borrowing(users), borrowing(left))) from error
 
 
 def _is_missing(url: str | os.PathLike[str], store: Store, options: Options) -> bool:

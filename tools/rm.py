@@ -63,8 +63,9 @@ def run(options: Options) -> int:
     from ckpt.deleting import was_deleted
 
     storage = mapping(options.storage_options)
+    gone: set[str] | None = set() if options.dry_run else None
     for url in options.urls:
-        found = was_deleted(url, options.missing_ok, storage, options.dry_run)
+        found = was_deleted(url, options.missing_ok, storage, gone)
         print(f"{_done(options) if found else 'not there'} {printable(url)}")
     return ExitCode.FINE
 

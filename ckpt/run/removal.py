@@ -21,7 +21,6 @@ from ckpt.errors import CkptError, InUseError, SaveFailedWarning
 from ckpt.run.history import run_steps
 from ckpt.run.retention import Keep, RunStep, removable
 from ckpt.stores.store import Options, join_url
-from ckpt.transfer.bases import borrowing, dependents
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +38,17 @@ def removals(url: str, keep: Keep, options: Options, *, dry_run: bool = False) -
     One process calls this. Raises StoreError if the store fails.
     """
     failed: Exception | None = None
-    gone: set[str] = set()
+    gone: set[str] | None = set() if dry_run else None
     for one in removable(run_steps(url, storage_options=options), keep, time.time()):
         place = join_url(url, one.name)
+        needed_by = ""
         try:
-            if dry_run:
-                users = [name for name in dependents(place, options) if name not in gone]
-                needed_by = borrowing(users) if users else ""
-            else:
-                was_deleted(place, True, options)
-                needed_by = ""
+            was_deleted(place, True, options, gone)
         except InUseError as error:
-            needed_by = str(error)
+            needed_by = str(error).removeprefix(f"{place}: ")
         except (CkptError, OSError) as error:
             failed = failed or error
             continue
-        if not needed_by:
-            gone.add(one.name)
         yield Removal(one, needed_by)
     if failed is not None:
         raise failed

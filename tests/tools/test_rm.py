@@ -1,3 +1,5 @@
+import shutil
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,36 @@ def test_a_dry_run_has_the_results_and_the_errors_of_a_delete(run, saved: Path):
     assert dry.out.replace("would delete", "deleted") == run("rm", saved).out
 
 
+def test_a_dry_run_of_a_chain_has_the_results_of_a_delete_in_any_order(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    weights = {"w": torch.zeros(100_000)}
+    ckpt.save(tmp_path / "whole" / "a", weights)
+    ckpt.save(tmp_path / "whole" / "b", weights, base=tmp_path / "whole" / "a")
+    ckpt.save(tmp_path / "whole" / "c", weights, base=tmp_path / "whole" / "b")
+    endings = set()
+    for order in [*permutations("abc"), *permutations("abc", 2)]:
+        copy = tmp_path / "".join(order)
+        shutil.copytree(tmp_path / "whole", copy)
+        monkeypatch.chdir(copy)
+        dry = run("rm", "-n", *order)
+        ended = run("rm", *order)
+        assert (dry.code, dry.out.replace("would delete", "deleted")) == (ended.code, ended.out)
+        assert dry.err == ended.err
+        endings.add(ended.code)
+    assert endings == {ExitCode.FINE, ExitCode.EXISTS}
+
+
+def test_a_dry_run_knows_that_an_earlier_argument_deletes_a_checkpoint(run, saved: Path):
+    twice = (saved, f"{saved.parent}/./{saved.name}/")
+    dry = run("rm", "-n", "--missing-ok", *twice)
+    assert dry.out == f"would delete {twice[0]}\nnot there {twice[1]}\n"
+    dry = run("rm", "-n", *twice)
+    assert "an earlier argument deletes the checkpoint here" in dry.err
+    ended = run("rm", *twice)
+    assert (dry.code, dry.out.replace("would delete", "deleted")) == (ended.code, ended.out)
+
+
 def test_files_and_checkpoints_of_other_formats_are_no_missing_checkpoints(run, saved: Path):
     file, folder = saved.parent / "model.safetensors", saved.parent / "exported"
     assert run("convert", saved, file, "--select", "model").code == ExitCode.FINE
@@ -114,12 +146,12 @@ def test_a_policy_removes_what_no_rule_keeps_and_no_base(run, trained: Path):
 
 def test_a_dry_run_tells_the_same_and_deletes_nothing(run, trained: Path):
     before = names(trained)
-    for rules in ("last=2,every=3", "best=2,metric=loss", "younger_than=1h", "last=1"):
-        told = run("rm", trained, "--keep", rules, "-n").out
+    for rules in ("best=2,metric=loss", "younger_than=1h", "last=2,every=3", "last=1"):
+        assert run("rm", trained, "--keep", rules, "-n").code == ExitCode.FINE
         assert names(trained) == before
-        assert told.replace("would delete", "deleted").count("deleted") == told.count("would")
-    told = run("rm", trained, "--keep", "last=1", "--dry-run").out
-    assert told.replace("would delete", "deleted") == run("rm", trained, "--keep", "last=1").out
+    for rules in ("last=2,every=3", "last=1"):
+        told = run("rm", trained, "--keep", rules, "--dry-run").out
+        assert told.replace("would delete", "deleted") == run("rm", trained, "--keep", rules).out
     assert run("rm", "-n", trained / "step-6").out == f"would delete {trained}/step-6\n"
     assert names(trained) == ["final", "step-6"]
 
