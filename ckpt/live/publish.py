@@ -47,7 +47,7 @@ from formats.native.manifest import MANIFEST, dump
 from formats.native.shard import ShardSummary
 from sharding.agreement.channel import TIMEOUT_SECONDS
 from sharding.agreement.ranks import Ranks, result_or_error
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from sharding.agreement.ranks import Group
@@ -80,7 +80,7 @@ def publish(
         timeout: the most seconds that a rank waits for another.
 
     Raises:
-        ArgumentError: an option does not have such a value.
+        ArgumentError: an option does not have such a value, or, as an ArgumentTypeError, type.
         ExistsError: this host has a live state of this name; the error names the process.
         StateError: a value cannot be stored; the error names its key path.
         RankError: another rank failed; the error names the rank and its error.
@@ -98,6 +98,10 @@ def publish(
     def checked() -> None:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ArgumentError(f"name is {name!r:.80}; it has letters, digits, '.', '_' and '-'")
+        if address is not None and not (isinstance(address, str) and address):
+            raise ArgumentTypeError(f"address is {address!r:.80}; it is None, or one as '0.0.0.0'")
+        if isinstance(lease_seconds, bool) or not isinstance(lease_seconds, int | float):
+            raise ArgumentTypeError(f"lease_seconds is {lease_seconds!r:.80}; it is a number")
         if not 0.1 <= lease_seconds <= MOST_LEASE_SECONDS:
             raise ArgumentError(
                 f"lease_seconds is {lease_seconds!r}; it can be 0.1 to {MOST_LEASE_SECONDS}"
@@ -175,7 +179,8 @@ class LiveState:
         this. If an update fails, readers keep the last version.
 
         Raises:
-            ArgumentError: `version` is not above the newest version.
+            ArgumentError: `version` is not above the newest version; an ArgumentTypeError if it is
+                no int.
             ClosedError: the live state is closed.
             BackgroundError: an earlier update failed, and no caller has seen its error.
             StateError: a value cannot be stored; the error names its key path.
@@ -262,14 +267,20 @@ class LiveState:
     def _check(self, version: int | None, number: int) -> None:
         if self._is_closed:
             raise ClosedError(f"{self.hosts.url.shown} is closed; publish the state again")
-        if version is not None and (type(version) is not int or version != number):
+        if version is not None and type(version) is not int:
+            raise ArgumentTypeError(
+                f"{self.hosts.url.shown}: version is {version!r:.80}; it is a whole number, as int "
+                "gives it"
+            )
+        if version not in (None, number):
             raise ArgumentError(
                 f"{self.hosts.url.shown}: this rank updates to version {version!r:.80}, and rank 0 "
                 f"to {number!r:.80}; give all ranks the same whole number"
             )
         if not self.version < number <= MOST_VERSION:
             raise ArgumentError(
-                f"{self.hosts.url.shown}: version {number} is not above {self.version}, the newest"
+                f"{self.hosts.url.shown}: version {number} is not above {self.version}, the "
+                f"newest, and at most {MOST_VERSION}"
             )
 
     def _reclaimed(self, ranks: Ranks, version: int | None) -> Dropped:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,11 @@ def test_the_files_of_each_host_come_from_its_server_and_its_end_fails_updates_o
     [
         ({"name": "a/b"}, "letters, digits"),
         ({"lease_seconds": 0}, "lease_seconds is 0"),
+        ({"lease_seconds": "5"}, "lease_seconds is '5'; it is a number"),
+        ({"lease_seconds": True}, "lease_seconds is True"),
+        ({"lease_seconds": np.float32(5)}, "lease_seconds is .*5.0"),
+        ({"address": ""}, "address is ''"),
+        ({"address": b"127.0.0.1"}, "address is b'127.0.0.1'"),
         ({"address": "203.0.113.7"}, "203.0.113.7"),
     ],
 )
@@ -198,3 +204,16 @@ def test_a_closed_live_state_says_so_and_its_handle_names_no_token(runtime: Path
     live.close()
     with pytest.raises(ckpt.ClosedError, match="publish the state again"):
         live.update()
+
+
+def test_a_version_that_is_no_whole_number_or_too_large_is_an_error(runtime: Path) -> None:
+    with ckpt.publish({"w": torch.ones(2)}, "policy") as live:
+        for version in (np.int64(3), True, 2.0, "2"):
+            with pytest.raises(
+                ckpt.ArgumentTypeError, match=r"version is .*; it is a whole number"
+            ):
+                live.update(version)  # type: ignore[arg-type]
+        with pytest.raises(ckpt.ArgumentError, match="not above 1, the newest, and at most 9"):
+            live.update(10**30)
+        live.update(3).wait(SECONDS)
+        assert live.version == 3
