@@ -128,6 +128,8 @@ class _Slot:
 
     arena: Arena = field(default_factory=lambda: new_arena(is_sealed=True))
     version: int | None = None
+    held: Dropped = Dropped.FREE
+    """The users of the memory once its version is retired."""
 
 
 class LiveState:
@@ -146,6 +148,8 @@ class LiveState:
         self._lease_seconds, self._timeout = lease_seconds, timeout
         self._slots = (_Slot(), _Slot())
         """Equal versions on all ranks."""
+        self._tried = 0
+        """The newest version that this rank has begun to store."""
         self._workplace = Workplace(self._slots[0].arena)
         self._lane = Lane()
         self._is_closed = False
@@ -215,10 +219,9 @@ class LiveState:
 
                 options = SaveOptions(False, False, dict(metadata))
                 attempt, leaves = agreed_attempt(ranks, state, options, check)
-                held = self._reclaimed(ranks, self._slots[slot].version)
                 shown = self.hosts.url.at(number).shown
                 handle = SaveHandle(shown, attempt.plan.nbytes, started)
-                target = _Version(handle, attempt, self._lane, self, number, slot, held, info)
+                target = _Version(handle, attempt, self._lane, self, number, slot, info)
                 if later is not None:
                     later.connect()
                 begun.append(handle)
@@ -246,23 +249,53 @@ class LiveState:
             slot.arena.close()
 
     def _chosen(self, ranks: Ranks, version: int | None) -> tuple[int, int]:
-        """Returns rank 0's choice of the version and the slot. All ranks call this."""
+        """Returns rank 0's choice of the version, and of the slot for it, whose version is retired.
+
+        All ranks call this. Nothing is retired if rank 0 refuses the update, by an error that comes
+        later. A server that fails here fails the update later, too.
+        """
+        is_one_host = len(self.hosts.addresses) == 1
 
         def choose() -> bytes:
             if self._is_closed:
-                return b"[0, 0]"
+                return b"[0, 0, null]"
             assert self.hosts.server is not None
             known = self.hosts.server.versions()
             newest = max((v for v, found in known.items() if found.complete), default=0)
-            tried = max((slot.version or 0 for slot in self._slots), default=0)
-            slot = 1 if self._slots[0].version == newest else 0
+            index = 1 if self._slots[0].version == newest else 0
             self.version = max(self.version, newest)
             given = version if type(version) is int else 0  # which `_check` refuses
-            number = max(newest, tried) + 1 if version is None else given
-            return json.dumps([number, slot]).encode()
+            number = max(newest, self._tried) + 1 if version is None else given
+            before, retired = self._slots[index].version, None
+            _, refusal = result_or_error(lambda: self._check(version, number))
+            if before is not None and refusal is None:
+                overdue = self._retire(before)
+                retired = int(dropped(self.hosts, before, overdue)) if is_one_host else int(overdue)
+            return json.dumps([number, index, retired]).encode()
 
-        number, slot = json.loads(ranks.from_first("choosing a version", choose))
-        return number, slot
+        number, index, retired = json.loads(ranks.from_first("choosing a version", choose))
+        slot = self._slots[index]
+        if retired is not None and slot.version is not None:
+            if is_one_host:
+                held = Dropped(retired)
+            else:
+                held = self._dropped_on_all(ranks, slot.version, bool(retired))
+            slot.held, slot.version = max(slot.held, held), None
+        return number, index
+
+    def _retire(self, version: int) -> bool:
+        """Returns whether a retired version is overdue, as `HostServer.retire` tells."""
+        assert self.hosts.server is not None
+        server, seconds = self.hosts.server, self._lease_seconds
+        overdue, error = result_or_error(lambda: server.retire(version, seconds))
+        return overdue[0] if overdue else error is not None
+
+    def _dropped_on_all(self, ranks: Ranks, version: int, overdue: bool) -> Dropped:
+        """Drops a version on each host; tells who still has its memory on this one."""
+        held = dropped(self.hosts, version, overdue)
+        everyone = ranks.joined("dropping a version", bytes([held]), b"".join)
+        at_hosts = zip(everyone, self.hosts.host_of, strict=True)
+        return Dropped(max(how for how, at in at_hosts if at == self.hosts.here))
 
     def _check(self, version: int | None, number: int) -> None:
         if self._is_closed:
@@ -283,30 +316,6 @@ class LiveState:
                 f"newest, and at most {MOST_VERSION}"
             )
 
-    def _reclaimed(self, ranks: Ranks, version: int | None) -> Dropped:
-        """Retires and drops a version; tells who still has the memory of it on this host.
-
-        All ranks call this. No error: a server that fails here fails the update later.
-        """
-        if version is None:
-            return Dropped.FREE
-        hosts, is_one_host = self.hosts, len(self.hosts.addresses) == 1
-
-        def retire() -> bytes:
-            found, error = result_or_error(
-                lambda: hosts.server.retire(version, self._lease_seconds)  # type: ignore[union-attr]
-            )
-            overdue = found[0] if found else error is not None
-            return bytes([dropped(hosts, version, overdue) if is_one_host else overdue])
-
-        (answer,) = ranks.from_first("retiring a version", retire)
-        if is_one_host:
-            return Dropped(answer)
-        held = dropped(hosts, version, overdue=bool(answer))
-        everyone = ranks.joined("dropping a version", bytes([held]), b"".join)
-        here = [how for how, at in zip(everyone, hosts.host_of, strict=True) if at == hosts.here]
-        return Dropped(max(here))
-
     def drop_others(self) -> None:
         """Drops the versions on this host that an earlier publisher has left.
 
@@ -317,10 +326,12 @@ class LiveState:
         for number in server.versions().keys() - mine:
             server.drop(number)
 
-    def _place(self, index: int, version: int, held: Dropped) -> Workplace:
+    def _place(self, index: int, version: int) -> Workplace:
         """Returns the workplace with the arena for a version."""
         slot = self._slots[index]
         slot.version = version
+        self._tried = max(self._tried, version)
+        held, slot.held = slot.held, Dropped.FREE
         if held:
             if held == Dropped.HELD:
                 slot.arena.discard()
@@ -341,12 +352,11 @@ class _Version:
     live: LiveState
     number: int
     slot: int
-    held: Dropped
     info: Mapping[str, object]
 
     def workplace(self) -> Workplace:
         """Returns the live state's workplace, with the arena of this version."""
-        return self.live._place(self.slot, self.number, self.held)
+        return self.live._place(self.slot, self.number)
 
     def write(self, data: memoryview, place: Workplace) -> ShardSummary:
         """Seals this rank's part, and gives it to the server of this host."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.live.address import parse
 from ckpt.live.hosts import Dropped
 from ckpt.live.process import HostServer
 from ckpt.stores.shared_files import SharedFile
@@ -83,6 +84,11 @@ def test_what_fails_on_a_rank_fails_on_all_and_readers_keep_the_last_version(
     assert same(ckpt.read(url), whole_state(2, 1.0))
     assert on.run(publishers.update, name, 2.0) == [2, 2]
     assert same(ckpt.read(url), whole_state(2, 2.0))
+    assert "rank 1" in on.run(publishers.fails_on_a_rank, name)[0]  # both arenas had a version
+    assert same(ckpt.read(url), whole_state(2, 2.0))
+    for version in (3, 4):
+        assert on.run(publishers.update, name, float(version)) == [version, version]
+        assert same(ckpt.read(url), whole_state(2, float(version)))
     on.run(publishers.end, name)
     with pytest.raises(ckpt.CkptError):
         ckpt.read(url)
@@ -134,12 +140,22 @@ def test_a_wrong_argument_is_an_error_and_leaves_no_server(
         ckpt.publish({"w": torch.ones(2)}, **options)
 
 
+def test_an_update_that_is_refused_takes_no_version_away(runtime: Path) -> None:
+    with ckpt.publish({"w": torch.ones(2), "step": 1}, "policy") as live:
+        live.update().wait(SECONDS)
+        with pytest.raises(ckpt.ArgumentError, match="version 2 is not above 2"):
+            live.update(2)
+        for version in (1, 2):
+            assert ckpt.read(str(parse(live.url).at(version)))["step"] == 1
+
+
 def test_memory_whose_server_gave_no_answer_keeps_its_bytes(runtime: Path) -> None:
     with ckpt.publish({"w": torch.full((100_000,), 1.0)}, "policy") as live:
         slot = next(slot for slot in live._slots if slot.version == 1)
         theirs = os.dup(slot.arena.descriptor)
         before = os.pread(theirs, 1 << 20, 0)
-        live._place(live._slots.index(slot), 2, Dropped.UNKNOWN)
+        slot.held = Dropped.UNKNOWN
+        live._place(live._slots.index(slot), 2)
         assert not os.path.sameopenfile(slot.arena.descriptor, theirs)
         assert os.pread(theirs, 1 << 20, 0) == before
         os.close(theirs)
