@@ -270,8 +270,8 @@ class _Machine:
 
     def frozen_set(self) -> None:
         items = self.pop_marked()
-        self.empty_set()
-        self.add_items(items)
+        self.copy(SET_STEPS)
+        self.push(MAKERS["builtins.frozenset"]((items,)))
 
     # Names, and the calls that an ordinary unpickler would make.
 
@@ -375,7 +375,7 @@ Step = Callable[[_Machine], object]
 
 _STOP = pickle.STOP[0]
 
-_COPIED = frozenset({list, tuple, dict, set, str, bytes})
+_COPIED = frozenset({list, tuple, dict, set, frozenset, str, bytes})
 
 _BY_OPCODE: dict[bytes, Step] = {
     pickle.PROTO: _Machine.check_protocol,

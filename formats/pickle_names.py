@@ -64,13 +64,17 @@ def _deque(arguments: Arguments) -> object:
     return _list(arguments[0]) if arguments else []
 
 
-def _set(arguments: Arguments) -> object:
+def _set(arguments: Arguments) -> set[object]:
     members = _list(arguments[0]) if arguments else []
     apart = KeysApart()
     for member in members:
         check_key(member)
         apart.check(member, members)
     return set(members)
+
+
+def _frozen_set(arguments: Arguments) -> object:
+    return frozenset(_set(arguments))
 
 
 def _complex(arguments: Arguments) -> object:
@@ -174,7 +178,7 @@ MAKERS: dict[str, Callable[[Arguments], object]] = {
     "copyreg._reconstructor": _old_object,
     **{f"torch.jit._pickle.{name}": _first for name in _TYPED},
     "builtins.set": _set,
-    "builtins.frozenset": _set,
+    "builtins.frozenset": _frozen_set,
     "builtins.complex": _complex,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,

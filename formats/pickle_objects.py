@@ -83,7 +83,7 @@ def _module(value: Opaque) -> Iterator[tuple[object, object]]:
     """Yields the entries of a module's state dict, and those of modules in it as `Entries`."""
     state = attributes(value)
     passing = state.get("_non_persistent_buffers_set")
-    passing = passing if isinstance(passing, set) else ()
+    passing = passing if isinstance(passing, set | frozenset) else ()
     for kind in _MODULE:
         parts = state[kind]
         for name, part in parts.items() if isinstance(parts, dict) else ():

@@ -216,9 +216,10 @@ def check_key(key: object, depth: int = 0, parts: int = KEY_PARTS) -> int:
 
     Returns the number of `parts` that are left of the allowed ones.
     """
-    if isinstance(key, tuple) and depth < KEY_DEPTH:
+    if isinstance(key, tuple | frozenset) and depth < KEY_DEPTH:
         if len(key) > parts:
-            raise HostileError(f"a tuple of over {KEY_PARTS} parts is the key of a dict")
+            kind = "tuple" if isinstance(key, tuple) else "frozenset"
+            raise HostileError(f"a {kind} of over {KEY_PARTS} parts is the key of a dict")
         for each in key:
             parts = check_key(each, depth + 1, parts - 1)
     elif isinstance(key, MetadataIndex):

@@ -58,8 +58,8 @@ def shown(path: KeyPath) -> str:
 
 
 def chars_of(key: object) -> int:
-    """Returns the approximate length of a key as text, without making the text of a tuple."""
-    if isinstance(key, tuple):
+    """Returns the approximate length of a key as text, without making the text of its parts."""
+    if isinstance(key, tuple | frozenset):
         return sum(map(chars_of, key)) + 2 * len(key)
     return len(key) if isinstance(key, str) else len(str(key))
 
@@ -189,10 +189,10 @@ class _Walk:
             return self._dict(value.items(), path, chars)
         if isinstance(value, Entries):
             return self._dict(value.items, path, chars)
-        if isinstance(value, set):
+        if isinstance(value, set | frozenset):
             for each in value:
                 self.nest.count_name(chars_of(each))
-            value = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
+            value = sorted(value, key=lambda each: (type(each).__name__, _text(each)))
         if isinstance(value, list | tuple):
             items = [self.tree(each, (*path, i), chars + 8) for i, each in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
@@ -272,6 +272,16 @@ class _Walk:
                 f"pickle, {self.storages.nbytes_of(storage.key)} by the file"
             )
         return self.nest.place(view, TensorRecord(name, tensor.shape, tensor.dtype, pieces))
+
+
+def _text(member: object) -> str:
+    """Returns the text of a member of a set, in which a frozenset has an order."""
+    if not isinstance(member, tuple | frozenset):
+        return repr(member)
+    parts = list(map(_text, member))
+    if isinstance(member, tuple):
+        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+    return f"frozenset({', '.join(sorted(parts))})"
 
 
 def _is_key(key: object) -> bool:

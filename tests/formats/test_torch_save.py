@@ -6,6 +6,7 @@ import io
 import math
 import os
 import random
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckpt.stores.store import open_store
-from formats.catalog import Catalog, TensorRecord, TensorRef, Tree
+from formats.catalog import Catalog, OpaqueValue, TensorRecord, TensorRef, Tree
 from formats.dtypes import DTYPES, DType, dtype_of_torch
 from formats.errors import CorruptError, FormatError, HostileError, UnsupportedError
 from formats.limits import DEPTH
@@ -82,8 +83,8 @@ def outgoing(name: str, tensor: torch.Tensor, block_bytes: int = 7) -> OutgoingT
     return OutgoingTensor(name, tuple(tensor.shape), dtype, blocks)
 
 
-def saved(folder: Path, value: object) -> Catalog:
-    torch.save(value, folder / FILE)
+def saved(folder: Path, value: object, protocol: int = 2) -> Catalog:
+    torch.save(value, folder / FILE, pickle_protocol=protocol)
     return read(open_store(folder), FILE)
 
 
@@ -207,6 +208,29 @@ def test_what_a_tree_lacks_becomes_the_nearest_it_has(tmp_path: Path) -> None:
         {"seen": {3, 1, 2}, "bytes": bytearray(b"ab"), "size": torch.Size((1, 2)), "c": 1j},
     )
     assert catalog.tree == {"seen": [1, 2, 3], "bytes": b"ab", "size": (1, 2), "c": 1j}
+
+
+def test_a_frozenset_is_a_sorted_list_and_a_dict_with_one_as_key_is_opaque(tmp_path: Path) -> None:
+    members = {frozenset("bca"), frozenset("d"), (2,), (1, 2), "z"}
+    keyed = {frozenset({1, 2}): torch.ones(2)}
+    catalog = saved(tmp_path, {"members": members, "keyed": keyed, "w": torch.ones(1)})
+    assert catalog.tree == {
+        "members": [["a", "b", "c"], ["d"], "z", (1, 2), (2,)],
+        "keyed": OpaqueValue("dict with keys that are not text or numbers"),
+        "w": TensorRef("w"),
+    }
+    assert list(catalog.tensors) == ["w"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_frozensets_that_are_slow_to_compare_are_refused(tmp_path: Path, protocol: int) -> None:
+    alike = {frozenset({number * sys.hash_info.modulus}): 1 for number in range(300)}
+    with pytest.raises(HostileError, match="keys of one dict have the same hash"):
+        saved(tmp_path, alike, protocol)
+    with pytest.raises(HostileError, match="a frozenset of over 1000 parts is the key"):
+        saved(tmp_path, {frozenset(range(1001)): 1}, protocol)
+    sets = [frozenset({number % 2 + 0.5}) for number in range(2000)]
+    assert saved(tmp_path, {"s": sets}, protocol).tree == {"s": [[0.5], [1.5]] * 1000}
 
 
 @pytest.mark.parametrize(
