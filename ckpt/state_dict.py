@@ -31,7 +31,13 @@ from ckpt.match.match_builder import Match
 from ckpt.match.selection import Selection
 from ckpt.state.flatten import FlatState, flatten
 from ckpt.state.local_states import with_names
-from ckpt.state.merged_state import MergedState, agree_on_state, conflict_message, spec_of
+from ckpt.state.merged_state import (
+    MergedState,
+    agree_on_state,
+    conflict_message,
+    spec_of,
+    with_values_of_first,
+)
 from ckpt.state.patterns import Rename
 from ckpt.state.saved import Saved
 from ckpt.state.state_spec import check_members
@@ -87,6 +93,8 @@ def convert(
         state: a module, an optimizer, a state dict, or a nest of these. The modules beside an
             optimizer name its parameters. Ranks may have different entries, even none: an entry of
             one rank reaches the others. (But a DTensor that keeps its layout stays on its ranks.)
+            Of plain values that differ between ranks, such as a counter of steps, all get that of
+            the lowest rank, and the other ranks warn, as in `ckpt.save`.
         to: the kind of state dict.
         mesh: divides sharded tensors by rows and local tensors by elements over its last
             dimension. Tensors are replicated along its other dimensions, and along those of the
@@ -266,6 +274,8 @@ def _merged_state(ranks: Ranks, stage: str, state: object, model: nn.Module | No
 
     hashes = ReplicaHashes("sample", ranks.global_rank)
     held = agree_on_state(ranks, stage, flattened, weigh=hashes.weigh)
+    if not held.same_values:
+        held = with_values_of_first(ranks, held)
     if held.conflicting_values:
         warn(conflict_message(ranks, held.conflicting_values), stacklevel=3)
     differing = [] if held.balanced else hashes.differing(ranks, held.whole.tensors)

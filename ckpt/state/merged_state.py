@@ -8,7 +8,7 @@ merge them alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.errors import StateError
 from ckpt.state.flatten import FlatState
@@ -144,6 +144,18 @@ def other_than_first(ranks: Ranks, held: MergedState) -> tuple[str, ...]:
     first = ranks.broadcast(mine)
     found = conflicting_values(unpacked_summary(mine).tree, unpacked_summary(first).tree)
     return tuple(dict.fromkeys(found))
+
+
+def with_values_of_first(ranks: Ranks, held: MergedState) -> MergedState:
+    """Returns the state with rank 0's plain values, and the names of those that this rank loses.
+
+    All ranks call this if their structures are equal and their values are not. Communicates.
+    """
+    mine = summary(held.whole)
+    own, first = (unpacked_summary(text).tree for text in (mine, ranks.broadcast(mine)))
+    lost = tuple(dict.fromkeys(conflicting_values(own, first)))
+    whole = replace(held.whole, tree=first)
+    return replace(held, whole=whole, same_values=True, conflicting_values=lost)
 
 
 def conflict_message(ranks: Ranks, names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ All ranks train on the same batch, so that every wrapping computes what one proc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -209,6 +210,34 @@ def test_pipeline_stages_keep_what_is_theirs_and_see_what_is_the_others(
     clusters: Callable[[int], Any],
 ) -> None:
     clusters(4).run(stages)
+
+
+def values_that_differ(names: str) -> tuple[object, object, list[str]]:
+    """The converted and the loaded values, and the warnings."""
+    rank = dist.get_rank()
+    own = f"w{rank}" if names == "different" else "w"
+    state = {own: torch.ones(4), "step": rank, "optim": {"lr": (0.1, rank), 5: float("nan")}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = ckpt.state_dict.convert(state, to="full")
+        target = {own: torch.zeros(4), "step": -1, "optim": {"lr": (), 5: 0.0}}
+        loaded = ckpt.state_dict.load(state, target, strict=names == "equal")
+    assert torch.equal(loaded[own], torch.ones(4))  # type: ignore[arg-type]
+    values = [(found["step"], found["optim"]["lr"]) for found in (made, loaded)]  # type: ignore[index]
+    said = [str(each.message) for each in caught]
+    return *values, [text for text in said if "whose values" in text]
+
+
+@pytest.mark.parametrize("names", ["equal", "different"])
+def test_of_plain_values_that_differ_all_ranks_get_those_of_the_lowest_and_the_others_warn(
+    clusters: Callable[[int], Any], names: str
+) -> None:
+    for rank, (made, loaded, said) in enumerate(clusters(3).run(values_that_differ, names)):
+        assert made == loaded == (0, (0.1, 0))
+        assert len(said) == (2 if rank else 0)
+        for text in said:
+            assert text.startswith(f"rank {rank} has other values in the state")
+            assert "whose values are taken: 'step', 'optim.lr'; give" in text
 
 
 def groups() -> None:
