@@ -27,6 +27,7 @@ from sharding.url_secrets import without_secrets
 from tools import completion, convert, diff, gc, inspect, latest, ls, plan, rm, serve, top, verify
 from tools.exit_codes import ExitCode, code_of, table
 from tools.option_names import with_options
+from tools.progress import note_of_a_wait
 from tools.text import tell
 
 OptionsT = TypeVar("OptionsT")
@@ -135,7 +136,8 @@ def _run(argv: Sequence[str]) -> int:
     except SystemExit as end:  # from argparse: --help, --version, wrong arguments
         return end.code if isinstance(end.code, int) else ExitCode.FINE
     try:
-        return int(arguments.command(arguments))
+        with note_of_a_wait(vars(arguments).values()):
+            return int(arguments.command(arguments))
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:

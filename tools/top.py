@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.display import count, printable, size
 from tools.exit_codes import ExitCode
+from tools.progress import has_answered
 from tools.quantities import age, duration
 from tools.storage_options import Option, add_storage_options, mapping
 from tools.text import columns, json_text, place
@@ -197,6 +198,7 @@ def _rates(looks: Sequence[Look]) -> dict[tuple[str, str, str], float]:
 
 def _refresh(lines: list[str]) -> None:
     """Puts the lines in the place of those on the terminal."""
+    has_answered()
     width, height = shutil.get_terminal_size()
     shown = [line[:width] + _REST_OF_LINE for line in lines[: height - 1]]
     print(_HOME + "\n".join(shown) + "\n" + _REST_OF_SCREEN, end="", flush=True)
