@@ -510,6 +510,18 @@ MUTATIONS = (
         "live/table",
     ),
     Mutation(
+        "loading: columns are read evenly by all ranks",
+        "return cut > 0 and prod(most[:cut]) > 1",
+        "return False and prod(most[:cut]) > 1",
+        "ckpt/scatter_reads",
+    ),
+    Mutation(
+        "redistribute: a sender waits until its messages are read",
+        "        self._tell(told, notes)  # the answers\n",
+        "",
+        "sharding/redistribute",
+    ),
+    Mutation(
         "live: a last chunk is compared by each rank that reads it",
         "if chunk == last or chunk % self.count == self.index:",
         "if chunk % self.count == self.index:",

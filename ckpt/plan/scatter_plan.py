@@ -1,4 +1,6 @@
-"""Scatter reads: more ranks than saved load from a server, and each reads large ranges for others.
+"""Scatter reads from a server: each rank reads large ranges for others.
+
+More ranks load than saved, or each rank wants short runs of a tensor, such as columns of a matrix.
 
 Each rank wants a part of every tensor, and between two parts of one rank lie the parts of others.
 Reads of single parts would need a request for each tensor and rank. Neighbouring tensors therefore
@@ -10,7 +12,9 @@ Rules:
 2. With k = loading / saving ranks, k ranks read each shard file and take batches round-robin. A
    tensor is scattered from its stored layout, with readers in the place of the saving ranks. A
    tensor that lies whole in a file of another format counts as one that a single rank saved.
-3. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
+3. Any other tensor of which a rank wants runs of less than `SHORT_BYTES` is read evenly by all
+   ranks: each rank would read most of it, whole chunks and gaps.
+4. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
    them until the round is over, holds them once more as messages, and receives at most as many at
    a time. A tensor is not scattered if one rank would read more of it.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +31,10 @@ import numpy as np
 from ckpt.plan.read_plan import BoxCopies, ReadRequest, requests_for
 from ckpt.plan.shard_sizes import elements_held, positions
 from formats.catalog import PieceTable, TensorRecord
-from sharding.layout import Layout, Mesh
+from sharding.layout import Layout, Mesh, Replicate, Shard, Split, StridedShard
+
+SHORT_BYTES = 64 << 10
+"""A chunk of a shard file. A run that is shorter is read with more bytes around it than in it."""
 
 
 class TensorMove(NamedTuple):
@@ -104,14 +112,8 @@ class Scatter:
 
     def takes(self, name: str, record: TensorRecord, target: int, want: Layout) -> bool:
         """Takes a tensor with a direct target if it is to be scattered; returns whether it is."""
-        stored, ranks = _stored_layout(record), self._world.size
-        if (
-            stored is None
-            or 2 * stored.mesh.size > ranks
-            or ranks % stored.mesh.size
-            or stored.replicas > 1
-            or not 0 < record.nbytes <= self._most_bytes * stored.mesh.size
-        ):
+        stored = self._divided_among(record, want)
+        if stored is None or not 0 < record.nbytes <= self._most_bytes * stored.mesh.size:
             return False
         savers = positions(stored.mesh, Mesh.grid(("saved",), (stored.mesh.size,)))
         wanting = positions(want.mesh, self._world)
@@ -122,6 +124,16 @@ class Scatter:
             return False
         self._entries.append(entry)
         return True
+
+    def _divided_among(self, record: TensorRecord, want: Layout) -> Layout | None:
+        """Returns the layout, over ranks that saved or over all, by which a tensor is read."""
+        stored, ranks = _stored_layout(record), self._world.size
+        savers = ranks if stored is None or stored.replicas > 1 else stored.mesh.size
+        if 2 * savers <= ranks and ranks % savers == 0:
+            return stored
+        if not _has_short_runs(want, record.dtype.itemsize):
+            return None
+        return Layout(record.shape, Mesh.grid(("saved",), (ranks,)), (Split(),))
 
     def rounds(self) -> tuple[ScatterRound, ...]:
         """Returns the rounds. Opens the files that this rank reads."""
@@ -216,10 +228,22 @@ def _stored_layout(record: TensorRecord) -> Layout | None:
     return record.layout
 
 
+def _has_short_runs(want: Layout, itemsize: int) -> bool:
+    """Whether a rank's elements lie in runs of less than `SHORT_BYTES`, with others between."""
+    cut = 0
+    for placement, size in zip(want.placements, want.mesh.sizes, strict=True):
+        if isinstance(placement, Shard | StridedShard) and size > 1:
+            cut = max(cut, placement.dim)
+        elif not isinstance(placement, Shard | StridedShard | Replicate):
+            return False
+    most = want.local_shape(want.mesh.rank((0,) * len(want.mesh.sizes)))  # the first has the most
+    return cut > 0 and prod(most[:cut]) > 1 and prod(most[cut:]) * itemsize < SHORT_BYTES
+
+
 def _place_in_file(entry: _Entry) -> tuple[int, str, int]:
     """Returns a key that sorts tensors into the order of the files, without opening any."""
     pieces = entry.record.pieces
     if entry.record.layout is None:
-        (stored,) = pieces
+        stored = next(iter(pieces))
         return 0, stored.extent.file, stored.extent.offset
     return -entry.record.dtype.itemsize, "", 0

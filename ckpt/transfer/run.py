@@ -39,6 +39,7 @@ from formats.errors import FormatError
 from formats.native.shard import Progress
 from formats.storage import Reader
 from sharding.errors import said
+from sharding.reshard.host_memory import HostMemory
 from sharding.reshard.redistribute import Move, redistribute
 
 if TYPE_CHECKING:
@@ -125,10 +126,11 @@ class LoadRun:
         Called by all ranks of the group, with the same `budget` in bytes; communicates. Raises as
         `half_loaded` does, with the names of all targets.
         """
-        self._redistribute(map(self._share, plan.exchanges), budget // 2)
         failed: list[Exception] = []
-        for scatter_round in plan.scatter_rounds:
-            self._scatter(scatter_round, source, plan.names, failed)
+        with HostMemory(self.group) as memory:
+            self._redistribute(map(self._share, plan.exchanges), budget // 2, memory)
+            for scatter_round in plan.scatter_rounds:
+                self._scatter(scatter_round, source, plan.names, failed, memory)
         if failed:
             raise failed[0]
 
@@ -138,15 +140,25 @@ class LoadRun:
         Called by all ranks of the group, with the same `budget` in bytes; communicates. A target of
         another dtype, or without contiguous elements, is staged.
         """
+        with HostMemory(self.group) as memory:
+            self._move(plan, sources, budget, memory)
+
+    def _move(
+        self,
+        plan: LoadPlan,
+        sources: Mapping[str, torch.Tensor],
+        budget: int,
+        memory: HostMemory,
+    ) -> None:
         for batch in plan.peer_moves:
             staged: list[tuple[torch.Tensor, torch.Tensor]] = []
             moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
-            self._redistribute(moves, budget)
+            self._redistribute(moves, budget, memory)
             for target, into in staged:
                 target.copy_(into)
 
-    def _redistribute(self, moves: Iterable[Move], budget: int) -> None:
-        redistribute(moves, group=self.group, budget=budget)
+    def _redistribute(self, moves: Iterable[Move], budget: int, memory: HostMemory) -> None:
+        redistribute(moves, group=self.group, budget=budget, memory=memory)
 
     def _share(self, move: TensorMove) -> Move:
         """Returns a move from this rank's share of a target into the whole target."""
@@ -160,6 +172,7 @@ class LoadRun:
         source: FileSource,
         names: Sequence[str],
         failed: list[Exception],
+        memory: HostMemory,
     ) -> None:
         """Executes one round, and frees the memory of its sources (rule 3)."""
         moves = []
@@ -169,16 +182,16 @@ class LoadRun:
             moves.append(Move(name, held, have, local, want))
         if scatter_round.requests and not failed:
             ranges = source.range_reader()
-            memory = [memory_of(move.source) for move in moves]
+            sources = [memory_of(move.source) for move in moves]
             try:
                 with half_loaded(names):
-                    ranges.run(scatter_round.requests, memory, source.progress)
+                    ranges.run(scatter_round.requests, sources, source.progress)
                     ranges.finish(source.progress)
             except Exception as error:
                 failed.append(error)
         first = 0
         for count, nbytes in scatter_round.sends:
-            self._redistribute(moves[first : first + count], nbytes)
+            self._redistribute(moves[first : first + count], nbytes, memory)
             first += count
 
     def _from_peers(

@@ -11,11 +11,13 @@ Rules:
    travels in parts. Beside sources and targets, the memory of a rank holds at most the outgoing and
    incoming messages of one batch.
 3. Elements that several ranks get are packed once.
+4. On one host the messages travel through shared memory (`sharding.reshard.host_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +32,7 @@ from sharding.errors import ArgumentError, TransferError
 from sharding.layout import Layout
 from sharding.layout.box import Piece
 from sharding.layout.exchange import Exchange, exchange, windows
+from sharding.reshard.host_memory import NOTE_SIZE, HostMemory
 from sharding.torch_versions import movable
 
 BUDGET_BYTES = 64 << 20
@@ -55,7 +58,11 @@ class Move:
 
 @torch.no_grad()
 def redistribute(
-    moves: Iterable[Move], *, group: ProcessGroup | None = None, budget: int = BUDGET_BYTES
+    moves: Iterable[Move],
+    *,
+    group: ProcessGroup | None = None,
+    budget: int = BUDGET_BYTES,
+    memory: HostMemory | None = None,
 ) -> None:
     """Fills every target with the elements of its layout.
 
@@ -63,7 +70,8 @@ def redistribute(
     targets may be made when they are needed. Sources do not change. A target may share memory only
     with its own source, if the elements are in place already. Raises HoleError if a layout wants
     elements that the other does not hold, TransferError if a rank does not take part in time. This
-    function does not tell other ranks of these errors.
+    function does not tell other ranks of these errors. `memory`, for messages between ranks of one
+    host, may be that of several calls of one group; by default it is this call's.
 
     Local tensors must fit their layouts. A caller that is not sure calls `local_part.check_holds`
     before, and tells the other ranks.
@@ -75,12 +83,19 @@ def redistribute(
     tensor([0., 1., 2., 3.])
     """
     here = Ranks(group).global_rank
-    batch = _Batch(here, group)
+    with HostMemory(group) if memory is None else nullcontext(memory) as memory:
+        _move(moves, here, group, budget, memory)
+
+
+def _move(
+    moves: Iterable[Move], here: int, group: ProcessGroup | None, budget: int, memory: HostMemory
+) -> None:
+    batch = _Batch(here, group, memory)
     for move in moves:
         itemsize, numel = move.target.itemsize, move.have.numel
         if batch.nbytes + numel * itemsize > budget:
             batch.run()
-            batch = _Batch(here, group)
+            batch = _Batch(here, group, memory)
         if not move.target.is_contiguous():
             raise ArgumentError(f"{move.name}: the target is not contiguous in memory")
         plan = exchange(move.have, move.want, here)
@@ -91,7 +106,7 @@ def redistribute(
         for window in windows(move.have.shape, max(1, budget // itemsize)):
             if batch.nbytes + window.numel * itemsize > budget:
                 batch.run()
-                batch = _Batch(here, group)
+                batch = _Batch(here, group, memory)
             batch.add(plan.within(window), source, target, window.numel * itemsize)
     batch.run()
 
@@ -113,8 +128,9 @@ class _Message:
 class _Batch:
     """Tensors that travel together."""
 
-    def __init__(self, here: int, group: ProcessGroup | None) -> None:
+    def __init__(self, here: int, group: ProcessGroup | None, memory: HostMemory) -> None:
         self.nbytes = 0
+        self._memory = memory
         self._tensors = 0
         self._here = here
         self._group = group
@@ -142,6 +158,9 @@ class _Batch:
         """Sends, receives, and puts received elements into their places. Waits."""
         if not self._out and not self._in:
             return
+        if self._memory.is_shared:
+            self._run_in_memory()
+            return
         device = message_device(self._group)
         messages = []
         incoming = {}
@@ -161,6 +180,36 @@ class _Batch:
             _exchange_on_stream(messages)
         for source, message in self._in.items():
             _unpack(incoming[source], message.parts)
+
+    def _run_in_memory(self) -> None:
+        """As `run`: packs into memory, tells the receivers, and waits until they have answered."""
+        starts: dict[tuple[tuple[int, Piece], ...], int] = {}
+        parts: list[torch.Tensor] = []
+        end = 0
+        for message in self._out.values():
+            places = tuple(message.places)
+            if places not in starts:
+                starts[places] = end
+                parts += message.parts
+                end += sum(map(_padded_bytes, message.parts))
+        _pack(self._memory.reserve(end), parts)
+        notes = {source: torch.empty(NOTE_SIZE, dtype=torch.int64) for source in self._in}
+        told = {
+            target: self._memory.note(starts[tuple(message.places)])
+            for target, message in self._out.items()
+        }
+        self._tell(notes, told)
+        for source, message in self._in.items():
+            nbytes = sum(map(_padded_bytes, message.parts))
+            _unpack(self._memory.bytes_of(notes[source], nbytes), message.parts)
+        self._tell(told, notes)  # the answers
+
+    def _tell(
+        self, incoming: Mapping[int, torch.Tensor], outgoing: Mapping[int, torch.Tensor]
+    ) -> None:
+        receives = [self._message(dist.irecv, one, rank) for rank, one in incoming.items()]
+        sends = [self._message(dist.isend, one, rank) for rank, one in outgoing.items()]
+        _exchange(self._group, [*receives, *sends])
 
     def _message(
         self, operation: Callable[..., object], buffer: torch.Tensor, other: int
@@ -224,9 +273,13 @@ def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[to
 
 def _packed(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     message = torch.empty(sum(map(_padded_bytes, parts)), dtype=torch.uint8, device=device)
+    _pack(message, parts)
+    return message
+
+
+def _pack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     for place, part in zip(_places(message, parts), parts, strict=True):
         place.copy_(part)
-    return message
 
 
 def _unpack(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

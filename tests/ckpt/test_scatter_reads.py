@@ -90,6 +90,36 @@ def test_what_few_ranks_saved_is_dealt_out_to_many(
     assert proxy.count() <= loaded * (1 + 2 + 5)
 
 
+def save_wide(url: str, options: Options) -> None:
+    ckpt.save(url, {"w": wide(True)}, storage_options=options)
+
+
+def load_wide(url: str, options: Options) -> None:
+    target = wide(False)
+    ckpt.load(url, {"w": target}, storage_options=options)
+    assert torch.equal(target.to_local(), wide(True, Shard(1)).to_local())
+
+
+def wide(is_filled: bool, how: Placement | None = None) -> DTensor:
+    """Rows of 1,000 numbers: by rows if they are saved, by columns if they are to be loaded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = torch.arange(500_000.0) if is_filled else torch.zeros(500_000)
+    how = (Shard(0) if is_filled else Shard(1)) if how is None else how
+    return distribute_tensor(value.reshape(500, 1000), mesh, [how], src_data_rank=None)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 3), (3, 2)])
+def test_columns_of_a_matrix_travel_from_the_server_once(
+    clusters: Callable, proxy: FaultProxy, tmp_path: Path, saved: int, loaded: int
+) -> None:
+    url, options = proxy.server.url(f"{tmp_path.name}/w"), dict(proxy.server.options)
+    clusters(saved).run(save_wide, url, options)
+    proxy.clear()
+    clusters(loaded).run(load_wide, url, options)
+    nbytes = 4 * 500_000
+    assert proxy.sent_bytes < nbytes + 250_000 * loaded  # some headers, and chunks cut in two
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors"])
 def test_whole_tensors_of_another_format_are_dealt_out_to_many(
     clusters: Callable, proxy: FaultProxy, tmp_path: Path, to: Any

@@ -1,0 +1,173 @@
+"""Messages between ranks of one host through shared memory, in the place of gloo's connections.
+
+A rank packs its messages into memory that has no name, and tells each receiver where it lies. The
+receiver maps it by way of `/proc`, takes its elements, and answers. A byte is copied twice and
+passes through no connection: a message by gloo is copied four times.
+
+Rules:
+
+1. A group uses memory if all of its ranks are on this host, of this user, and have read a word in
+   the memory of each other rank. They find out once, at the first use of the group.
+2. A rank packs again after all receivers of its last messages have
+   answered.
+3. `SHARDING_HOST_MEMORY=0` on all ranks, at the first use of a group, keeps to gloo.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+from contextlib import suppress
+from hashlib import sha256
+from struct import Struct
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sharding.agreement.ranks import HASH_BITS, Ranks, message_device, result_or_error
+from sharding.errors import TransferError
+
+STAGE = "finding the ranks of this host"
+VARIABLE = "SHARDING_HOST_MEMORY"
+_PLACE = Struct("!qq16s")
+"""A process, one of its descriptors, and the bytes in it."""
+_shares: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
+
+
+def shares_memory(group: ProcessGroup | None) -> bool:
+    """Whether the ranks of a group exchange messages through memory (rule 1).
+
+    All ranks of the group call this. The first call of a group communicates.
+    """
+    key = dist.group.WORLD if group is None and dist.is_initialized() else group
+    if key is None:
+        return False
+    if key not in _shares:
+        _shares[key] = _find(group)
+    return _shares[key]
+
+
+def _find(group: ProcessGroup | None) -> bool:
+    ranks = Ranks(group)
+    if ranks.is_single_process or "gloo" not in str(dist.get_backend(group)):
+        return False
+    if message_device(group).type != "cpu":
+        return False
+    here, _ = result_or_error(_host)
+    if not ranks.agree(STAGE, hashes=here or [secrets.randbits(HASH_BITS)]).same[0]:
+        return False
+    word, descriptor = secrets.token_bytes(16), _new_memory()
+    try:
+        os.pwrite(descriptor, word, 0)
+        mine = _PLACE.pack(os.getpid(), descriptor, word)
+        everyone = list(_PLACE.iter_unpack(ranks.joined(STAGE, mine, b"".join)))
+        is_read = all(_word_at(process, at) == said for process, at, said in everyone)
+        answers = ranks.joined(STAGE, bytes([is_read]), b"".join)
+    finally:
+        os.close(descriptor)
+    return all(answers)
+
+
+def _host() -> int:
+    """Returns a hash of this host and user, as far as memory is shared; equal on equal ones."""
+    if os.environ.get(VARIABLE) == "0":
+        raise OSError(f"{VARIABLE}=0")
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read()
+    processes = os.stat("/proc/self/ns/pid").st_ino
+    said = f"{platform.node()} {boot} {processes} {os.geteuid()}"
+    return int.from_bytes(sha256(said.encode()).digest()[:8], "big") >> (64 - HASH_BITS)
+
+
+def _word_at(process: int, descriptor: int) -> bytes:
+    with suppress(OSError), open(_path(process, descriptor), "rb") as file:
+        return file.read(16)
+    return b""
+
+
+def _new_memory() -> int:
+    return os.memfd_create("ckpt-messages", os.MFD_CLOEXEC)
+
+
+def _path(process: int, descriptor: int) -> str:
+    return f"/proc/{process}/fd/{descriptor}"
+
+
+NOTE_SIZE = 5
+"""The elements of a note."""
+
+
+class HostMemory:
+    """The memory of a rank's outgoing messages, and of the other ranks' as this rank sees it.
+
+    All ranks of the group make one at a time, use it for the same exchanges and close it, or leave
+    its block.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.is_shared = shares_memory(group)
+        """Whether the ranks exchange messages through memory; nothing else may be used if not."""
+        self._descriptor = -1
+        self._number = 0
+        self._mine = torch.empty(0, dtype=torch.uint8)
+        self._theirs: dict[int, tuple[int, torch.Tensor]] = {}
+        """By process: the number of its memory, and the memory."""
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Returns memory for messages of so many bytes; those before have been read (rule 2)."""
+        if nbytes > len(self._mine):
+            self.close()
+            self._descriptor, self._number = _new_memory(), self._number + 1
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            self._mine = _mapped(self._descriptor, nbytes)
+        return self._mine[:nbytes]
+
+    def note(self, at: int) -> torch.Tensor:
+        """Returns the message that tells a receiver where its bytes begin."""
+        place = [os.getpid(), self._descriptor, self._number, len(self._mine), at]
+        return torch.tensor(place, dtype=torch.int64)
+
+    def bytes_of(self, note: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """Returns the bytes of a message, where its sender has packed them."""
+        process, descriptor, number, size, at = note.tolist()
+        known, memory = self._theirs.get(process, (0, self._mine))
+        if known != number:
+            memory = _opened(process, descriptor, size)
+            self._theirs[process] = number, memory
+        return memory[at : at + nbytes]
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._mine = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> HostMemory:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _opened(process: int, descriptor: int, nbytes: int) -> torch.Tensor:
+    """Returns the memory that a descriptor of another process has."""
+    try:
+        opened = os.open(_path(process, descriptor), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return _mapped(opened, nbytes)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        raise TransferError(
+            f"the memory of process {process} cannot be read: {error}; set {VARIABLE}=0 on all "
+            "ranks to send messages by gloo"
+        ) from error
+
+
+def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
