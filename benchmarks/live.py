@@ -284,10 +284,12 @@ def hand_over_rows(label: str, samples: measure.Samples) -> list[list[str]]:
 
 def steps_beside_readers(
     nbytes: int, rounds: int, flag: str, has_own_core: bool
-) -> list[tuple[float, float]]:
-    """On the trainer: the seconds of a step alone, and while the other rank reads all the time.
+) -> list[tuple[float, float, float]]:
+    """On the trainer: the seconds of a step alone, beside loads, and beside plain copies.
 
-    If the trainer has its own core, the reader and the server share the others.
+    The other rank loads the state all the time, or copies as many bytes of its own memory: what the
+    memory of the machine makes of any reader. If the trainer has its own core, the reader and the
+    server share the others.
     """
     job = _Job(nbytes, 1, 1)
     cores = sorted(os.sched_getaffinity(0))
@@ -309,23 +311,22 @@ def steps_beside_readers(
         return statistics.median(times)
 
     for _ in range(rounds):
-        both = []
-        for is_read in (False, True):
+        times = []
+        for beside in (None, job.load, job.copy):
             dist.barrier()
             if job.rank == 0:
-                if is_read:
+                if beside is not None:
                     time.sleep(0.2)
-                both.append(steps())
+                times.append(steps())
                 Path(flag).touch()
-            elif is_read:
+            elif beside is not None:
                 while not os.path.exists(flag):
-                    job.before()
-                    job.load()
+                    beside()
             dist.barrier()
             with suppress(FileNotFoundError):
                 os.unlink(flag)
         if job.rank == 0:
-            found.append((both[0], both[1]))
+            found.append((times[0], times[1], times[2]))
     job.close()
     return found
 
@@ -431,15 +432,18 @@ def beside_training(nbytes: int, rounds: int, store: str) -> list[list[str]]:
         rows = []
         for has_own_core in (False, True):
             given = nbytes, rounds, f"{folder}/flag", has_own_core
-            pairs = measure.on_ranks(2, steps_beside_readers, *given)[0]
+            found = measure.on_ranks(2, steps_beside_readers, *given)[0]
             where = ", the step has its own core" if has_own_core else ""
-            rows.append([f"a step, another job reads all the time{where}", *_ratio(pairs, "alone")])
+            for at, does in ((1, "loads"), (2, "copies")):
+                pairs = [(one[0], one[at]) for one in found]
+                what = f"a step, another job {does} all the time{where}"
+                rows.append([what, *_ratio(pairs, "alone")])
         _say("steps are done")
         with suppress(BrokenProcessPool):
             measure.on_ranks(2, train_and_die, nbytes, f"{folder}/run")
         _say("trainers are killed")
-        found = measure.on_ranks(2, resume, nbytes, f"{folder}/run", rounds)
-        slowest = [(max(a[0], b[0]), max(a[1], b[1])) for a, b in zip(*found, strict=True)]
+        resumed = measure.on_ranks(2, resume, nbytes, f"{folder}/run", rounds)
+        slowest = [(max(a[0], b[0]), max(a[1], b[1])) for a, b in zip(*resumed, strict=True)]
         back = [(disk, near) for near, disk in slowest]
         rows.append(["a resume from memory after kill -9", *_ratio(back, "from disk, cold cache")])
     return rows

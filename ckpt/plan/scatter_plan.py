@@ -15,8 +15,8 @@ Rules:
 3. Any other tensor of which a rank wants runs of less than `SHORT_BYTES` is read evenly by all
    ranks: each rank would read most of it, whole chunks and gaps.
 4. Batches are read and scattered in *rounds*. Per round, a rank reads at most `most_bytes`, holds
-   them until the round is over, holds them once more as messages, and receives at most as many at
-   a time. A tensor is not scattered if one rank would read more of it.
+   them until the round is over, and receives at most half as many at a time. A tensor is not
+   scattered if one rank would read more of it.
 """
 
 from __future__ import annotations
@@ -190,20 +190,21 @@ class Scatter:
     def _sends(self, entries: Sequence[_Entry]) -> Iterator[tuple[int, int]]:
         """Yields, for each message in order, the number of its tensors and their bytes.
 
-        No rank receives more than `most_bytes` at once. A tensor of which one rank receives more
-        travels alone, with `most_bytes` in the place of its bytes.
+        No rank receives more than half of `most_bytes` at once: ranks of one host see the messages
+        of all. A tensor of which one rank receives more travels alone, with that bound in the place
+        of its bytes.
         """
-        count, nbytes = 0, 0
+        count, nbytes, most = 0, 0, self._most_bytes // 2
         received = np.zeros(self._world.size, np.int64)
         for entry in entries:
             more = entry.receives
-            if count and (received[entry.wanting] + more).max() > self._most_bytes:
-                yield count, nbytes if received.max() <= self._most_bytes else self._most_bytes
+            if count and (received[entry.wanting] + more).max() > most:
+                yield count, nbytes if received.max() <= most else most
                 count, nbytes, received = 0, 0, np.zeros_like(received)
             received[entry.wanting] += more
             count, nbytes = count + 1, nbytes + entry.record.nbytes
         if count:
-            yield count, nbytes if received.max() <= self._most_bytes else self._most_bytes
+            yield count, nbytes if received.max() <= most else most
 
     def _read_as(self, stored: Layout, number: int) -> Layout:
         """Returns a stored layout with a batch's readers in the place of the ranks that saved."""

@@ -34,7 +34,7 @@ from ckpt.transfer.unchanged import Unchanged, changed_ranges
 from formats.catalog import Chunk, Extent
 from formats.errors import CorruptError
 from formats.native.shard import Progress
-from formats.storage import LOCAL_READ_BYTES, Reader, in_place
+from formats.storage import LOCAL_READ_BYTES, Reader, in_place, memory_name
 from formats.threads import Pool
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 SCRATCH_BYTES = 2 << 20
 """The largest read of a local file that goes through a scratch buffer."""
+MAPPED_BYTES = 32 << 20
+"""The largest part of a file in mapped memory whose elements are placed at a time."""
 DIRECT_BYTES = 8 << 20
 """Bytes of a tensor that one thread reads at a time into the tensor's memory."""
 THREAD_BYTES = 32 << 20
@@ -103,7 +105,8 @@ class ReadPolicy:
         if is_far:
             return cls(workers, Limits(reader.read_bytes, reader.read_bytes, share))
         read = min(reader.read_bytes, share)
-        scratch = min(max(read, SCRATCH_BYTES), share)
+        most = MAPPED_BYTES if memory_name(reader) else SCRATCH_BYTES
+        scratch = min(max(read, most), share)
         return cls(workers, Limits(read, max(read, DIRECT_BYTES), scratch))
 
 

@@ -141,21 +141,12 @@ class LoadRun:
         another dtype, or without contiguous elements, is staged.
         """
         with HostMemory(self.group) as memory:
-            self._move(plan, sources, budget, memory)
-
-    def _move(
-        self,
-        plan: LoadPlan,
-        sources: Mapping[str, torch.Tensor],
-        budget: int,
-        memory: HostMemory,
-    ) -> None:
-        for batch in plan.peer_moves:
-            staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-            moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
-            self._redistribute(moves, budget, memory)
-            for target, into in staged:
-                target.copy_(into)
+            for batch in plan.peer_moves:
+                staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+                moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
+                self._redistribute(moves, budget, memory)
+                for target, into in staged:
+                    target.copy_(into)
 
     def _redistribute(self, moves: Iterable[Move], budget: int, memory: HostMemory) -> None:
         redistribute(moves, group=self.group, budget=budget, memory=memory)

@@ -8,8 +8,7 @@ Rules:
 
 1. A group uses memory if all of its ranks are on this host, of this user, and have read a word in
    the memory of each other rank. They find out once, at the first use of the group.
-2. A rank packs again after all receivers of its last messages have
-   answered.
+2. A rank packs again after all receivers of its last messages have answered.
 3. `SHARDING_HOST_MEMORY=0` on all ranks, at the first use of a group, keeps to gloo.
 """
 
@@ -21,6 +20,7 @@ import platform
 import secrets
 from contextlib import suppress
 from hashlib import sha256
+from pathlib import Path
 from struct import Struct
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sharding.agreement.ranks import HASH_BITS, Ranks, message_device, result_or_error
+from sharding.agreement.ranks import HASH_BITS, Ranks, message_device
 from sharding.errors import TransferError
 
 STAGE = "finding the ranks of this host"
@@ -57,30 +57,33 @@ def _find(group: ProcessGroup | None) -> bool:
         return False
     if message_device(group).type != "cpu":
         return False
-    here, _ = result_or_error(_host)
-    if not ranks.agree(STAGE, hashes=here or [secrets.randbits(HASH_BITS)]).same[0]:
+    if not ranks.agree(STAGE, hashes=[_host()]).same[0]:
         return False
-    word, descriptor = secrets.token_bytes(16), _new_memory()
+    word, descriptor = secrets.token_bytes(16), -1
     try:
-        os.pwrite(descriptor, word, 0)
+        with suppress(OSError):  # this rank has no memory, and its word is nowhere
+            descriptor = _new_memory()
+            os.pwrite(descriptor, word, 0)
         mine = _PLACE.pack(os.getpid(), descriptor, word)
         everyone = list(_PLACE.iter_unpack(ranks.joined(STAGE, mine, b"".join)))
         is_read = all(_word_at(process, at) == said for process, at, said in everyone)
         answers = ranks.joined(STAGE, bytes([is_read]), b"".join)
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
     return all(answers)
 
 
 def _host() -> int:
-    """Returns a hash of this host and user, as far as memory is shared; equal on equal ones."""
-    if os.environ.get(VARIABLE) == "0":
-        raise OSError(f"{VARIABLE}=0")
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read()
-    processes = os.stat("/proc/self/ns/pid").st_ino
-    said = f"{platform.node()} {boot} {processes} {os.geteuid()}"
-    return int.from_bytes(sha256(said.encode()).digest()[:8], "big") >> (64 - HASH_BITS)
+    """Returns a hash of this host and user, equal where memory is shared; else a random number."""
+    with suppress(OSError):  # a system without these files
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+        said = f"{platform.node()} {boot} {processes} {os.geteuid()}"
+        if os.environ.get(VARIABLE) != "0":
+            digest = sha256(said.encode()).digest()
+            return int.from_bytes(digest[:8], "big") >> (64 - HASH_BITS)
+    return secrets.randbits(HASH_BITS)
 
 
 def _word_at(process: int, descriptor: int) -> bytes:
