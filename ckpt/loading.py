@@ -99,8 +99,9 @@ def load(
             checkpoint or of any rank's target, and each key of `rename` a name of the checkpoint.
         dtype: "target" casts to the target's dtypes; by default another dtype is a mismatch.
         casting: the casts that `dtype="target"` may make. "same_kind" allows floats (of 16 bits or
-            more) to floats, complex numbers to complex numbers, and integers to wider integers.
-            "unsafe" allows all casts, even if they change values.
+            more) to floats, complex numbers to complex numbers, and integers to wider integers; a
+            number beyond the range of a narrower float is a PartialLoadError. "unsafe" allows all
+            casts, even if they change values.
         verify: True compares checksums: in the native format of every byte that is read, in
             torch.save and DCP of every storage or chunk that this rank reads as a whole. If a rank
             reads a part of one, rank 0 gives an UnverifiedWarning; "all" reads and compares the
@@ -273,7 +274,7 @@ class _Run:
         unchanged = Unchanged.of(options.unchanged, is_far_live)
         policy = replace(policy, unchanged=unchanged, share=share)
         self._source = FileSource(store, self._sums, policy, options.progress)
-        self._run = LoadRun(matched.match.targets, options.group)
+        self._run = LoadRun(matched.match.targets, options.group, options.casting)
         self.names = plans.tensors.names
         """The tensors that this load fills on this rank."""
 

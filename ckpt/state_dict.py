@@ -217,7 +217,7 @@ def load(
             "comparing the state with the target",
             lambda: check_fits(SOURCE, found, strict, warns=ranks.rank == 0),
         )
-        run = LoadRun(matched.targets, group)
+        run = LoadRun(matched.targets, group, allowed)
         shared = beside(matched.shared, matched.targets)
         apart = [item for group in shared for item, _ in group]
         fill = partial(fill_from_peers, run=run, held=held, saved=saved, ranks=ranks, budget=budget)

@@ -4,8 +4,8 @@ Rules:
 
 1. By default another dtype is a difference.
 2. With `dtype="target"` a tensor keeps its kind. Floats and complex numbers may get another
-   precision; a number beyond the range becomes infinite, as in torch. Integers may become a type
-   that holds all of their values.
+   precision; a number beyond the range is an error of the load. Integers may become a type that
+   holds all of their values.
 3. Floats of 8 bits have so little range that weights need a scale beside them. A load casts to
    them only if the caller asks for it.
 4. `casting="unsafe"` allows every cast that torch has. Torch casts no packed 4-bit floats.
@@ -86,3 +86,10 @@ def keeps_values(source: DType, target: DType) -> bool:
 def _kind(dtype: DType) -> str:
     """Returns the first letter of float, complex, integer, unsigned or boolean."""
     return "F" if dtype.name.startswith(("F", "BF")) else dtype.name[0]
+
+
+def narrows(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast of floats, or of complex numbers, has fewer numbers in its range."""
+    if not all(one.is_floating_point or one.is_complex for one in (stored, wanted)):
+        return False
+    return torch.finfo(wanted).max < torch.finfo(stored).max

@@ -108,11 +108,13 @@ def cast_into(
 
 
 def check_range(name: str, elements: torch.Tensor, dtype: torch.dtype, remedy: str) -> None:
-    """Raises UnsupportedError if an element of a tensor of floats is beyond the range of `dtype`.
+    """Raises UnsupportedError if a float, or a complex number, is beyond the range of `dtype`.
 
     A cast would make such a number infinite, NaN or the largest one of `dtype`, or lose infinity.
     """
-    flat = elements.reshape(-1)
+    flat, shown = elements.reshape(-1), str(dtype).removeprefix("torch.")
+    if flat.is_complex():
+        flat, dtype = torch.view_as_real(flat.resolve_conj()).reshape(-1), dtype.to_real()
     for at in range(0, len(flat), CHECKED_ELEMENTS):
         chunk = flat[at : at + CHECKED_ELEMENTS]
         some = chunk.float() if chunk.itemsize == 1 else chunk
@@ -122,8 +124,7 @@ def check_range(name: str, elements: torch.Tensor, dtype: torch.dtype, remedy: s
         lost = some[~_in_range(some, dtype) & ~some.isnan()]
         if len(lost):
             raise UnsupportedError(
-                f"{name}: its element {lost[0].item():.6g} is beyond the range of "
-                f"{str(dtype).removeprefix('torch.')}; {remedy}"
+                f"{name}: its element {lost[0].item():.6g} is beyond the range of {shown}; {remedy}"
             )
 
 

@@ -28,17 +28,18 @@ from ckpt.errors import (
     ReplacedError,
     ReplacedLoadError,
 )
+from ckpt.match.casting import Casting, narrows
 from ckpt.match.match_builder import Target
 from ckpt.plan.load_plan import LoadPlan, Stage, TensorRead
 from ckpt.plan.read_plan import NOWHERE, ReadRequest
 from ckpt.plan.scatter_plan import ScatterRound, TensorMove
-from ckpt.state.memory import is_lazy, memory_of, torch_dtype
+from ckpt.state.memory import check_range, is_lazy, memory_of, torch_dtype
 from ckpt.transfer.read import RangeReader, ReadPolicy
 from ckpt.transfer.record_sums import RecordSums
-from formats.errors import FormatError
+from formats.errors import FormatError, UnsupportedError
 from formats.native.shard import Progress
 from formats.storage import Reader
-from sharding.errors import said
+from sharding.errors import ArgumentError, said
 from sharding.reshard.host_memory import HostMemory
 from sharding.reshard.redistribute import Move, redistribute
 
@@ -86,6 +87,8 @@ class LoadRun:
     """The targets, by their numbers in plans."""
     group: ProcessGroup | None = None
     """The ranks that exchange tensors."""
+    casting: Casting | None = None
+    """The casts to other dtypes that the caller allows."""
     touched: dict[str, None] = field(default_factory=dict)
     """Names of targets that reads have begun to fill."""
 
@@ -117,7 +120,7 @@ class LoadRun:
                     local = self.targets[read.target].local
                     if into.shape != local.shape:
                         local = local[stage.lo : stage.lo + len(into)]
-                    local.copy_(into)
+                    self._cast(read.name, into, local)
             ranges.finish(source.progress)
 
     def exchange(self, plan: LoadPlan, source: FileSource, budget: int) -> None:
@@ -142,11 +145,24 @@ class LoadRun:
         """
         with HostMemory(self.group) as memory:
             for batch in plan.peer_moves:
-                staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+                staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
                 moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
                 self._redistribute(moves, budget, memory)
-                for target, into in staged:
-                    target.copy_(into)
+                for name, target, into in staged:
+                    self._cast(name, into, target)
+
+    def _cast(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies into a tensor of perhaps another dtype.
+
+        Raises ArgumentError for a number beyond its range, unless all casts are allowed.
+        """
+        if self.casting is not Casting.UNSAFE and narrows(source.dtype, target.dtype):
+            remedy = "load into a wider dtype, or pass casting='unsafe' to cast nevertheless"
+            try:
+                check_range(name, source, target.dtype, remedy)
+            except UnsupportedError as error:
+                raise ArgumentError(f"dtype='target': {error}") from None  # nothing is damaged
+        target.copy_(source)
 
     def _redistribute(self, moves: Iterable[Move], budget: int, memory: HostMemory) -> None:
         redistribute(moves, group=self.group, budget=budget, memory=memory)
@@ -189,7 +205,7 @@ class LoadRun:
         self,
         move: TensorMove,
         held: torch.Tensor,
-        staged: list[tuple[torch.Tensor, torch.Tensor]],
+        staged: list[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> Move:
         if move.target == NOWHERE:
             into = held.new_empty(0)
@@ -197,7 +213,7 @@ class LoadRun:
             into = local = self.targets[move.target].local
             if local.dtype != held.dtype or not local.is_contiguous() or is_lazy(local):
                 into = torch.empty(local.shape, dtype=held.dtype, device=local.device)
-                staged.append((local, into))
+                staged.append((move.name, local, into))
         return Move(move.name, held, move.have, into, move.want)
 
 

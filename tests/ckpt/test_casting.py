@@ -141,3 +141,37 @@ def test_an_array_of_numpy_is_cast_by_the_same_rule(tmp_path: Path) -> None:
     assert array.tolist() == [0, 1, 2]
     with pytest.raises(ckpt.MismatchError, match="the target has int64"):
         ckpt.load(tmp_path, {"a": np.zeros(3, np.int64)}, dtype="target")
+
+
+@pytest.mark.parametrize("load", [through_a_file, in_memory])
+@pytest.mark.parametrize(
+    ("value", "source", "target"),
+    [
+        (1e5, "float32", "float16"),
+        (-1e300, "float64", "float32"),
+        (3.4e38, "float32", "bfloat16"),
+        (1e30, "bfloat16", "float16"),
+        (1e300j, "complex128", "complex64"),
+    ],
+)
+def test_a_number_beyond_the_range_of_the_target_is_an_error_unless_all_casts_are_allowed(
+    tmp_path: Path, load: Callable[..., None], value: complex, source: str, target: str
+) -> None:
+    saved = torch.zeros(3, dtype=getattr(torch, source))
+    saved[1] = value
+    wanted = getattr(torch, target)
+    with pytest.raises(ckpt.CkptError, match=f"w: its element .* beyond the range of {target}"):
+        load(tmp_path / "c", {"w": saved}, {"w": torch.zeros(3, dtype=wanted)}, dtype="target")
+    cast = {"w": torch.zeros(3, dtype=wanted)}
+    load(tmp_path / "c", {"w": saved}, cast, dtype="target", casting="unsafe")
+    assert torch.equal(cast["w"], saved.to(wanted))
+
+
+def test_infinity_and_nan_are_cast_as_they_are(tmp_path: Path) -> None:
+    saved = torch.tensor([float("inf"), -float("inf"), float("nan"), 65504.0])
+    ckpt.save(tmp_path / "c", {"w": saved})
+    target = torch.zeros(4, dtype=torch.float16)
+    ckpt.load(tmp_path / "c", {"w": target}, dtype="target")
+    assert torch.equal(target[:2], saved[:2].half())
+    assert bool(target[2].isnan())
+    assert target[3] == 65504.0
