@@ -122,7 +122,9 @@ class ControlServer:
         if isinstance(request, Take):
             return self._take(client, request)
         if isinstance(request, Retire):
-            return {"ok": {"overdue": await self._retire(request)}}, ()
+            overdue = await self._retire(request)
+            held = request.drop and self._drop(request.name, request.version, overdue)
+            return {"ok": {"overdue": overdue, "held": held}}, ()
         return {"ok": self._changed(client, request)}, ()
 
     def _changed(self, client: _Client, request: Request) -> dict[str, object]:
@@ -139,7 +141,7 @@ class ControlServer:
         elif isinstance(request, Remove):
             table.remove(request.name, request.wait_seconds, monotonic())
         elif isinstance(request, Drop):
-            return {"held": self._drop(request)}
+            return {"held": self._drop(request.name, request.version, request.overdue)}
         host.changed()
         return {}
 
@@ -198,9 +200,8 @@ class ControlServer:
             await self._host.wait(STALL_SECONDS)
         return overdue
 
-    def _drop(self, request: Drop) -> bool:
-        name, version = request.name, request.version
-        in_flight = self._host.is_in_flight(name, version, request.overdue)
+    def _drop(self, name: str, version: int, overdue: bool) -> bool:
+        in_flight = self._host.is_in_flight(name, version, overdue)
         self._host.forget(self._host.table.drop(name, version))
         self._host.changed()
         return in_flight or any((name, version) in client.got for client in self._clients)

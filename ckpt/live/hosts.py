@@ -201,9 +201,19 @@ class Dropped(IntEnum):
 
 def dropped(hosts: Hosts, version: int, overdue: bool) -> Dropped:
     """Drops a version on this host, and tells who still has its memory."""
-    if hosts.server is None:
+    return _told_by(hosts, lambda server: server.drop(version, overdue))
+
+
+def reclaimed(hosts: Hosts, version: int, wait_seconds: float) -> Dropped:
+    """Retires a version that is on this host alone, and drops it as `dropped` does."""
+    return _told_by(hosts, lambda server: server.reclaim(version, wait_seconds))
+
+
+def _told_by(hosts: Hosts, ask: Callable[[HostServer], bool]) -> Dropped:
+    server = hosts.server
+    if server is None:
         return Dropped.FREE
-    held, error = result_or_error(lambda: hosts.server.drop(version, overdue))  # type: ignore[union-attr]
+    held, error = result_or_error(lambda: ask(server))
     if isinstance(error, NotACheckpointError):  # it never came here
         return Dropped.FREE
     if not held:

@@ -180,8 +180,13 @@ class HostServer:
         They end after `wait_seconds` in any case. Returns whether the version is overdue: a lease
         has ended without its reader's word that it has all bytes.
         """
-        found, _ = self._ask(Retire(self.name, version, wait_seconds), seconds=wait_seconds)
-        return bool(found["overdue"])
+        asked = Retire(self.name, version, wait_seconds, drop=False)
+        return bool(self._ask(asked, seconds=wait_seconds)[0]["overdue"])
+
+    def reclaim(self, version: int, wait_seconds: float) -> bool:
+        """Retires a version and then drops it; returns what `drop` returns."""
+        asked = Retire(self.name, version, wait_seconds, drop=True)
+        return bool(self._ask(asked, seconds=wait_seconds)[0]["held"])
 
     def drop(self, version: int, overdue: bool = True) -> bool:
         """Forgets the files of a version, and ends the connections that are sending them.

@@ -194,6 +194,8 @@ class Retire:
     name: str
     version: int
     wait_seconds: float
+    drop: bool
+    """Whether the server forgets the files of the version then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +416,7 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "keep_seconds": _seconds,
     "wait_seconds": _seconds,
     "overdue": _flag,
+    "drop": _flag,
     "token": _token,
 }
 

@@ -30,7 +30,7 @@ from ckpt.errors import ClosedError
 from ckpt.garbage import collected_later
 from ckpt.in_flight import Lane, told_by_this_call
 from ckpt.live.address import MOST_VERSION, NAME
-from ckpt.live.hosts import Dropped, Hosts, Listening, dropped, serve
+from ckpt.live.hosts import Dropped, Hosts, Listening, dropped, reclaimed, serve
 from ckpt.live.protocol import LEASE_SECONDS, FileAt, Segment
 from ckpt.live.replicas import copied_from
 from ckpt.live.sealing import SealJob, in_memory, seal_job_message
@@ -148,6 +148,8 @@ class LiveState:
         self._lease_seconds, self._timeout = lease_seconds, timeout
         self._slots = (_Slot(), _Slot())
         """Equal versions on all ranks."""
+        self._committed: int | None = None
+        """The newest version if rank 0 has committed it and no update has begun since."""
         self._tried = 0
         """The newest version that this rank has begun to store."""
         self._workplace = Workplace(self._slots[0].arena)
@@ -259,9 +261,10 @@ class LiveState:
         def choose() -> bytes:
             if self._is_closed:
                 return b"[0, 0, null]"
-            assert self.hosts.server is not None
-            known = self.hosts.server.versions()
-            newest = max((v for v, found in known.items() if found.complete), default=0)
+            newest, self._committed = self._committed, None
+            is_reclaimed = is_one_host and all(slot.version for slot in self._slots)
+            if newest is None or not is_reclaimed:
+                newest = self._newest_at_home()
             index = 1 if self._slots[0].version == newest else 0
             self.version = max(self.version, newest)
             given = version if type(version) is int else 0  # which `_check` refuses
@@ -269,8 +272,12 @@ class LiveState:
             before, retired = self._slots[index].version, None
             _, refusal = result_or_error(lambda: self._check(version, number))
             if before is not None and refusal is None:
-                overdue = self._retire(before)
-                retired = int(dropped(self.hosts, before, overdue)) if is_one_host else int(overdue)
+                if is_one_host:
+                    retired = int(reclaimed(self.hosts, before, self._lease_seconds))
+                    if retired == Dropped.UNKNOWN:
+                        self._newest_at_home()  # raises if the server has ended
+                else:
+                    retired = int(self._retire(before))
             return json.dumps([number, index, retired]).encode()
 
         number, index, retired = json.loads(ranks.from_first("choosing a version", choose))
@@ -282,6 +289,12 @@ class LiveState:
                 held = self._dropped_on_all(ranks, slot.version, bool(retired))
             slot.held, slot.version = max(slot.held, held), None
         return number, index
+
+    def _newest_at_home(self) -> int:
+        """Returns the newest version of rank 0's server, 0 without one. Raises if it has ended."""
+        assert self.hosts.server is not None
+        known = self.hosts.server.versions()
+        return max((number for number, found in known.items() if found.complete), default=0)
 
     def _retire(self, version: int) -> bool:
         """Returns whether a retired version is overdue, as `HostServer.retire` tells."""
@@ -420,6 +433,7 @@ class _Version:
         }
         files[MANIFEST] = FileAt(len(manifest), (hosts.addresses[hosts.here],))
         server.commit(self.number, files, made[2])
+        self.live._committed = self.number
         if self.live.replicas is not None:
             self.live.drop_others()
 

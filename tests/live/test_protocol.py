@@ -37,7 +37,7 @@ REQUESTS: st.SearchStrategy[Request] = st.one_of(
     st.builds(protocol.Own, NAMES, SECONDS),
     st.builds(protocol.Put, NAMES, VERSIONS, FILES, SEGMENTS.map(tuple)),
     st.builds(protocol.Commit, NAMES, VERSIONS, PLACES, st.dictionaries(TEXTS, TEXTS, max_size=2)),
-    st.builds(protocol.Retire, NAMES, VERSIONS, SECONDS),
+    st.builds(protocol.Retire, NAMES, VERSIONS, SECONDS, st.booleans()),
     st.builds(protocol.Drop, NAMES, VERSIONS, st.booleans()),
     st.builds(protocol.Get, NAMES, VERSIONS, FILES, TEXTS),
     st.builds(protocol.Take, NAMES, st.none() | VERSIONS, ADDRESSES, TEXTS),

@@ -57,14 +57,17 @@ def test_a_publisher_killed_in_an_update_leaves_the_last_version_to_its_readers(
         ckpt.read(url)
 
 
+@pytest.mark.parametrize("versions", [1, 2, 3])
 def test_a_server_that_is_killed_fails_the_update_by_name_and_a_new_publisher_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: int
 ) -> None:
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv(RUNTIME, str(runtime))
     state = {"w": torch.ones(VALUES)}
     live = ckpt.publish(state, "policy")
+    for _ in range(versions - 1):
+        live.update().wait(SECONDS)
     server = live.hosts.server
     assert server is not None
     os.kill(server.pid, signal.SIGKILL)
