@@ -20,13 +20,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from ckpt.plan.load_plan import LoadItem
 from ckpt.plan.read_plan import BoxCopies
 from formats.catalog import Catalog, Chunks
 from sharding.layout import Layout, Mesh, Replicate, Shard, StridedShard
+
+if TYPE_CHECKING:
+    from ckpt.plan.load_plan import LoadItem  # which imports numpy
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,7 @@ from ckpt.plan.scatter_plan import ScatterRound, TensorMove
 from ckpt.state.memory import check_range, is_lazy, memory_of, torch_dtype
 from ckpt.transfer.read import RangeReader, ReadPolicy
 from ckpt.transfer.record_sums import RecordSums
+from ckpt.transfer.unchanged import Unchanged
 from formats.errors import FormatError, UnsupportedError
 from formats.native.shard import Progress
 from formats.storage import Reader
@@ -188,7 +189,7 @@ class LoadRun:
             held = torch.empty(hi - lo, dtype=local.dtype, device="cpu")
             moves.append(Move(name, held, have, local, want))
         if scatter_round.requests and not failed:
-            ranges = source.range_reader()
+            ranges = source.range_reader(Unchanged.READ)  # new memory has no chunk already
             sources = [memory_of(move.source) for move in moves]
             try:
                 with half_loaded(names):
@@ -226,9 +227,13 @@ class FileSource:
     policy: ReadPolicy
     progress: Progress | None
 
-    def range_reader(self) -> RangeReader:
-        """Returns a reader of byte ranges with scratch memory of its own."""
-        return RangeReader(self.reader, self.sums, self.policy)
+    def range_reader(self, unchanged: Unchanged | None = None) -> RangeReader:
+        """Returns a reader of byte ranges with scratch memory of its own.
+
+        `unchanged` takes the place of the policy's treatment of chunks that the target has.
+        """
+        unchanged = self.policy.unchanged if unchanged is None else unchanged
+        return RangeReader(self.reader, self.sums, replace(self.policy, unchanged=unchanged))
 
 
 def _batches(reads: Sequence[TensorRead], stage_bytes: int) -> Iterator[Sequence[TensorRead]]:
