@@ -402,7 +402,7 @@ def _bounds(part: slice, length: int, name: str) -> tuple[int, int, int]:
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         cast = tensor.to(dtype)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # torch's, for packed floats of 4 bits
         raise UnsupportedError(
             f"{name}: torch casts no {tensor.dtype}; leave it out (exclude=), or leave out dtype="
         ) from error
