@@ -78,6 +78,8 @@ class SaveAttempt:
     options: SaveOptions
     began: float
     """A time before the first write, by `ckpt.transfer.commit.now`."""
+    note: bytes
+    """Rank 0's note; equal on all ranks."""
 
     @property
     def file_name(self) -> str:
@@ -102,12 +104,18 @@ class SaveAttempt:
 
 
 def agreed_attempt(
-    ranks: Ranks, state: object, options: SaveOptions, check: Callable[[], None]
+    ranks: Ranks,
+    state: object,
+    options: SaveOptions,
+    check: Callable[[], None],
+    arguments: Mapping[str, object] | None = None,
+    note: Callable[[], bytes] = bytes,
 ) -> tuple[SaveAttempt, Sequence[Leaf]]:
     """Returns an attempt to save `state`, and this rank's tensors by their numbers in its plan.
 
     All ranks call this, and get the same attempt, or all raise if one fails. `check` may raise an
-    error that forbids this save on this rank.
+    error that forbids this save on this rank. All ranks have equal `arguments`. Rank 0 makes its
+    `note` first.
     """
 
     def described() -> FlatState:
@@ -120,9 +128,15 @@ def agreed_attempt(
     hashes = ReplicaHashes(options.replicas, ranks.global_rank)
     # Rank 0's manifest names the base from which the other ranks borrow.
     base = None if options.base is None else os.path.basename(options.base.rstrip("/"))
-    arguments, attempt_id = repr((options.replicas, base)).encode(), secrets.randbits(HASH_BITS)
+    arguments = {**(arguments or {}), "replicas": options.replicas, "base": base}
     held = agree_on_state(
-        ranks, "describing the state", described, attempt_id, arguments, weigh=hashes.weigh
+        ranks,
+        "describing the state",
+        described,
+        secrets.randbits(HASH_BITS),
+        arguments,
+        hashes.weigh,
+        note,
     )
     whole = held.whole
     _warn_of_values(ranks, held)
@@ -131,7 +145,14 @@ def agreed_attempt(
     plan = _last_plan(spec_of(held.flat).tensors, tensors, ranks.global_rank)
     described_as_stored = StateSpec(tensors, whole.aliases, whole.tree)
     attempt = SaveAttempt(
-        plan, described_as_stored, ranks.mesh, ranks.rank, held.attempt_id, options, began
+        plan,
+        described_as_stored,
+        ranks.mesh,
+        ranks.rank,
+        held.attempt_id,
+        options,
+        began,
+        held.note,
     )
     return attempt, list(held.flat.leaves.values())
 

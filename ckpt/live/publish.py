@@ -182,14 +182,15 @@ class LiveState:
         """Returns a handle as soon as the state is copied; its `wait` returns once it can be read.
 
         The state of this call becomes version `version`, by default the next one. All ranks call
-        this. If an update fails, readers keep the last version.
+        this, with the same version. If an update fails, readers keep the last version.
 
         Raises:
             ArgumentError: `version` is not above the newest version; an ArgumentTypeError if it is
                 no int.
             ClosedError: the live state is closed.
             BackgroundError: an earlier update failed, and no caller has seen its error.
-            StateError: a value cannot be stored; the error names its key path.
+            StateError: a value cannot be stored; the error names its key path. Or the ranks gave
+                different versions.
             RankError: another rank failed; the error names the rank and its error.
         """
         return self.updated(self._state, version, {}, {})
@@ -213,14 +214,18 @@ class LiveState:
                 turn = object()
                 for _ in range(2):  # an interrupt may come while the turn is given up
                     stack.callback(self._lane.leave_turn, turn)
-                number, slot = self._chosen(ranks, version)
+
+                def choice() -> bytes:
+                    ranks.doing("choosing a version")
+                    return self._choice(version)
 
                 def check() -> None:
-                    self._check(version, number)
+                    self._check(version)
                     check_free(self._lane, "wait", turn, ranks.is_single_process)
 
-                options = SaveOptions(False, False, dict(metadata))
-                attempt, leaves = agreed_attempt(ranks, state, options, check)
+                options, arguments = SaveOptions(False, False, dict(metadata)), {"version": version}
+                attempt, leaves = agreed_attempt(ranks, state, options, check, arguments, choice)
+                number, slot = self._chosen(ranks, attempt.note)
                 shown = self.hosts.url.at(number).shown
                 handle = SaveHandle(shown, attempt.plan.nbytes, started)
                 target = _Version(handle, attempt, self._lane, self, number, slot, info)
@@ -250,44 +255,47 @@ class LiveState:
         for slot in self._slots:
             slot.arena.close()
 
-    def _chosen(self, ranks: Ranks, version: int | None) -> tuple[int, int]:
-        """Returns rank 0's choice of the version, and of the slot for it, whose version is retired.
+    def _choice(self, version: int | None) -> bytes:
+        """Returns rank 0's choice of the version and of the slot for it, for `_chosen`.
 
-        All ranks call this. Nothing is retired if rank 0 refuses the update, by an error that comes
-        later. A server that fails here fails the update later, too.
+        On a single host the slot's version is retired and dropped, on several it is retired. If the
+        update fails after this, the other version stays.
         """
+        self._check(version)
         is_one_host = len(self.hosts.addresses) == 1
-
-        def choose() -> bytes:
-            if self._is_closed:
-                return b"[0, 0, null]"
-            newest, self._committed = self._committed, None
-            is_reclaimed = is_one_host and all(slot.version for slot in self._slots)
-            if newest is None or not is_reclaimed:
-                newest = self._newest_at_home()
-            index = 1 if self._slots[0].version == newest else 0
-            self.version = max(self.version, newest)
-            given = version if type(version) is int else 0  # which `_check` refuses
-            number = max(newest, self._tried) + 1 if version is None else given
-            before, retired = self._slots[index].version, None
-            _, refusal = result_or_error(lambda: self._check(version, number))
-            if before is not None and refusal is None:
-                if is_one_host:
-                    retired = int(reclaimed(self.hosts, before, self._lease_seconds))
-                    if retired == Dropped.UNKNOWN:
-                        self._newest_at_home()  # raises if the server has ended
-                else:
-                    retired = int(self._retire(before))
-            return json.dumps([number, index, retired]).encode()
-
-        number, index, retired = json.loads(ranks.from_first("choosing a version", choose))
-        slot = self._slots[index]
-        if retired is not None and slot.version is not None:
-            if is_one_host:
-                held = Dropped(retired)
-            else:
-                held = self._dropped_on_all(ranks, slot.version, bool(retired))
+        newest, self._committed = self._committed, None
+        if newest is None or not (is_one_host and all(slot.version for slot in self._slots)):
+            newest = self._newest_at_home()
+        self.version = max(self.version, newest)
+        number = max(newest, self._tried) + 1 if version is None else version
+        if not self.version < number <= MOST_VERSION:
+            raise ArgumentError(
+                f"{self.hosts.url.shown}: version {number} is not above {self.version}, the "
+                f"newest, and at most {MOST_VERSION}"
+            )
+        index = 1 if self._slots[0].version == newest else 0
+        slot, is_overdue = self._slots[index], False
+        if slot.version is not None and is_one_host:
+            held = reclaimed(self.hosts, slot.version, self._lease_seconds)
+            if held == Dropped.UNKNOWN:
+                self._newest_at_home()  # raises if the server has ended
             slot.held, slot.version = max(slot.held, held), None
+        elif slot.version is not None:
+            is_overdue = self._retire(slot.version)
+        return json.dumps([number, index, slot.held, is_overdue]).encode()
+
+    def _chosen(self, ranks: Ranks, choice: bytes) -> tuple[int, int]:
+        """Returns the version and the slot that rank 0 has chosen; the slot is free of its version.
+
+        All ranks call this. A server that fails here fails the update later, too.
+        """
+        number, index, held, is_overdue = json.loads(choice)
+        slot = self._slots[index]
+        if len(self.hosts.addresses) > 1:
+            held = Dropped.FREE
+            if slot.version is not None:
+                held = self._dropped_on_all(ranks, slot.version, is_overdue)
+        slot.held, slot.version = max(slot.held, Dropped(held)), None
         return number, index
 
     def _newest_at_home(self) -> int:
@@ -310,23 +318,13 @@ class LiveState:
         at_hosts = zip(everyone, self.hosts.host_of, strict=True)
         return Dropped(max(how for how, at in at_hosts if at == self.hosts.here))
 
-    def _check(self, version: int | None, number: int) -> None:
+    def _check(self, version: int | None) -> None:
         if self._is_closed:
             raise ClosedError(f"{self.hosts.url.shown} is closed; publish the state again")
         if version is not None and type(version) is not int:
             raise ArgumentTypeError(
                 f"{self.hosts.url.shown}: version is {version!r:.80}; it is a whole number, as int "
                 "gives it"
-            )
-        if version not in (None, number):
-            raise ArgumentError(
-                f"{self.hosts.url.shown}: this rank updates to version {version!r:.80}, and rank 0 "
-                f"to {number!r:.80}; give all ranks the same whole number"
-            )
-        if not self.version < number <= MOST_VERSION:
-            raise ArgumentError(
-                f"{self.hosts.url.shown}: version {number} is not above {self.version}, the "
-                f"newest, and at most {MOST_VERSION}"
             )
 
     def drop_others(self) -> None:

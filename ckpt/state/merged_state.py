@@ -45,6 +45,8 @@ class MergedState:
     """Whether the sums for the replicas' bytes add up to zero."""
     attempt_id: int
     """The `attempt_id` of rank 0."""
+    note: bytes
+    """The note of rank 0."""
 
 
 def agree_on_state(
@@ -52,12 +54,13 @@ def agree_on_state(
     stage: str,
     flatten: Callable[[], FlatState],
     attempt_id: int = 0,
-    arguments: bytes = b"",
+    arguments: Mapping[str, object] | None = None,
     weigh: Weigh | None = None,
+    note: Callable[[], bytes] = bytes,
 ) -> MergedState:
     """Returns the states that `flatten` returns on all ranks, as one.
 
-    All ranks call this. Communicates.
+    All ranks call this. Communicates. Rank 0 makes its `note` first.
 
     Raises:
         StateError: the states contradict each other, or the ranks have different `arguments`.
@@ -74,7 +77,7 @@ def agree_on_state(
             return _LocalState(flat, described, 0, 0, 0)
         return _LocalState(flat, described, *fingerprints(described), balance(flat, described))
 
-    given = short_hash(arguments)
+    given = short_hash(repr(arguments).encode())
     found, agreed = ranks.run_and_compare(
         stage,
         describing,
@@ -82,16 +85,19 @@ def agree_on_state(
         3,
         attempt_id,
         lambda found: found.balance,
+        note,
     )
     same_structure, same_values, same_arguments = agreed.same
     if not same_arguments:
+        shown = ", ".join(f"{name}={value!r:.80}" for name, value in (arguments or {}).items())
         raise StateError(
-            "the ranks were called with different arguments, such as base= or replicas=; call all "
-            "of them alike"
+            f"the ranks were called with different arguments, this rank with {shown}; call all of "
+            "them alike"
         )
+    told = agreed.number, agreed.note
     if same_structure:
         whole = found.described
-        return MergedState(found.flat, whole, same_values, (), agreed.balanced, agreed.number)
+        return MergedState(found.flat, whole, same_values, (), agreed.balanced, *told)
 
     def merging() -> tuple[StateSpec, int]:
         whole = united()
@@ -102,7 +108,7 @@ def agree_on_state(
         "merging the ranks' states", merging, lambda _: (), 0, 0, lambda made: made[1]
     )
     lost = tuple(dict.fromkeys(conflicting_values(found.described.tree, whole.tree)))
-    return MergedState(found.flat, whole, True, lost, weighed.balanced, agreed.number)
+    return MergedState(found.flat, whole, True, lost, weighed.balanced, *told)
 
 
 def spec_of(flat: FlatState) -> StateSpec:

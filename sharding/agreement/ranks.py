@@ -65,6 +65,8 @@ class Agreement:
     """Rank 0's number."""
     balanced: bool
     """Whether the ranks' balances add up to zero."""
+    note: bytes
+    """Rank 0's note."""
 
 
 class Ranks:
@@ -195,26 +197,29 @@ class Ranks:
         hashes: Sequence[int] = (),
         number: int = 0,
         balance: int = 0,
+        note: bytes = b"",
     ) -> Agreement:
         """Returns the comparison of the ranks' hashes, and raises on all ranks if any has an error.
 
         A rank that failed raises its own exception; the others raise a RankError that names the
-        lowest rank that failed. All ranks get rank 0's `number`, below 2**62. The ranks'
-        `balance`s, from 0 to 2**64 - 1, are added modulo 2**64.
+        lowest rank that failed. All ranks get rank 0's `number`, below 2**62, and its `note`. The
+        ranks' `balance`s, from 0 to 2**64 - 1, are added modulo 2**64.
         """
         numbers = Struct(f"!{1 + len(hashes)}qQ")
 
         def join(records: Sequence[bytes]) -> bytes:
-            rows = [numbers.unpack(record) for record in records]
+            rows = [numbers.unpack_from(record) for record in records]
             (_, *first, _), *others = rows
             same = [all(row[i] == value for row in others) for i, value in enumerate(first, 1)]
             is_balanced = sum(row[-1] for row in rows) % (1 << 64) == 0
-            return records[0][:8] + bytes([*same, is_balanced])
+            return records[0][:8] + bytes([*same, is_balanced]) + records[0][numbers.size :]
 
-        record = numbers.pack(number, *hashes, balance)
+        record = numbers.pack(number, *hashes, balance) + (b"" if self.rank else note)
         answer = self._meet(stage, record, join, error)
-        *same, is_balanced = map(bool, answer[8:])
-        return Agreement(tuple(same), int.from_bytes(answer[:8], "big"), is_balanced)
+        end = 9 + len(hashes)
+        *same, is_balanced = map(bool, answer[8:end])
+        first = int.from_bytes(answer[:8], "big")
+        return Agreement(tuple(same), first, is_balanced, answer[end:])
 
     def run_on_all(self, stage: str, action: Callable[[], T]) -> T:
         """Returns the action's result once the action has succeeded on all; raises as `agree`."""
@@ -228,17 +233,22 @@ class Ranks:
         count: int,
         number: int = 0,
         balance: Callable[[T], int] = lambda result: 0,
+        note: Callable[[], bytes] = bytes,
     ) -> tuple[T, Agreement]:
         """As `run_on_all`; also compares `count` hashes of each rank's result between the ranks.
 
         Also tells whether the ranks' `balance`s of their results add up to zero (see `agree`).
+        Rank 0 makes its `note` before its action.
         """
         with self._call(stage):
+            notes, error = result_or_error(note) if self.rank == 0 else ([b""], None)
             self.doing(stage)
-            results, error = result_or_error(action)
+            results: list[T] = []
+            if error is None:
+                results, error = result_or_error(action)
             given = hashes(results[0]) if results else [0] * count
             weight = balance(results[0]) if results else 0
-            agreement = self.agree(stage, error, given, number, weight)
+            agreement = self.agree(stage, error, given, number, weight, *notes)
         return results[0], agreement
 
     def common(self, flags: bytes) -> bytes:
@@ -256,13 +266,6 @@ class Ranks:
         record = zlib.compress(data, 1) if self.rank == source else b""
         answer = self._meet(f"sending the data of rank {source}", record, lambda r: r[source])
         return data if self.rank == source else zlib.decompress(answer)
-
-    def from_first(self, stage: str, action: Callable[[], bytes]) -> bytes:
-        """Returns the bytes of the action of rank 0, which alone runs it; raises as `agree`."""
-        with self._call(stage):
-            self.doing(stage)
-            found, error = result_or_error(action) if self.rank == 0 else ([], None)
-            return self._meet(stage, found[0] if found else b"", _first, error)
 
     def gather(self, stage: str, record: bytes, error: BaseException | None = None) -> list[bytes]:
         """Returns all records, by rank, on rank 0; nothing on the others. Raises as `agree`."""
@@ -340,10 +343,6 @@ class Ranks:
 def _world(size: int) -> Mesh:
     """Returns the mesh of the default group: one object for equal sizes."""
     return Mesh.grid(("world",), (size,))
-
-
-def _first(records: Sequence[bytes]) -> bytes:
-    return records[0]
 
 
 def _minimum(records: Sequence[bytes]) -> bytes:

@@ -267,7 +267,8 @@ def test_ranks_with_other_bases_are_refused(
     clusters: Callable, tmp_path: Path, bases: list[str | None]
 ) -> None:
     said = clusters(2).run(_save_with_bases, str(tmp_path), bases)
-    assert all("different arguments, such as base=" in error for error in said), said
+    for base, error in zip(bases, said, strict=True):
+        assert f"different arguments, this rank with replicas='sample', base={base!r}" in error
     assert not (tmp_path / "new").exists()
 
 
