@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,6 +149,12 @@ def machine() -> str:
         f"{platform.python_version()}, torch {version('torch')}, safetensors "
         f"{version('safetensors')}, Linux {platform.release()}."
     )
+
+
+def say(line: str) -> None:
+    """Tells at once how far a script is."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def write_between(begin: str, end: str, text: str) -> None:
