@@ -196,13 +196,15 @@ def byte_ranges_of(
     """Returns the byte ranges that fulfil all requests, sorted by file and offset."""
     found: list[ByteRange] = []
     most = limits.direct_bytes
+    cuts: dict[tuple[int, int, int, int], tuple[int, list[ByteRange], BoxCopy]] = {}
     for request in requests:
         _, itemsize, box_copy, extent, _ = request
         file, offset, nbytes, chunks, _, _ = extent
         lo = box_copy.source.at * itemsize
         hi = lo + box_copy.numel * itemsize
-        if box_copy.is_direct and hi - lo <= most and (chunks is None or not chunks.compressed):
-            size = _unit_bytes(extent, verify, limits)
+        is_plain = chunks is None or not chunks.compressed
+        size = _unit_bytes(extent, verify, limits)
+        if box_copy.is_direct and hi - lo <= most and is_plain:
             whole = not size or (not lo % size and (hi == nbytes or not hi % size))
             if whole and lo < hi <= nbytes:  # most tensors of most models
                 at, chunk = box_copy.target.at * itemsize, lo // size if size else -1
@@ -210,7 +212,19 @@ def byte_ranges_of(
                     ByteRange(file, offset + lo, offset + hi, request, True, at, chunk, None)
                 )
                 continue
-        found.extend(_Cut(request, verify, limits).byte_ranges(box_copy))
+        key = id(box_copy), itemsize, nbytes, size
+        if is_plain and key in cuts:  # another tensor's, at another place
+            first, cut, _ = cuts[key]
+            by = offset - first
+            cut = [
+                one._replace(lo=one.lo + by, hi=one.hi + by, request=request, file=file)
+                for one in cut
+            ]
+        else:
+            cut = list(_Cut(request, verify, limits).byte_ranges(box_copy))
+            if is_plain:
+                cuts[key] = offset, cut, box_copy  # kept: an id is unique while its object lives
+        found.extend(cut)
     found.sort(key=_FILE_AND_LO)
     return found
 

@@ -23,6 +23,7 @@ from ckpt.plan.read_plan import (
     ByteRange,
     Limits,
     ReadRequest,
+    byte_ranges_of,
     groups_of,
     requests_for,
 )
@@ -617,6 +618,33 @@ def test_equal_layouts_give_the_same_pieces_and_so_share_their_box_copies(
         box_copies.pieces(one, rank), box_copies.pieces(other, rank), strict=True
     ):
         assert box_copies.of(whole, piece) is box_copies.of(whole, same)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["raw", "zstd"])
+def alike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tensors of one shape over two ranks; two have equal layouts and dtypes."""
+    given = {
+        name: (numbers((300, 110), itemsize), over(2, (300, 110), dim))
+        for name, itemsize, dim in (("a", 4, 0), ("b", 4, 0), ("c", 2, 0), ("d", 4, 1))
+    }
+    return write_native(tmp_path_factory.mktemp("alike") / "c", given, zstd=request.param)
+
+
+@given(data=st.data(), verify=st.booleans())
+def test_tensors_of_one_geometry_have_the_byte_ranges_that_each_has_alone(
+    alike: Path, data: st.DataObject, verify: bool
+) -> None:
+    limits = data.draw(
+        st.sampled_from([replace(SMALL, scratch_bytes=9999), Limits(*[1 << 17] * 3)])
+    )
+    with LocalStore(alike) as store:
+        records, copies = Opened(CountingReader(store)).catalog.tensors, BoxCopies()
+        pieces = [Piece.packed(data.draw(boxes((300, 110)))) for _ in range(2)]
+        requests = [
+            one for record in records.values() for one in requests_for(record, pieces, 0, copies)
+        ]
+        alone = [one for each in requests for one in byte_ranges_of([each], verify, limits)]
+        assert byte_ranges_of(requests, verify, limits) == sorted(alone, key=lambda one: one[:2])
 
 
 def test_a_piece_that_reaches_over_the_end_of_its_extent_is_refused(tmp_path: Path) -> None:
