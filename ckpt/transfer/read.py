@@ -50,6 +50,8 @@ THREAD_BYTES = 32 << 20
 """The caller itself reads fewer bytes than these in all: threads would cost more."""
 LONG_BYTES = 64 << 10
 """A copy of so many bytes lets other threads run meanwhile."""
+ROW_BYTES = 1 << 30
+"""The longest row that is copied as one element; numpy's limit is 2**31 - 1 bytes."""
 MAX_WORKERS = 4
 FAR_WORKERS = 4
 """Threads that wait for a server, which takes time to answer."""
@@ -382,11 +384,17 @@ def _place(one: ByteRange, data: memoryview, memory: memoryview) -> None:
         return
     import numpy as np  # opening and verifying a checkpoint start without numpy
 
-    dtype = _CARRIERS[itemsize]
-    steps = tuple([stride * itemsize for stride in source.strides])
-    here = np.ndarray(shape, dtype, buffer=data, offset=start, strides=steps)
-    steps = tuple([stride * itemsize for stride in target.strides])
-    there = np.ndarray(shape, dtype, buffer=memory, offset=at, strides=steps)
+    sizes, row = list(shape), itemsize
+    steps = [stride * itemsize for stride in source.strides]
+    other_steps = [stride * itemsize for stride in target.strides]
+    # Dimensions that are contiguous at both ends become one element: numpy copies it as memory.
+    while sizes and steps[-1] == other_steps[-1] == row and row * sizes[-1] <= ROW_BYTES:
+        row *= sizes.pop()
+        steps.pop()
+        other_steps.pop()
+    dtype = _CARRIERS[itemsize] if row == itemsize else f"V{row}"
+    here = np.ndarray(sizes, dtype, data, start, steps)
+    there = np.ndarray(sizes, dtype, memory, at, other_steps)
     there[...] = here
 
 
