@@ -35,7 +35,14 @@ from sharding.agreement.coordinator import Coordinator
 from sharding.agreement.links import Failure
 from sharding.agreement.participant import Participant
 from sharding.agreement.rendezvous import Rendezvous
-from sharding.errors import ArgumentError, NotAMemberError, RankError, TransferError
+from sharding.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DestroyedGroupError,
+    NotAMemberError,
+    RankError,
+    TransferError,
+)
 from sharding.layout import Mesh
 
 if TYPE_CHECKING:
@@ -92,13 +99,12 @@ class Ranks:
         self._seconds = seconds
         import torch.distributed as dist
 
-        if isinstance(group, str) and group != SELF:
-            raise ArgumentError(f"group is a process group, {SELF!r} or None, not {group!r}")
         is_here = dist.is_available() and dist.is_initialized()
-        if group == SELF and is_here:
-            self.mesh = Mesh.of_ranks(("world",), (1,), [dist.get_rank()])
+        _check_group(group, is_here)
+        if isinstance(group, str):
+            if is_here:
+                self.mesh = Mesh.of_ranks(("world",), (1,), [dist.get_rank()])
         elif is_here:
-            assert not isinstance(group, str)
             self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise NotAMemberError("this rank is not in the process group it was given")
@@ -337,6 +343,28 @@ class Ranks:
     def _error(self, failure: Failure) -> RankError:
         self.told = failure.rank, failure.error
         return RankError(failure.stage, failure.rank, failure.error, failure.message)
+
+
+def _check_group(group: object, is_here: bool) -> None:
+    """Raises unless this is a process group, `SELF` or None; `is_here`: process groups can be."""
+    import torch.distributed as dist
+
+    if group is None or (isinstance(group, str) and group == SELF):
+        return
+    said = f"group is a process group, {SELF!r} or None, not "
+    if isinstance(group, str):
+        raise ArgumentError(f"{said}{group!r:.80}")
+    is_group = dist.is_available() and (
+        isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
+    )
+    if not is_group:
+        hint = "; a mesh has groups: give mesh.get_group()" if hasattr(group, "get_group") else ""
+        raise ArgumentTypeError(f"{said}a {type(group).__name__}{hint}")
+    if not is_here:
+        raise DestroyedGroupError(
+            "group is a process group that has been destroyed; call destroy_process_group only "
+            "after all saves and loads"
+        )
 
 
 @lru_cache(16)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -78,8 +80,51 @@ def test_a_rank_by_itself_cannot_save_what_others_have_a_part_of(
 def test_a_group_that_is_none_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="group is a process group, 'self' or None, not 'me'"):
         ckpt.save(tmp_path, {}, group="me")  # type: ignore[call-overload]
+    for group in (5, object(), ["self"]):
+        with pytest.raises(ckpt.ArgumentTypeError, match=r"not a (int|object|list)$"):
+            ckpt.save(tmp_path, {}, group=group)  # type: ignore[call-overload]
     ckpt.save(tmp_path, {"step": 1}, group="self")
     assert ckpt.load(tmp_path, {"step": 0}, group="self") == {"step": 1}
+
+
+def gives_wrong_groups(folder: str) -> list[str]:
+    """What a save to a mesh says, and on rank 1 one to a group of rank 0."""
+    first = dist.new_group([0])
+    said = []
+    for group in [init_device_mesh("cpu", (2,)), first][: 1 + dist.get_rank()]:
+        with pytest.raises(ckpt.CkptError) as caught:
+            ckpt.save(folder, {}, group=group)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def test_a_mesh_and_a_group_of_other_ranks_are_refused(
+    clusters: Callable[[int], Any], tmp_path: Path
+) -> None:
+    first, second = clusters(2).run(gives_wrong_groups, str(tmp_path / "c"))
+    for mesh in (first[0], second[0]):
+        assert mesh.startswith("ArgumentTypeError: group is a process group, 'self' or None, not a")
+        assert mesh.endswith("DeviceMesh; a mesh has groups: give mesh.get_group()")
+    assert second[1] == "NotAMemberError: this rank is not in the process group it was given"
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_group_that_was_destroyed_is_no_single_process(tmp_path: Path) -> None:
+    program = f"""
+import torch.distributed as dist, ckpt
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+group = dist.new_group([0])
+dist.destroy_process_group()
+try:
+    ckpt.save("{tmp_path}/c", {{}}, group=group)
+except ckpt.CkptError as error:
+    print(type(error).__name__, error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.startswith("DestroyedGroupError group is a process group that"), ran
+    assert not (tmp_path / "c").exists()
 
 
 class Told(logging.Handler):
