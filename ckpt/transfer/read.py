@@ -230,11 +230,8 @@ class RangeReader:
     def _use(self, one: ByteRange, stored: memoryview, targets: Targets) -> None:
         """Verifies and places one range whose bytes lie in memory."""
         if one.direct:
-            self._fill(
-                one,
-                _own(one, targets),
-                lambda at, data: _copy(stored[at : at + len(data)], data),
-            )
+            own = _own(one, targets)
+            self._fill(one, own, _copier(stored, own))
             return
         self._verify(one, stored)
         if one.box_copy is not None:
@@ -360,14 +357,25 @@ def _own(one: ByteRange, targets: Targets) -> memoryview:
     return targets[one.request.target][at : at + one.hi - one.lo]
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Copies memory; other threads run meanwhile if it takes long."""
+def _copier(source: memoryview, target: memoryview) -> Callable[[int, memoryview], None]:
+    """Returns a function that fills a part of `target`, which begins at a place, from `source`.
+
+    Other threads run while it copies much.
+    """
     if len(target) < LONG_BYTES:
-        target[:] = source
-        return
+
+        def fill(at: int, part: memoryview) -> None:
+            part[:] = source[at : at + len(part)]
+
+        return fill
     import numpy as np  # opening a checkpoint starts without numpy
 
-    np.copyto(np.frombuffer(target, "u1"), np.frombuffer(source, "u1"))
+    stored, own = np.frombuffer(source, "u1"), np.frombuffer(target, "u1")
+
+    def copy(at: int, part: memoryview) -> None:
+        np.copyto(own[at : at + len(part)], stored[at : at + len(part)])
+
+    return copy
 
 
 def _place(one: ByteRange, data: memoryview, memory: memoryview) -> None:
