@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import TracebackType
@@ -50,7 +50,7 @@ from ckpt.live.protocol import (
     segments_of,
     versions_of,
 )
-from sharding.errors import ArgumentError
+from sharding.errors import ArgumentError, CkptError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,7 +85,7 @@ class HostServer:
     """A connection to the server of one name on this host."""
 
     def __init__(self, name: str, seconds: float = ANSWER_SECONDS) -> None:
-        """`seconds` is the longest wait for an answer."""
+        """Connects, and asks nothing yet. `seconds` is the longest wait for an answer."""
         self.name = name
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -94,23 +94,24 @@ class HostServer:
         _OPEN.add(self)
 
     @cached_property
-    def _hello(self) -> dict[str, Any]:
-        return self._ask(Hello())[0]
+    def _hello(self) -> tuple[Address, str, int]:
+        with self._answer(Hello()) as (found, _):
+            return address_of("address", found["address"]), str(found["server"]), int(found["pid"])
 
     @property
     def address(self) -> Address:
         """The place where readers of other hosts connect."""
-        return address_of("address", self._hello["address"])
+        return self._hello[0]
 
     @property
     def server(self) -> str:
         """The identity of this server: no other has it, before or after."""
-        return str(self._hello["server"])
+        return self._hello[1]
 
     @property
     def pid(self) -> int:
         """The number of its process."""
-        return int(self._hello["pid"])
+        return self._hello[2]
 
     @classmethod
     def start(
@@ -153,26 +154,32 @@ class HostServer:
     @classmethod
     def attach(cls, name: str, seconds: float = ANSWER_SECONDS) -> Self:
         """Connects to the server of a name. Raises UnreachableError if none runs on this host."""
-        return cls(name, seconds)
+        found = cls(name, seconds)
+        try:
+            found.server  # noqa: B018 - a server that is ending may have let this connect
+        except BaseException:
+            found.close()
+            raise
+        return found
 
     def own(self, keep_seconds: float = 0.0) -> None:
         """Owns the name until this connection ends, or the process with it.
 
         After the last owner, the name stays for `keep_seconds`, and ends then with its leases.
         """
-        self._ask(Own(self.name, keep_seconds))
+        self._do(Own(self.name, keep_seconds))
 
     def put(self, version: int, file: str, segments: Sequence[Segment]) -> None:
         """Adds a file to a version that is not committed; the caller keeps its descriptors."""
         used = list(dict.fromkeys(one.descriptor for one in segments))
         told = tuple(replace(one, descriptor=used.index(one.descriptor)) for one in segments)
-        self._ask(Put(self.name, version, file, told), used)
+        self._do(Put(self.name, version, file, told), used)
 
     def commit(
         self, version: int, files: Mapping[str, FileAt], info: Mapping[str, object] | None = None
     ) -> None:
         """Makes a version visible. `files` has all files of the version, on whichever server."""
-        self._ask(Commit(self.name, version, dict(files), dict(info or {})))
+        self._do(Commit(self.name, version, dict(files), dict(info or {})))
 
     def retire(self, version: int, wait_seconds: float) -> bool:
         """Gives no new leases on a version; returns when its leases have ended.
@@ -181,12 +188,14 @@ class HostServer:
         has ended without its reader's word that it has all bytes.
         """
         asked = Retire(self.name, version, wait_seconds, drop=False)
-        return bool(self._ask(asked, seconds=wait_seconds)[0]["overdue"])
+        with self._answer(asked, seconds=wait_seconds) as (found, _):
+            return bool(found["overdue"])
 
     def reclaim(self, version: int, wait_seconds: float) -> bool:
         """Retires a version and then drops it; returns what `drop` returns."""
         asked = Retire(self.name, version, wait_seconds, drop=True)
-        return bool(self._ask(asked, seconds=wait_seconds)[0]["held"])
+        with self._answer(asked, seconds=wait_seconds) as (found, _):
+            return bool(found["held"])
 
     def drop(self, version: int, overdue: bool = True) -> bool:
         """Forgets the files of a version, and ends the connections that are sending them.
@@ -194,8 +203,8 @@ class HostServer:
         Returns whether a reader may still have the memory in its hands; the publisher then gives
         the memory up, and does not write to it again. `overdue` is the result of `retire`.
         """
-        found, _ = self._ask(Drop(self.name, version, overdue))
-        return bool(found["held"])
+        with self._answer(Drop(self.name, version, overdue)) as (found, _):
+            return bool(found["held"])
 
     def get(self, version: int, file: str, token: str) -> tuple[Segment, ...]:
         """Returns the segments of a file, with descriptors that the caller closes.
@@ -203,9 +212,8 @@ class HostServer:
         The version counts as held until this connection is closed. Read by `pread`: a range that
         a publisher has given up is read short, and a mapping of it would kill the process.
         """
-        found, descriptors = self._ask(Get(self.name, version, file, token))
-        told = segments_of("segments", found["segments"])
-        return tuple(replace(one, descriptor=descriptors[one.descriptor]) for one in told)
+        with self._answer(Get(self.name, version, file, token)) as (found, received):
+            return _taken({file: found["segments"]}, received)[file]
 
     def take(
         self, which: int | None, address: Address, token: str
@@ -215,28 +223,20 @@ class HostServer:
         Returns the answer, as that of a lease by HTTP, and the segments of files on this host (see
         `get`); others may be here too. Refused unless the server has this address.
         """
-        found, descriptors = self._ask(Take(self.name, which, address, token))
-        try:
-            here = {file: segments_of(file, told) for file, told in found.pop("here").items()}
-            return found, {
-                file: tuple(replace(one, descriptor=descriptors[one.descriptor]) for one in told)
-                for file, told in here.items()
-            }
-        except BaseException:
-            close_all(descriptors)
-            raise
+        with self._answer(Take(self.name, which, address, token)) as (found, received):
+            return found, _taken(found.pop("here"), received)
 
     def versions(self) -> dict[int, VersionInfo]:
         """Returns the versions on this server, also those without a commit."""
-        found, _ = self._ask(Versions(self.name))
-        return versions_of(found["versions"])
+        with self._answer(Versions(self.name)) as (found, _):
+            return versions_of(found["versions"])
 
     def remove(self, wait_seconds: float = 0.0) -> None:
         """Ends the name now: nobody finds it, and its memory is free after its last leases.
 
         Leases end after `wait_seconds` in any case. The caller need not wait.
         """
-        self._ask(Remove(self.name, wait_seconds))
+        self._do(Remove(self.name, wait_seconds))
 
     def close(self) -> None:
         """Ends the connection: gives up the ownership, and the hold on versions."""
@@ -253,22 +253,40 @@ class HostServer:
     ) -> None:
         self.close()
 
-    def _ask(
+    def _do(self, request: Request, descriptors: Sequence[int] = ()) -> None:
+        with self._answer(request, descriptors):
+            pass
+
+    @contextlib.contextmanager
+    def _answer(
         self, request: Request, descriptors: Sequence[int] = (), seconds: float = 0.0
-    ) -> tuple[dict[str, Any], list[int]]:
+    ) -> Iterator[tuple[dict[str, Any], list[int]]]:
+        """Yields an answer, and its descriptors; closes those that the block leaves in the list.
+
+        Raises ProtocolError if the block finds the answer to have another form.
+        """
         with self._lock:
             data, received = self._exchange(request_message(request), descriptors, seconds)
-        answer = self._read(data, received)
-        if "error" in answer:
+        try:
+            answer = object_of(data, "an answer")
+            if "error" in answer:
+                raise error_of(
+                    answer["error"],
+                    answer["message"],
+                    where=f"{self._path.name}",
+                    version=answer.get("version"),
+                    newest=answer.get("newest"),
+                )
+            yield answer["ok"], received
+        except CkptError:
+            raise
+        except (RefusedError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(
+                f"{self._path}: the server, perhaps of another version of ckpt, gave an answer of "
+                f"another form: {error!r:.200}"
+            ) from error
+        finally:
             close_all(received)
-            raise error_of(
-                answer["error"],
-                answer["message"],
-                where=f"{self._path.name}",
-                version=answer.get("version"),
-                newest=answer.get("newest"),
-            )
-        return answer["ok"], received
 
     def _exchange(
         self, message: bytes, descriptors: Sequence[int], seconds: float
@@ -294,13 +312,21 @@ class HostServer:
             raise UnreachableError(f"{self._path}: the server has ended, or closed the connection")
         return data, received
 
-    def _read(self, data: bytes, received: Sequence[int]) -> dict[str, Any]:
-        try:
-            return object_of(data, "an answer")
-        except RefusedError as error:
-            close_all(received)
-            self.close()
-            raise ProtocolError(f"{self._path}: {error}") from error
+
+def _taken(told: Mapping[str, object], received: list[int]) -> dict[str, tuple[Segment, ...]]:
+    """Returns the segments of files with their descriptors, which it takes out of the list.
+
+    Raises RefusedError unless each descriptor belongs to one file.
+    """
+    files = {file: segments_of(file, one) for file, one in told.items()}
+    used = [at for parts in files.values() for at in {one.descriptor for one in parts}]
+    if sorted(used) != list(range(len(received))):
+        raise RefusedError("protocol", f"{len(received)} descriptors came, files have {used}")
+    own, received[:] = tuple(received), ()
+    return {
+        file: tuple(replace(one, descriptor=own[one.descriptor]) for one in parts)
+        for file, parts in files.items()
+    }
 
 
 def _started(name: str, options: bytes) -> dict[str, Any]:

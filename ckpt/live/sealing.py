@@ -96,7 +96,7 @@ def seal(
             Segment(arena, HEAD_BYTES, made.data_bytes),
             Segment(frame, head, len(made.table)),
         ]
-        server = HostServer.attach(job.name)
+        server = HostServer(job.name)
         try:
             server.put(job.version, job.file, segments)
         finally:

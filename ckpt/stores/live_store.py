@@ -33,7 +33,7 @@ from ckpt.errors import (
 )
 from ckpt.live.address import parse, version_of
 from ckpt.live.process import HostServer
-from ckpt.live.protocol import Address, FileAt, Segment
+from ckpt.live.protocol import Address, FileAt
 from ckpt.stores.http_client import (
     Answer,
     HttpClient,
@@ -111,9 +111,9 @@ class LiveStore(ReadOnlyStore):
     @property
     def memory_name(self) -> str:
         """The name of the memory of the server on this host, if it has all files; else empty."""
-        lease = self._leased()
+        lease, local = self._leased(), self._local
         is_here = all(self._shared(lease, name) is not None for name in lease.files)
-        return f"{self._local.server}/{lease.version}" if is_here and self._local else ""
+        return f"{local.server}/{lease.version}" if is_here and local is not None else ""
 
     @property
     def version(self) -> int:
@@ -289,32 +289,36 @@ class LiveStore(ReadOnlyStore):
         """Takes a lease on a version, or on the newest one (rule 1)."""
         began = monotonic()
         with suppress(OSError):  # none on this host, or no folder for sockets
-            self._local = self._local or HostServer.attach(self._live.name, self._told.seconds)
+            self._local = self._local or HostServer(self._live.name, self._told.seconds)
         taken = self._taken_here(version)
-        found, here = taken or (self._taken_by_http(version), {})
-        lease = _Lease(
-            found.version, found.key, found.seconds, found.files, began, taken is not None
+        found, shared = taken or (self._taken_by_http(version), {})
+        self._looked[self._home] = taken is not None or self._is_local(found.server)
+        is_by_socket = taken is not None
+        return _Lease(
+            found.version, found.key, found.seconds, found.files, began, is_by_socket, shared
         )
-        local = self._local
-        is_here = taken is not None or (local is not None and local.server == found.server)
-        self._looked[self._home] = is_here
-        for name, segments in here.items():
-            lease.shared[name] = SharedFile(segments, local)
-        return lease
 
     def _taken_here(
         self, version: int | None
-    ) -> tuple[LeaseAnswer, dict[str, tuple[Segment, ...]]] | None:
+    ) -> tuple[LeaseAnswer, dict[str, SharedFile | None]] | None:
         """Takes a lease from the home server over its socket; None if it is not on this host."""
-        if self._local is None:
+        local = self._local
+        if local is None:
             return None
         try:
-            found, here = self._local.take(version, self._home, self._told.token or "")
+            found, here = local.take(version, self._home, self._told.token or "")
+            shared = {name: SharedFile(parts, local) for name, parts in here.items()}
+            return lease_in(found, self.url), {**shared}
         except StoreTimeoutError:
             raise
         except CkptError:
             return None  # the answer by HTTP says the same, with the address
-        return lease_in(found, self.url), here
+
+    def _is_local(self, server: str) -> bool:
+        """Whether the server on this host has this ID; False if it does not say."""
+        with suppress(StoreError):
+            return self._local is not None and self._local.server == server
+        return False
 
     def _taken_by_http(self, version: int | None) -> LeaseAnswer:
         path = path_of(self._live.name, "leases")
@@ -382,8 +386,8 @@ class LiveStore(ReadOnlyStore):
         """Whether the server of an address is the one on this host: their IDs are equal."""
         if address not in self._looked:
             local, is_here = self._local, False
-            if local is not None and local.address == address:
-                with suppress(StoreError):
+            with suppress(StoreError):
+                if local is not None and local.address == address:
                     answer = self._client(address).ask("GET", path_of(self._live.name))
                     is_here = news_in(self._sound(answer), self.url).server == local.server
             self._looked[address] = is_here

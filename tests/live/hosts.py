@@ -6,13 +6,17 @@ import http.client
 import json
 import os
 import secrets
+import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+from ckpt.live import runtime
+from ckpt.live.datagrams import close_all, receive_message, send_message
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import FileAt, Segment
 from tests.garbage import collect_garbage
@@ -135,3 +139,41 @@ def publish_closed(server: HostServer, version: int, **files: bytes) -> None:
 
 def random_bytes(nbytes: int) -> bytes:
     return secrets.token_bytes(nbytes)
+
+
+@contextmanager
+def in_its_place(name: str, answer: bytes = b"", descriptors: int = 0) -> Iterator[None]:
+    """Another program at the socket of a name, which answers once and ends the connection.
+
+    Without an answer it ends each connection at once.
+    """
+    path = runtime.socket_path(name)
+    aside = path.with_suffix(".aside")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+    listener = runtime.listen(path)
+    there = runtime.inode(path)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connected, _ = listener.accept()
+                with connected, suppress(OSError):
+                    if answer:
+                        close_all(receive_message(connected)[1])
+                        files = [memory(b"12345") for _ in range(descriptors)]
+                        send_message(connected, answer, files)
+                        close_all(files)
+
+    thread = Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+        if runtime.inode(path) == there:
+            path.unlink()
+        with suppress(FileNotFoundError):
+            aside.rename(path)

@@ -27,10 +27,13 @@ from ckpt.live import runtime as runtime_module
 from ckpt.live.datagrams import receive_message, send_message
 from ckpt.live.process import HostServer
 from ckpt.live.protocol import MESSAGE_BYTES, MOST_DESCRIPTORS, FileAt, Segment
+from ckpt.stores.live_store import LiveStore
 from tests.live.hosts import (
     TOKEN,
     Hosts,
+    check_no_more_descriptors,
     descriptors_of,
+    in_its_place,
     is_running,
     memory,
     publish_closed,
@@ -117,6 +120,75 @@ def test_a_lease_has_as_many_descriptors_as_a_message_can_have(hosts: Hosts) -> 
         assert len(here) == MOST_DESCRIPTORS
         rest = {name: reader.get(1, name, TOKEN) for name in files.keys() - here.keys()}
         assert bytes_of({**here, **rest}) == files
+
+
+LEASE: dict[str, object] = {
+    "lease": "a-key",
+    "version": 1,
+    "seconds": 30.0,
+    "server": "an-id",
+    "files": {"f": {"size": 5, "at": [["127.0.0.1", 1]]}},
+    "here": {"f": [[0, 0, 5]]},
+}
+"""An answer to `take`, with one descriptor."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "descriptors"),
+    [
+        ({"ok": {**LEASE, "here": {"f": [[1, 0, 5]]}}}, 1),
+        ({"ok": {**LEASE, "here": {"f": [[0, 0]]}}}, 1),
+        ({"ok": {**LEASE, "here": {"f": [[0, 0, 5]], "g": [[0, 0, 5]]}}}, 1),
+        ({"ok": {**LEASE, "here": []}}, 1),
+        ({"ok": {**LEASE, "here": {}}}, 2),
+        ({"ok": {"lease": "a-key"}}, 1),
+        ({"ok": [1]}, 1),
+        ({"okay": LEASE}, 1),
+        ({"error": "token"}, 1),
+        ({"error": ["token"], "message": "no"}, 1),
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_and_leaves_no_descriptor(
+    runtime: Path, answer: dict[str, object], descriptors: int
+) -> None:
+    before = descriptors_of()
+    with (
+        in_its_place("policy", json.dumps(answer).encode(), descriptors),
+        HostServer("policy") as server,
+        pytest.raises(ProtocolError, match="gave an answer of another form"),
+    ):
+        server.take(None, ("127.0.0.1", 1), TOKEN)
+    check_no_more_descriptors(before)
+
+
+def test_a_lease_that_cannot_be_read_leaves_no_descriptor(runtime: Path) -> None:
+    before = descriptors_of()
+    answer = json.dumps({"ok": {**LEASE, "seconds": "long"}}).encode()
+    with (
+        in_its_place("policy", answer, 1),
+        LiveStore("live://127.0.0.1:1/policy", {}) as store,
+        pytest.raises(UnreachableError, match=r"127\.0\.0\.1:1: no server answers"),
+    ):
+        store.names()
+    check_no_more_descriptors(before)
+
+
+def test_a_reader_whose_connection_the_server_ends_reads_by_http(hosts: Hosts) -> None:
+    server = hosts.start()
+    publish_closed(server, 1, f=b"12345")
+    host, port = server.address
+    with (
+        in_its_place("policy"),
+        LiveStore(f"live://{host}:{port}/policy?token={TOKEN}", {}) as store,
+    ):
+        assert store.read("f", 0, 5) == b"12345"
+
+
+def test_a_server_takes_the_place_of_one_that_is_ending(hosts: Hosts) -> None:
+    with in_its_place("policy"):
+        with pytest.raises(UnreachableError, match="the server has ended"):
+            HostServer.attach("policy")
+        assert hosts.start().versions() == {}
 
 
 def bytes_of(files: dict[str, tuple[Segment, ...]]) -> dict[str, bytes]:
