@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -91,6 +92,8 @@ class HostServer:
         self._lock = threading.Lock()
         self._path = runtime.socket_path(name)
         self._connection = runtime.connect(self._path, seconds)
+        self._interrupted: float | None = None
+        """The wait of a request that an interrupt has ended: its answer may still come."""
         _OPEN.add(self)
 
     @cached_property
@@ -266,6 +269,13 @@ class HostServer:
         Raises ProtocolError if the block finds the answer to have another form.
         """
         with self._lock:
+            if self._interrupted is not None:
+                mark = secrets.token_hex(8)
+                asked = request_message(
+                    Versions(mark)
+                )  # the answer says that there is no such name
+                self._exchange(asked, (), self._interrupted, mark.encode())
+                self._interrupted = None
             data, received = self._exchange(request_message(request), descriptors, seconds)
         try:
             answer = object_of(data, "an answer")
@@ -289,13 +299,19 @@ class HostServer:
             close_all(received)
 
     def _exchange(
-        self, message: bytes, descriptors: Sequence[int], seconds: float
+        self, message: bytes, descriptors: Sequence[int], seconds: float, mark: bytes = b""
     ) -> tuple[bytes, list[int]]:
-        """Returns the answer to a message. An error closes the connection (the next is in step)."""
+        """Returns the answer to a message: the first one with `mark` in it.
+
+        An error closes the connection, and after an interrupt the next request skips this answer.
+        """
         try:
             self._connection.settimeout(seconds + self._seconds)
             send_message(self._connection, message, descriptors)
             data, received = receive_message(self._connection)
+            while data and mark not in data:
+                close_all(received)
+                data, received = receive_message(self._connection)
         except TimeoutError as error:
             self.close()
             raise StoreTimeoutError(
@@ -307,6 +323,9 @@ class HostServer:
         except RefusedError as error:
             self.close()
             raise ProtocolError(f"{self._path}: the answer: {error}") from error
+        except BaseException:
+            self._interrupted = seconds
+            raise
         if not data:
             self.close()
             raise UnreachableError(f"{self._path}: the server has ended, or closed the connection")

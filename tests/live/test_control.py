@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -268,6 +269,26 @@ def test_a_server_that_retires_a_version_answers_others_meanwhile(hosts: Hosts) 
         until(lambda: other.versions() == {})
         client.ask("DELETE", f"/policy/leases/{lease}")
         assert retired.result(timeout=30) is False
+
+
+def test_a_request_after_an_interrupted_one_gets_its_own_answer(hosts: Hosts) -> None:
+    server, main = hosts.start(), threading.get_ident()
+    publish_closed(server, 1, f=b"1")
+    lease = hosts.client(server).lease("policy")
+
+    def interrupt() -> None:
+        with HostServer.attach("policy") as other:
+            until(lambda: other.versions() == {})
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.retire(1, wait_seconds=60)
+    thread.join()
+    hosts.client(server).ask("DELETE", f"/policy/leases/{lease}")
+    assert server.versions() == {}
+    assert server.drop(1) is False
 
 
 def test_one_name_has_one_server_on_a_host(hosts: Hosts) -> None:
