@@ -31,6 +31,7 @@ from ckpt.live.protocol import (
     Hello,
     Own,
     Put,
+    Reclaim,
     RefusedError,
     Remove,
     Request,
@@ -122,9 +123,10 @@ class ControlServer:
         if isinstance(request, Take):
             return self._take(client, request)
         if isinstance(request, Retire):
+            return {"ok": {"overdue": await self._retire(request)}}, ()
+        if isinstance(request, Reclaim):
             overdue = await self._retire(request)
-            held = request.drop and self._drop(request.name, request.version, overdue)
-            return {"ok": {"overdue": overdue, "held": held}}, ()
+            return {"ok": {"held": self._drop(request.name, request.version, overdue)}}, ()
         return {"ok": self._changed(client, request)}, ()
 
     def _changed(self, client: _Client, request: Request) -> dict[str, object]:
@@ -192,7 +194,7 @@ class ControlServer:
         if not is_token(token, self._host.token):
             raise RefusedError("token", "the token is wrong: the publisher's url has it")
 
-    async def _retire(self, request: Retire) -> bool:
+    async def _retire(self, request: Retire | Reclaim) -> bool:
         table, (name, version) = self._host.table, (request.name, request.version)
         table.retire(name, version, request.wait_seconds, monotonic())
         self._host.changed()

@@ -36,6 +36,7 @@ from ckpt.live.protocol import (
     Hello,
     Own,
     Put,
+    Reclaim,
     RefusedError,
     Remove,
     Request,
@@ -190,15 +191,18 @@ class HostServer:
         They end after `wait_seconds` in any case. Returns whether the version is overdue: a lease
         has ended without its reader's word that it has all bytes.
         """
-        asked = Retire(self.name, version, wait_seconds, drop=False)
+        asked = Retire(self.name, version, wait_seconds)
         with self._answer(asked, seconds=wait_seconds) as (found, _):
             return bool(found["overdue"])
 
     def reclaim(self, version: int, wait_seconds: float) -> bool:
         """Retires a version and then drops it; returns what `drop` returns."""
-        asked = Retire(self.name, version, wait_seconds, drop=True)
-        with self._answer(asked, seconds=wait_seconds) as (found, _):
-            return bool(found["held"])
+        asked = Reclaim(self.name, version, wait_seconds)
+        try:
+            with self._answer(asked, seconds=wait_seconds) as (found, _):
+                return bool(found["held"])
+        except ProtocolError:  # a server of an earlier ckpt, which outlives its trainers
+            return self.drop(version, self.retire(version, wait_seconds))
 
     def drop(self, version: int, overdue: bool = True) -> bool:
         """Forgets the files of a version, and ends the connections that are sending them.

@@ -194,8 +194,6 @@ class Retire:
     name: str
     version: int
     wait_seconds: float
-    drop: bool
-    """Whether the server forgets the files of the version then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +203,15 @@ class Drop:
     name: str
     version: int
     overdue: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """As `Retire` and, once its leases have ended, `Drop`."""
+
+    name: str
+    version: int
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +251,9 @@ class Remove:
     wait_seconds: float
 
 
-Request: TypeAlias = Hello | Own | Put | Commit | Retire | Drop | Get | Take | Versions | Remove
+Request: TypeAlias = (
+    Hello | Own | Put | Commit | Retire | Drop | Reclaim | Get | Take | Versions | Remove
+)
 _REQUESTS: Mapping[str, type] = {
     "hello": Hello,
     "own": Own,
@@ -252,6 +261,7 @@ _REQUESTS: Mapping[str, type] = {
     "commit": Commit,
     "retire": Retire,
     "drop": Drop,
+    "reclaim": Reclaim,
     "get": Get,
     "take": Take,
     "versions": Versions,
@@ -416,7 +426,6 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "keep_seconds": _seconds,
     "wait_seconds": _seconds,
     "overdue": _flag,
-    "drop": _flag,
     "token": _token,
 }
 

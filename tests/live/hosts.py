@@ -142,11 +142,14 @@ def random_bytes(nbytes: int) -> bytes:
 
 
 @contextmanager
-def in_its_place(name: str, answer: bytes = b"", descriptors: int = 0) -> Iterator[None]:
-    """Another program at the socket of a name, which answers once and ends the connection.
+def in_its_place(
+    name: str, *answers: Mapping[str, object], descriptors: int = 0
+) -> Iterator[list[Any]]:
+    """Another program at the socket of a name: gives each connection these answers, and ends it.
 
-    Without an answer it ends each connection at once.
+    Yields the list of the requests that it gets.
     """
+    requests: list[Any] = []
     path = runtime.socket_path(name)
     aside = path.with_suffix(".aside")
     with suppress(FileNotFoundError):
@@ -159,16 +162,16 @@ def in_its_place(name: str, answer: bytes = b"", descriptors: int = 0) -> Iterat
             while True:
                 connected, _ = listener.accept()
                 with connected, suppress(OSError):
-                    if answer:
-                        close_all(receive_message(connected)[1])
+                    for answer in answers:
+                        requests.append(json.loads(receive_message(connected)[0]))
                         files = [memory(b"12345") for _ in range(descriptors)]
-                        send_message(connected, answer, files)
+                        send_message(connected, json.dumps(answer).encode(), files)
                         close_all(files)
 
     thread = Thread(target=serve)
     thread.start()
     try:
-        yield
+        yield requests
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()

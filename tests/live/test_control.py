@@ -154,7 +154,7 @@ def test_an_answer_of_another_form_is_an_error_and_leaves_no_descriptor(
 ) -> None:
     before = descriptors_of()
     with (
-        in_its_place("policy", json.dumps(answer).encode(), descriptors),
+        in_its_place("policy", answer, descriptors=descriptors),
         HostServer("policy") as server,
         pytest.raises(ProtocolError, match="gave an answer of another form"),
     ):
@@ -164,9 +164,9 @@ def test_an_answer_of_another_form_is_an_error_and_leaves_no_descriptor(
 
 def test_a_lease_that_cannot_be_read_leaves_no_descriptor(runtime: Path) -> None:
     before = descriptors_of()
-    answer = json.dumps({"ok": {**LEASE, "seconds": "long"}}).encode()
+    answer = {"ok": {**LEASE, "seconds": "long"}}
     with (
-        in_its_place("policy", answer, 1),
+        in_its_place("policy", answer, descriptors=1),
         LiveStore("live://127.0.0.1:1/policy", {}) as store,
         pytest.raises(UnreachableError, match=r"127\.0\.0\.1:1: no server answers"),
     ):
@@ -269,6 +269,21 @@ def test_a_server_that_retires_a_version_answers_others_meanwhile(hosts: Hosts) 
         until(lambda: other.versions() == {})
         client.ask("DELETE", f"/policy/leases/{lease}")
         assert retired.result(timeout=30) is False
+
+
+def test_a_version_is_retired_and_then_dropped_where_a_server_cannot_do_both_at_once(
+    runtime: Path,
+) -> None:
+    refusal = {"error": "protocol", "message": "do='reclaim': the requests are ..."}
+    answers = (refusal, {"ok": {"overdue": True}}, {"ok": {"held": True}})
+    with in_its_place("policy", *answers) as requests, HostServer("policy") as server:
+        assert server.reclaim(3, 2.0) is True
+    wait, version = {"wait_seconds": 2.0}, {"name": "policy", "version": 3}
+    assert requests == [
+        {"do": "reclaim", **version, **wait},
+        {"do": "retire", **version, **wait},
+        {"do": "drop", **version, "overdue": True},
+    ]
 
 
 def test_a_request_after_an_interrupted_one_gets_its_own_answer(hosts: Hosts) -> None:

@@ -220,7 +220,7 @@ FRAGMENTS = st.sampled_from(
     [b'{"do":"hello"}', b'{"do":"own","name":"policy","keep_seconds":0}', b"{}", b"[]", b"", b"\0"]
 ) | st.builds(
     lambda do, fields: json.dumps({"do": do, **fields}).encode(),
-    st.sampled_from(["put", "commit", "drop", "get", "versions", "hello", "no"]),
+    st.sampled_from(["put", "commit", "drop", "reclaim", "take", "get", "versions", "hello", "no"]),
     st.fixed_dictionaries(
         {},
         optional={
