@@ -6,10 +6,12 @@ passes through no connection: a message by gloo is copied four times.
 
 Rules:
 
-1. A group uses memory if all of its ranks are on this host, of this user, and have read a word in
-   the memory of each other rank. They find out once, at the first use of the group.
+1. A group uses memory if all of its ranks are on this host, of this user, and have mapped memory of
+   each other rank. They find out once, at the first use of the group.
 2. A rank packs again after all receivers of its last messages have answered.
-3. `SHARDING_HOST_MEMORY=0` on all ranks, at the first use of a group, keeps to gloo.
+3. Each memory has a random number in its name. No other file is opened in its place: `/proc` may be
+   that of another namespace of processes, and a rank that fails closes its descriptors.
+4. `SHARDING_HOST_MEMORY=0` on all ranks, at the first use of a group, keeps to gloo.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from sharding.errors import TransferError
 
 STAGE = "finding the ranks of this host"
 VARIABLE = "SHARDING_HOST_MEMORY"
-_PLACE = Struct("!qq16s")
-"""A process, one of its descriptors, and the bytes in it."""
+_PLACE = Struct("!qqq")
+"""A process, one of its descriptors, and the number of the memory there."""
 _shares: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 
 
@@ -59,15 +61,14 @@ def _find(group: ProcessGroup | None) -> bool:
         return False
     if not ranks.agree(STAGE, hashes=[_host()]).same[0]:
         return False
-    word, descriptor = secrets.token_bytes(16), -1
+    number, descriptor = secrets.randbits(62), -1
     try:
-        with suppress(OSError):  # this rank has no memory, and its word is nowhere
-            descriptor = _new_memory()
-            os.pwrite(descriptor, word, 0)
-        mine = _PLACE.pack(os.getpid(), descriptor, word)
-        everyone = list(_PLACE.iter_unpack(ranks.joined(STAGE, mine, b"".join)))
-        is_read = all(_word_at(process, at) == said for process, at, said in everyone)
-        answers = ranks.joined(STAGE, bytes([is_read]), b"".join)
+        with suppress(OSError):  # this rank has no memory, and no other rank finds it
+            descriptor = _new_memory(number, 1)
+        mine = _PLACE.pack(os.getpid(), descriptor, number)
+        everyone = _PLACE.iter_unpack(ranks.joined(STAGE, mine, b"".join))
+        is_mapped = all(_is_mapped(*place) for place in everyone)
+        answers = ranks.joined(STAGE, bytes([is_mapped]), b"".join)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -86,18 +87,24 @@ def _host() -> int:
     return secrets.randbits(HASH_BITS)
 
 
-def _word_at(process: int, descriptor: int) -> bytes:
-    with suppress(OSError), open(_path(process, descriptor), "rb") as file:
-        return file.read(16)
-    return b""
+def _is_mapped(process: int, descriptor: int, number: int) -> bool:
+    with suppress(TransferError):
+        return len(_opened(process, descriptor, number, 1)) == 1
+    return False
 
 
-def _new_memory() -> int:
-    return os.memfd_create("ckpt-messages", os.MFD_CLOEXEC)
+def _new_memory(number: int, nbytes: int) -> int:
+    descriptor = os.memfd_create(_name(number), os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _path(process: int, descriptor: int) -> str:
-    return f"/proc/{process}/fd/{descriptor}"
+def _name(number: int) -> str:
+    return f"ckpt-messages-{number:016x}"
 
 
 NOTE_SIZE = 5
@@ -123,10 +130,16 @@ class HostMemory:
     def reserve(self, nbytes: int) -> torch.Tensor:
         """Returns memory for messages of so many bytes; those before have been read (rule 2)."""
         if nbytes > len(self._mine):
-            self.close()
-            self._descriptor, self._number = _new_memory(), self._number + 1
-            os.posix_fallocate(self._descriptor, 0, nbytes)
-            self._mine = _mapped(self._descriptor, nbytes)
+            self._free()
+            self._number = secrets.randbits(62)
+            try:
+                self._descriptor = _new_memory(self._number, nbytes)
+                self._mine = _mapped(self._descriptor, nbytes)
+            except OSError as error:
+                raise TransferError(
+                    f"this host gives no {nbytes:,} bytes of shared memory for messages: {error}; "
+                    f"set {VARIABLE}=0 on all ranks to send messages by gloo"
+                ) from error
         return self._mine[:nbytes]
 
     def note(self, at: int) -> torch.Tensor:
@@ -139,12 +152,16 @@ class HostMemory:
         process, descriptor, number, size, at = note.tolist()
         known, memory = self._theirs.get(process, (0, self._mine))
         if known != number:
-            memory = _opened(process, descriptor, size)
+            memory = _opened(process, descriptor, number, size)
             self._theirs[process] = number, memory
         return memory[at : at + nbytes]
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Lets go of all memory, also of that of other ranks."""
+        self._free()
+        self._theirs.clear()
+
+    def _free(self) -> None:
         self._mine = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -157,18 +174,22 @@ class HostMemory:
         self.close()
 
 
-def _opened(process: int, descriptor: int, nbytes: int) -> torch.Tensor:
-    """Returns the memory that a descriptor of another process has."""
+def _opened(process: int, descriptor: int, number: int, nbytes: int) -> torch.Tensor:
+    """Returns the memory that another process has (rule 3)."""
+    path = f"/proc/{process}/fd/{descriptor}"
     try:
-        opened = os.open(_path(process, descriptor), os.O_RDWR | os.O_CLOEXEC)
+        if _name(number) not in os.readlink(path):
+            raise TransferError(f"{path} is another file than the memory of a rank")
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return _mapped(opened, nbytes)
         finally:
             os.close(opened)
     except OSError as error:
         raise TransferError(
-            f"the memory of process {process} cannot be read: {error}; set {VARIABLE}=0 on all "
-            "ranks to send messages by gloo"
+            f"the memory of process {process}, another rank, cannot be read: {error}; the process "
+            f"has ended, or the system refuses: then set {VARIABLE}=0 on all ranks to send "
+            "messages by gloo"
         ) from error
 
 

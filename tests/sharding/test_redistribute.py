@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sharding.agreement.ranks import Ranks
+from sharding.errors import ArgumentError, TransferError
 from sharding.layout import (
     FlatShard,
     Layout,
@@ -129,6 +133,22 @@ def keeps_nothing() -> list[bool]:
     return [len(os.listdir("/proc/self/fd")) == descriptors, not is_left]
 
 
+def keeps_nothing_of_a_failed_call() -> bool:
+    """On each rank: whether no memory is left while the error is at hand."""
+    group, have = group_of("memory"), Layout((8,), LINE, (Shard(0),))
+    want, source = Layout((8,), LINE, (Replicate(),)), torch.zeros(2)
+    good = Move("a", source, have, torch.zeros(8), want)
+    bad = Move("b", source, have, torch.zeros(16)[::2], want)
+    with pytest.raises(ArgumentError, match="not contiguous") as error:
+        redistribute([good, bad], group=group, budget=32)
+    is_left = "ckpt-messages" in Path("/proc/self/maps").read_text()
+    return error.value is not None and not is_left
+
+
+def test_memory_ends_with_a_failed_call(clusters: Callable[[int], Any]) -> None:
+    assert clusters(WORLD).run(keeps_nothing_of_a_failed_call) == [True] * WORLD
+
+
 def test_memory_ends_with_the_call(clusters: Callable[[int], Any]) -> None:
     assert clusters(WORLD).run(keeps_nothing) == [[True, True]] * WORLD
 
@@ -141,6 +161,78 @@ def one_rank_wants_gloo() -> bool:
 
 def test_one_rank_that_wants_gloo_makes_all_use_it(clusters: Callable[[int], Any]) -> None:
     assert clusters(3).run(one_rank_wants_gloo) == [False] * 3
+
+
+@contextmanager
+def hidden(is_hidden: bool) -> Iterator[None]:
+    """Meanwhile this process looks into no other of its user, or is hidden from such ones."""
+    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)  # this thread
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice 32 bits
+    assert libc.capget(header, rights) == 0
+    before = rights[0]
+    rights[0] &= ~(1 << 19)  # CAP_SYS_PTRACE, which sees what is hidden
+    assert libc.capset(header, rights) == 0
+    try:
+        assert libc.prctl(PR_SET_DUMPABLE, not is_hidden, 0, 0, 0) == 0
+        yield
+    finally:
+        rights[0] = before
+        assert libc.capset(header, rights) == 0
+        assert libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0) == 0
+
+
+PR_SET_DUMPABLE = 4
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Meanwhile no file of this process, and no memory, grows above so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def one_rank_is_closed(how: str) -> bool:
+    group, is_it = dist.new_group(), dist.get_rank() == 1
+    Ranks(group).agree("meeting")  # by a file
+    with hidden(is_it) if how == "hidden" else largest_file(0 if is_it else 1 << 30):
+        return shares_memory(group)
+
+
+@pytest.mark.parametrize("how", ["hidden", "without memory"])
+def test_all_ranks_use_gloo_if_one_cannot_map_the_memory_of_another(
+    clusters: Callable[[int], Any], how: str
+) -> None:
+    assert clusters(3).run(one_rank_is_closed, how) == [False] * 3
+
+
+def test_no_other_file_is_read_in_the_place_of_memory() -> None:
+    theirs, ours = os.pipe()
+    os.write(ours, b"bytes")
+    with HostMemory(None) as memory, HostMemory(None) as another:
+        memory.reserve(100)[:] = 7
+        note = memory.note(40)
+        for place, other in ((1, theirs), (2, 3)):  # another descriptor, another number
+            wrong = note.clone()
+            wrong[place] = other
+            with pytest.raises(TransferError, match="another file than the memory of a rank"):
+                another.bytes_of(wrong, 3)
+        assert another.bytes_of(note, 3).tolist() == [7, 7, 7]
+    assert os.read(theirs, 10) == b"bytes"
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_a_host_without_memory_for_messages_is_named() -> None:
+    with HostMemory(None) as memory, largest_file(4096):
+        with pytest.raises(
+            TransferError, match=r"no 5,000 bytes of .*; set SHARDING_HOST_MEMORY=0"
+        ):
+            memory.reserve(5000)
+        assert len(memory.reserve(4096)) == 4096
 
 
 def test_a_process_alone_needs_no_memory() -> None:
