@@ -3,7 +3,8 @@
 Rules:
 
 1. A connection serves one request at a time. Idle connections wait for the next request of any
-   thread, so there are as many connections as threads that read at once.
+   thread, so there are as many connections as threads that read at once. A forked child has its
+   own ones.
 2. The bytes of a range go from the socket into the caller's memory.
 3. All requests may be repeated. One that finds its kept connection closed goes over a new one. A
    server with too many connections resets new ones, so a request has two of these.
@@ -19,6 +20,7 @@ import re
 import socket
 import ssl
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,6 +45,7 @@ JSON_TYPE = "application/json"
 _IS_TOKEN = re.compile(r"[!-~]+")
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _NO_RANGE = re.compile(r"bytes \*/(\d{1,18})")
+_CLIENTS: weakref.WeakSet[HttpClient] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ class HttpClient:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        _CLIENTS.add(self)
 
     def ask(self, method: str, path: str, body: object = None, wait_seconds: float = 0.0) -> Answer:
         """Returns the answer to a small request, which the server may delay by `wait_seconds`.
@@ -367,3 +371,15 @@ def _said(error: Exception) -> str:
     if isinstance(error, socket.gaierror):
         return f"its name is unknown: {error}"
     return f"{type(error).__name__}: {error}"
+
+
+def _forget_in_child() -> None:
+    """Closes the idle connections of the parent: the two would read each other's answers."""
+    for client in list(_CLIENTS):
+        client._lock = threading.Lock()
+        idle, client._idle = client._idle, []
+        for connection in idle:
+            connection.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

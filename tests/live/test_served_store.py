@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.live.address import authority
+from ckpt.stores.http_client import HttpClient, HttpOptions, Place
 from ckpt.stores.object_store import ObjectStore
 from ckpt.stores.served_store import ServedStore
 from ckpt.stores.store import is_file, join_url, open_store, split_url
@@ -336,3 +338,42 @@ def test_no_text_for_people_and_no_page_has_the_token(
         assert found.out
         assert "a-token" not in found.out + found.err
     assert "a-token" not in page.read_text() + differences.read_text()
+
+
+class TellsItsClient(BaseHTTPRequestHandler):
+    """Answers each request by the port of the client, and keeps the connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        body = str(self.client_address[1]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_forked_child_does_not_use_the_connection_of_its_parent() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), TellsItsClient) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        client = HttpClient(Place("127.0.0.1", server.server_port), HttpOptions())
+        ours = client.ask("GET", "/").body
+        theirs, end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(end, client.ask("GET", "/").body)
+            finally:
+                os._exit(0)
+        os.close(end)
+        os.waitpid(child, 0)
+        assert int(os.read(theirs, 10)) != int(ours)
+        assert client.ask("GET", "/").body == ours
+        client.close()
+        os.close(theirs)
+        server.shutdown()
+        thread.join()
