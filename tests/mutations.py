@@ -552,6 +552,30 @@ MUTATIONS = (
         "live/control",
     ),
     Mutation(
+        "live: the answer to an interrupted request is skipped",
+        "            self._interrupted = seconds\n",
+        "            pass\n",
+        "live/control",
+    ),
+    Mutation(
+        "live: each descriptor belongs to one file",
+        "if sorted(used) != list(range(len(received))):",
+        "if max(used, default=-1) >= len(received):",
+        "live/control",
+    ),
+    Mutation(
+        "live: a forked child has its own connections",
+        "        idle, client._idle = client._idle, []\n",
+        "        idle: list[http.client.HTTPConnection] = []\n",
+        "live/served_store",
+    ),
+    Mutation(
+        "memory: no other file is opened in its place",
+        "if _name(number) not in os.readlink(path):",
+        "if False:",
+        "sharding/redistribute",
+    ),
+    Mutation(
         "live: a lease ends at its time",
         "if lease.ends <= now or is_late:",
         "if lease.ends < now or is_late:",
