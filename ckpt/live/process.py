@@ -275,10 +275,8 @@ class HostServer:
         with self._lock:
             if self._interrupted is not None:
                 mark = secrets.token_hex(8)
-                asked = request_message(
-                    Versions(mark)
-                )  # the answer says that there is no such name
-                self._exchange(asked, (), self._interrupted, mark.encode())
+                message = request_message(Versions(mark))  # the answer names the unknown name
+                self._exchange(message, (), self._interrupted, mark.encode())
                 self._interrupted = None
             data, received = self._exchange(request_message(request), descriptors, seconds)
         try:
