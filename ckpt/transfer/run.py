@@ -7,8 +7,8 @@ Rules:
 
 1. Bytes are verified by the rank that reads them, before they travel.
 2. The memory of all tensors that are staged at once stays within `stage_bytes`.
-3. A read that fails in a scatter round does not stop the round: the other ranks wait for its
-   messages. The error is raised after the last round.
+3. A read that fails in a scatter round, or a cast, does not stop the rounds: the other ranks wait
+   for messages. The error is raised after the last round.
 4. `half_loaded` and `failed_elsewhere` make the errors of a load that failed half-way.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,7 @@ from ckpt.transfer.unchanged import Unchanged
 from formats.errors import FormatError, UnsupportedError
 from formats.native.shard import Progress
 from formats.storage import Reader
+from sharding.agreement.ranks import result_or_error
 from sharding.errors import ArgumentError, said
 from sharding.reshard.host_memory import HostMemory
 from sharding.reshard.redistribute import Move, redistribute
@@ -142,15 +144,21 @@ class LoadRun:
         """Fulfils `plan.peer_moves`; `sources` has this rank's part of each tensor by name.
 
         Called by all ranks of the group, with the same `budget` in bytes; communicates. A target of
-        another dtype, or without contiguous elements, is staged.
+        another dtype, or without contiguous elements, is staged. A number beyond the range of its
+        target is an error once all ranks have what they wait for.
         """
+        errors: list[Exception] = []
         with HostMemory(self.group) as memory:
             for batch in plan.peer_moves:
                 staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
                 moves = (self._from_peers(move, sources[move.name], staged) for move in batch)
                 self._redistribute(moves, budget, memory)
                 for name, target, into in staged:
-                    self._cast(name, into, target)
+                    if not errors:
+                        _, error = result_or_error(partial(self._cast, name, into, target))
+                        errors += [] if error is None else [error]
+        if errors:
+            raise errors[0]
 
     def _cast(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies into a tensor of perhaps another dtype.

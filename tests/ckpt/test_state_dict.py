@@ -364,6 +364,34 @@ def test_a_parameter_group_mismatch_is_an_error_that_names_the_group(
         assert untouched
 
 
+def beyond_the_range_on_rank_1() -> tuple[str, float]:
+    """What a load says whose first batch has a number for rank 1 that float16 has not.
+
+    Also the sum of ones over the ranks, which shows that the group still works.
+    """
+    mesh, n = init_device_mesh("cpu", (2,)), 256
+    held = {f"w{at}": torch.zeros(n, n) for at in range(8)}
+    held["w0"][:, -1] = 1e30
+    source = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in held.items()}
+    target = {
+        name: distribute_tensor(one.half().fill_(0), mesh, [Shard(1)]) for name, one in held.items()
+    }
+    with pytest.raises(ckpt.CkptError) as caught:
+        ckpt.state_dict.load(source, target, dtype="target", budget=n * n * 8, timeout=20)
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return f"{type(caught.value).__name__}: {caught.value}", float(ones)
+
+
+def test_a_number_beyond_its_range_is_an_error_after_the_last_batch(
+    clusters: Callable[[int], Any],
+) -> None:
+    first, second = clusters(2).run(beyond_the_range_on_rank_1)
+    assert first[0].startswith("RankError: moving tensors failed on rank 1")
+    assert "beyond the range of" in second[0]
+    assert first[1] == second[1] == 2.0
+
+
 def wrong_on_one_rank(what: str) -> None:
     """Arguments that only one rank gets wrong."""
     mine = dist.get_rank() == (0 if what == "first budget" else 1)
