@@ -90,6 +90,7 @@ def _kind(dtype: DType) -> str:
 
 def narrows(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a cast of floats, or of complex numbers, has fewer numbers in its range."""
-    if not all(one.is_floating_point or one.is_complex for one in (stored, wanted)):
+    kinds = (stored, wanted)
+    if stored == wanted or not all(one.is_floating_point or one.is_complex for one in kinds):
         return False
     return torch.finfo(wanted).max < torch.finfo(stored).max

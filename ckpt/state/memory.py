@@ -20,8 +20,8 @@ _AS_THEY_ARE = frozenset(
     | {torch.int8, torch.uint8, torch.bool}
 )
 """Dtypes that numpy has too."""
-CHECKED_ELEMENTS = 1 << 20
-"""The elements whose range is checked at once."""
+CHECKED_ELEMENTS = 1 << 21
+"""The elements whose range is checked at once: they stay in the cache for the cast."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -102,9 +102,20 @@ def cast_into(
     Both are writable memory for equally many elements, aligned to them. Raises as `check_range`.
     """
     elements = torch.frombuffer(source, dtype=torch_dtype(stored.torch_name))
-    cast = torch.frombuffer(target, dtype=torch_dtype(dtype.torch_name)).copy_(elements)
+    cast = torch.frombuffer(target, dtype=torch_dtype(dtype.torch_name))
     remedy = "choose another dtype for this name, or keep its own, by a pattern in dtype="
-    check_range(name, elements, cast.dtype, remedy)
+    copy_in_range(name, elements, cast, remedy)
+
+
+def copy_in_range(name: str, source: torch.Tensor, target: torch.Tensor, remedy: str) -> None:
+    """Copies elements into a tensor of another dtype. Raises as `check_range`."""
+    parts = [(source, target)]
+    if source.is_contiguous() and is_plain(target):  # each part is checked, and then in the cache
+        flat = (torch.split(one.view(-1), CHECKED_ELEMENTS) for one in (source, target))
+        parts = list(zip(*flat, strict=True))
+    for some, into in parts:
+        check_range(name, some, into.dtype, remedy)
+        into.copy_(some)
 
 
 def check_range(name: str, elements: torch.Tensor, dtype: torch.dtype, remedy: str) -> None:
@@ -113,13 +124,14 @@ def check_range(name: str, elements: torch.Tensor, dtype: torch.dtype, remedy: s
     A cast would make such a number infinite, NaN or the largest one of `dtype`, or lose infinity.
     """
     flat, shown = elements.reshape(-1), str(dtype).removeprefix("torch.")
+    most = torch.finfo(dtype).max
     if flat.is_complex():
         flat, dtype = torch.view_as_real(flat.resolve_conj()).reshape(-1), dtype.to_real()
     for at in range(0, len(flat), CHECKED_ELEMENTS):
         chunk = flat[at : at + CHECKED_ELEMENTS]
         some = chunk.float() if chunk.itemsize == 1 else chunk
-        ends = torch.stack(some.aminmax())  # fast, and NaN or infinite if any is
-        if ends.isfinite().all() and _in_range(ends, dtype).all():
+        lo, hi = some.aminmax()
+        if lo.item() >= -most and hi.item() <= most:  # false if any is NaN or infinite
             continue
         lost = some[~_in_range(some, dtype) & ~some.isnan()]
         if len(lost):

@@ -34,7 +34,7 @@ from ckpt.match.match_builder import Target
 from ckpt.plan.load_plan import LoadPlan, Stage, TensorRead
 from ckpt.plan.read_plan import NOWHERE, ReadRequest
 from ckpt.plan.scatter_plan import ScatterRound, TensorMove
-from ckpt.state.memory import check_range, is_lazy, memory_of, torch_dtype
+from ckpt.state.memory import copy_in_range, is_lazy, memory_of, torch_dtype
 from ckpt.transfer.read import RangeReader, ReadPolicy
 from ckpt.transfer.record_sums import RecordSums
 from ckpt.transfer.unchanged import Unchanged
@@ -165,13 +165,14 @@ class LoadRun:
 
         Raises ArgumentError for a number beyond its range, unless all casts are allowed.
         """
-        if self.casting is not Casting.UNSAFE and narrows(source.dtype, target.dtype):
-            remedy = "load into a wider dtype, or pass casting='unsafe' to cast nevertheless"
-            try:
-                check_range(name, source, target.dtype, remedy)
-            except UnsupportedError as error:
-                raise ArgumentError(f"dtype='target': {error}") from None  # nothing is damaged
-        target.copy_(source)
+        if self.casting is Casting.UNSAFE or not narrows(source.dtype, target.dtype):
+            target.copy_(source)
+            return
+        remedy = "load into a wider dtype, or pass casting='unsafe' to cast nevertheless"
+        try:
+            copy_in_range(name, source, target, remedy)
+        except UnsupportedError as error:
+            raise ArgumentError(f"dtype='target': {error}") from None  # nothing is damaged
 
     def _redistribute(self, moves: Iterable[Move], budget: int, memory: HostMemory) -> None:
         redistribute(moves, group=self.group, budget=budget, memory=memory)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.errors import UnsupportedError
+from ckpt.state.memory import CHECKED_ELEMENTS, copy_in_range
 from formats.dtypes import DTYPES
 
 pytestmark = [
@@ -175,3 +177,30 @@ def test_infinity_and_nan_are_cast_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(target[:2], saved[:2].half())
     assert bool(target[2].isnan())
     assert target[3] == 65504.0
+
+
+@pytest.mark.skipif(PACKED not in HERE, reason="torch lacks the dtype")
+@pytest.mark.parametrize("how", [{}, {"dtype": "target"}])
+def test_packed_floats_fill_a_strided_target_of_their_dtype(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    codes = torch.arange(12, dtype=torch.uint8).view(4, 3)
+    ckpt.save(tmp_path, {"w": codes.view(getattr(torch, PACKED))})
+    filled = torch.zeros(3, 4, dtype=torch.uint8)
+    ckpt.load(tmp_path, {"w": filled.view(getattr(torch, PACKED)).t()}, **how)
+    assert torch.equal(filled.t(), codes)
+
+
+@pytest.mark.parametrize("lost", [0, CHECKED_ELEMENTS, 2 * CHECKED_ELEMENTS - 1])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_number_out_of_range_is_found_in_each_part_of_a_tensor(
+    lost: int, is_strided: bool
+) -> None:
+    source = torch.zeros(2 * CHECKED_ELEMENTS)
+    target = torch.ones(len(source), dtype=torch.float16)
+    into = target.view(2, -1).t() if is_strided else target
+    copy_in_range("w", source.view(into.shape), into, "load it elsewhere")
+    assert not target.any()
+    source[lost] = -1e5
+    with pytest.raises(UnsupportedError, match="its element -100000 is beyond the range of"):
+        copy_in_range("w", source.view(into.shape), into, "load it elsewhere")
