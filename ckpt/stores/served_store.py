@@ -57,10 +57,10 @@ class ServedStore(ReadOnlyStore):
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         place, self._root, token = _parts(url)
         self.url, _, _ = url.partition(TOKEN)
-        if "?" in self.url or "#" in self.url:
+        if any(mark in self.url for mark in "?#\t\r\n"):  # urlsplit takes the last three away
             raise ArgumentError(
-                f"{without_secrets(url)}: a folder of ckpt serve has no ? and # in its URL but the "
-                "token's; write %3F and %23 for those in names"
+                f"{without_secrets(url)!r}: a folder of ckpt serve has no tab, line break, ? and # "
+                "in its URL but the token's; write %09, %0A, %3F and %23 for those in names"
             )
         told = HttpOptions.of(options, token)
         self.url = self.url.rstrip("/")

@@ -304,7 +304,7 @@ def join_url(folder: str | os.PathLike[str], name: str) -> str:
     """
     text = os.fspath(folder)
     if _is_known_served(text):
-        name = name.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
+        name = re.sub(r"[%?#\t\r\n]", lambda found: f"%{ord(found[0]):02X}", name)
     text, token = _token_apart(text, is_live(text) or text.startswith(WEB))
     above = text.rstrip("/")
     return f"{text}{name}" if above.endswith(":") else f"{above}/{name}{token}"

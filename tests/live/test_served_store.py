@@ -132,6 +132,7 @@ def test_every_name_of_a_disk_is_listed_and_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["a%41", "aA", "b?x", "b", "c#x", "c", "d 4", "d%204", "\udcff", "\u00e9"]
+    names += ["e\tf", "e\nf\r", "ef"]
     for number, name in enumerate(names):
         ckpt.save(tmp_path / name, {"n": number})
         ckpt.convert(tmp_path / name, tmp_path / f"{name}.pt")
@@ -147,8 +148,8 @@ def test_every_name_of_a_disk_is_listed_and_read(
                 assert split_url(place)[1] == name + end
                 assert ckpt.read(place) == {"n": number}
                 assert ckpt.read(f"{whole}{end}?{token}") == {"n": number}
-        for mark in "?#":
-            with pytest.raises(ckpt.ArgumentError, match="write %3F and %23"):
+        for mark in "?#\t\r\n":
+            with pytest.raises(ckpt.ArgumentError, match="write %09, %0A, %3F and %23"):
                 ckpt.read(f"{start}b{mark}x?{token}")
 
 
