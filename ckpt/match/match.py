@@ -204,8 +204,9 @@ class _Matcher:
             return lambda: array
         self.installs = True
         is_frozen = not array.flags.writeable
-        view = (array.ctypes.data, array.shape, array.strides, array.dtype)
-        copy = self._copies.setdefault(path if is_frozen else view, torch.from_numpy(array.copy()))
+        place = path if is_frozen else array.ctypes.data
+        view = (place, array.shape, array.strides, array.dtype)
+        copy = self._copies.setdefault(view, torch.from_numpy(array.copy()))
         self._tensor(copy, path or ROOT)
         item = self._filled.get(identity(copy))
         if item is None:

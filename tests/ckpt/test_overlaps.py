@@ -126,6 +126,18 @@ def shared(kind: str) -> dict[str, torch.Tensor]:
     }[kind]
 
 
+def test_read_only_arrays_of_one_name_are_each_compared_with_the_checkpoint(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, {"a": {"b": np.arange(6.0)}})
+    flat, grid = np.zeros(6), np.zeros((2, 3))
+    for array in (flat, grid):
+        array.setflags(write=False)
+    with pytest.raises(ckpt.MismatchError, match=r"a\.b: .* shape \(6,\), the target has \(2, 3\)"):
+        ckpt.load(tmp_path, {"a.b": flat, "a": {"b": grid}})
+    loaded = ckpt.load(tmp_path, {"a.b": flat, "a": {"b": flat.copy()}})
+    assert np.array_equal(loaded["a.b"], np.arange(6.0))
+    assert np.array_equal(loaded["a"]["b"], np.arange(6.0))
+
+
 @pytest.mark.parametrize(
     "kind",
     ["runs", "inside", "steps", "steps that meet", "columns", "row and column"],
