@@ -523,9 +523,51 @@ MUTATIONS = (
     ),
     Mutation(
         "live: a last chunk is compared by each rank that reads it",
-        "if chunk == last or chunk % self.count == self.index:",
-        "if chunk % self.count == self.index:",
+        "for lo, hi in (mine, (last, last + 1)):",
+        "for lo, hi in (mine,):",
         "ckpt/check_shares",
+    ),
+    Mutation(
+        "live: a share of the chunks has no gap to the next",
+        "last * (self.index + 1) // self.count",
+        "last // self.count * (self.index + 1)",
+        "ckpt/check_shares",
+    ),
+    Mutation(
+        "live: memory that a reader holds is told after an update that failed, too",
+        "slot.held, slot.version = max(slot.held, held), None\n        elif",
+        "slot.version = None\n        elif",
+        "live/publish",
+    ),
+    Mutation(
+        "live: all ranks give the version that they update to",
+        "agreed_attempt(ranks, state, options, check, arguments, choice)",
+        "agreed_attempt(ranks, state, options, check, None, choice)",
+        "live/publish",
+    ),
+    Mutation(
+        "reads: tensors of one geometry lie at places of their own",
+        "lo=one.lo + by, hi=one.hi + by",
+        "lo=one.lo, hi=one.hi",
+        "ckpt/transfer",
+    ),
+    Mutation(
+        "reads: a row ends where one end has a gap",
+        "steps[-1] == other_steps[-1] == row",
+        "steps[-1] == row",
+        "ckpt/transfer",
+    ),
+    Mutation(
+        "state dicts: a cast that fails lets the other ranks have their messages",
+        "errors += [] if error is None else [error]",
+        "raise error or AssertionError",
+        "ckpt/state_dict",
+    ),
+    Mutation(
+        "groups: a destroyed group is no single process",
+        "    if not is_here:\n        raise DestroyedGroupError(",
+        "    if False:\n        raise DestroyedGroupError(",
+        "ckpt/some_ranks",
     ),
     Mutation(
         "live: rows longer than a chunk are compared by each rank",

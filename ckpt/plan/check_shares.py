@@ -10,7 +10,8 @@ Rules:
    the others, and all ranks hold elements of it. A *period* is the bytes of all elements with the
    same first indices. Any so many bytes of the checkpoint hold elements of each rank, so each rank
    reads each chunk that is as long.
-2. Chunk n of an extent belongs to one rank. The last chunk, which may be shorter, belongs to all.
+2. A rank has neighbouring chunks of each extent, about as many as any other. The last chunk, which
+   may be shorter, belongs to all.
 3. The division follows from names, layouts and shapes alone. `CheckShare.fingerprint` tells whether
    the ranks agree on it.
 """
@@ -49,15 +50,15 @@ class CheckShare:
 
         They are bytes from 0 to `nbytes`, the first one that of chunk `first`.
         """
-        size = chunks.chunk_bytes
+        size, last = chunks.chunk_bytes, len(chunks) - 1
         if chunks.compressed or not 0 < self.periods.get(name, 0) <= size:
             yield 0, nbytes
             return
-        last = len(chunks) - 1
-        for at in range(0, nbytes, size):
-            chunk = first + at // size
-            if chunk == last or chunk % self.count == self.index:
-                yield at, min(at + size, nbytes)
+        mine = last * self.index // self.count, last * (self.index + 1) // self.count
+        for lo, hi in (mine, (last, last + 1)):
+            begin, end = max(0, (lo - first) * size), min((hi - first) * size, nbytes)
+            if begin < end:
+                yield begin, end
 
 
 NOTHING_SHARED = CheckShare()

@@ -94,7 +94,7 @@ def test_a_chunk_that_all_ranks_read_is_compared_by_one(tmp_path: Path, loading:
         name, layout = next(iter(layouts(loading).items()))
         extent = next(iter(source.catalog.tensors[name].pieces)).extent
         finders = []
-        for chunk in range(2):
+        for chunk in (0, 2):  # of three, and a last one that is shorter
             at = extent.offset + chunk * (64 << 10) + 5
             flip(tmp_path / extent.file, at)
             everyone = enumerate(shares(source, layouts(loading)))
@@ -102,7 +102,7 @@ def test_a_chunk_that_all_ranks_read_is_compared_by_one(tmp_path: Path, loading:
                 [rank for rank, one in everyone if finds(source, name, layout, rank, one)]
             )
             flip(tmp_path / extent.file, at)
-        assert finders == [[0], [1]]
+        assert finders == [[1], [3]]
 
 
 def test_tensors_that_not_all_ranks_read_whole_are_compared_by_each(tmp_path: Path) -> None:
