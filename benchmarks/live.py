@@ -1,6 +1,7 @@
 """A live state from a trainer's ranks to another job's, beside the ways without it.
 
     python benchmarks/live.py --size-mb 1000
+    python benchmarks/live.py --table near --rounds 25
 
 The floors (`live_floors.py`) move the bytes that the readers need: by one copy of warm memory, by a
 copy of mapped memory that is hashed too, and by `sendfile` to `recv_into` over as many loopback
@@ -32,10 +33,14 @@ ALL, UPDATE, COPY_PART = "update, then ckpt.load", "update returns", "copy of a 
 TO_TMPFS, DCP = "ckpt.save to tmpfs, ckpt.load", "DCP to tmpfs, DCP load"
 
 
+NEAR = (COPY, HASHED, LOAD_HERE, UNVERIFIED, COPY_PART, UPDATE)
+"""The ways in the memory of one host: the fastest, so many rounds of them take little time."""
+
+
 def hand_over(
-    nbytes: int, trainers: int, readers: int, rounds: int, folder: str
+    nbytes: int, trainers: int, readers: int, rounds: int, folder: str, near: bool
 ) -> measure.Samples:
-    """On each rank: the samples of all ways."""
+    """On each rank: the samples of all ways, or with `near` of those in `NEAR`."""
     job = Job(nbytes, trainers, readers)
     job.open()
     floors = Floors(job)
@@ -60,7 +65,8 @@ def hand_over(
     for one in (job.update_and_load, job.load_over_tcp, job.update_and_load):  # all memory is warm
         job.before()
         one()
-    samples = measure.interleaved(ways, rounds)
+    chosen = {name: one for name, one in ways.items() if name in NEAR or not near}
+    samples = measure.interleaved(chosen, rounds)
     job.before()
     job.close()
     return samples
@@ -101,7 +107,8 @@ def main() -> None:
     parser.add_argument("--size-mb", type=int, default=1000, help="the whole state")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--store", default=tempfile.gettempdir(), help="a folder on a disk")
-    parser.add_argument("--table", choices=("hand-over", "training"), help="one of the two tables")
+    tables = ("hand-over", "near", "training")
+    parser.add_argument("--table", choices=tables, help="one table; near: of one host's memory")
     given = parser.parse_args()
     nbytes, rounds = given.size_mb * 10**6, given.rounds
     os.environ.setdefault(RUNTIME, tempfile.mkdtemp(prefix="ckpt-bench-run-"))
@@ -109,22 +116,23 @@ def main() -> None:
     size = f"{given.size_mb} MB, {rounds} rounds"
     if given.table != "training":
         columns = ("ranks", "way", "seconds", "ratio", "CPU seconds", "extra MiB a rank")
-        rows = hand_overs(nbytes, rounds)
+        rows = hand_overs(nbytes, rounds, given.table == "near")
         print(report.Table(f"From trainers to readers, {size}", columns, rows), flush=True)
-    if given.table != "hand-over":
+    if given.table in (None, "training"):
         columns = ("", "seconds", "other", "ratio")
         rows = beside_training(nbytes, rounds, given.store)
         print(report.Table(f"Beside the training, {size}", columns, rows))
 
 
-def hand_overs(nbytes: int, rounds: int) -> list[list[str]]:
+def hand_overs(nbytes: int, rounds: int, near: bool) -> list[list[str]]:
     """The rows of all cases."""
     rows = []
     for trainers, readers in CASES:
         folder = tempfile.mkdtemp(prefix="ckpt-bench-", dir=TMPFS)
         try:
             world = trainers + readers
-            samples = measure.on_ranks(world, hand_over, nbytes, trainers, readers, rounds, folder)
+            given = nbytes, trainers, readers, rounds, folder, near
+            samples = measure.on_ranks(world, hand_over, *given)
         finally:
             shutil.rmtree(folder)
         rows += hand_over_rows(f"{trainers} → {readers}", measure.joined(samples))
