@@ -115,7 +115,7 @@ def copy_in_range(name: str, source: torch.Tensor, target: torch.Tensor, remedy:
         parts = list(zip(*flat, strict=True))
     for some, into in parts:
         check_range(name, some, into.dtype, remedy)
-        into.copy_(some)
+        into.detach().copy_(some)  # a view of an inference tensor takes no copy outside its mode
 
 
 def check_range(name: str, elements: torch.Tensor, dtype: torch.dtype, remedy: str) -> None:

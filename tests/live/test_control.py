@@ -287,6 +287,7 @@ def test_a_version_is_retired_and_then_dropped_where_a_server_cannot_do_both_at_
 
 
 def test_a_request_after_an_interrupted_one_gets_its_own_answer(hosts: Hosts) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     server, main = hosts.start(), threading.get_ident()
     publish_closed(server, 1, f=b"1")
     lease = hosts.client(server).lease("policy")
