@@ -213,7 +213,7 @@ def byte_ranges_of(
                 )
                 continue
         key = id(box_copy), itemsize, nbytes, size
-        if is_plain and key in cuts:  # another tensor's, at another place
+        if is_plain and key in cuts:  # a tensor of this geometry was cut before, at another place
             first, cut, _ = cuts[key]
             by = offset - first
             cut = [

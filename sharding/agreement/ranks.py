@@ -346,7 +346,10 @@ class Ranks:
 
 
 def _check_group(group: object, is_here: bool) -> None:
-    """Raises unless this is a process group, `SELF` or None; `is_here`: process groups can be."""
+    """Raises unless this is a process group, `SELF` or None.
+
+    `is_here` tells whether torch.distributed is initialized: else every group was destroyed.
+    """
     import torch.distributed as dist
 
     if group is None or (isinstance(group, str) and group == SELF):
